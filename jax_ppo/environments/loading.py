@@ -10,7 +10,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
-_OPTION = "rollout.multi_turn.environment"
+OPTION = "rollout.multi_turn.environment"
 
 
 def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
@@ -23,12 +23,12 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     if not name:
         return None
     environment_class = plugins.load_plugin(
-        name, _OPTION, (), by_name=True, other_arguments=_constructor_arguments
+        name, OPTION, (), by_name=True, other_arguments=_constructor_arguments
     )
     for method in ("reset", "step"):
         if not callable(getattr(environment_class, method, None)):
             raise UserError(
-                f"config.{_OPTION}={name!r}: has no method {method}; expected a class as in "
+                f"config.{OPTION}={name!r}: has no method {method}; expected a class as in "
                 "jax_ppo/environments/protocol.py"
             )
     return environment_class

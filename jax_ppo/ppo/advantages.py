@@ -4,7 +4,7 @@ A user-defined estimator, `algorithm.adv_estimator=module:function`, works witho
 called as f(rewards, mask, n) with the rewards of tokens [B, T], which include the KL penalty if
 there is one and are 0 under the mask; the mask [B, T] of the tokens that the policy chose; and n,
 the number of responses per prompt, which are adjacent. It returns an advantage per response [B] or
-per token [B, T].
+per token [B, T], or that and a dict of scalars, which are logged as advantages/NAME.
 """
 
 import functools
@@ -44,7 +44,7 @@ def estimate_advantages(
         estimates = Estimates(advantages=advantages, returns=returns)
         metrics = critic_metrics(values, returns, masks.loss)
     else:
-        advantages = critic_free_advantages(options, token_rewards, masks.actions)
+        advantages, metrics = critic_free_advantages(options, token_rewards, masks.actions)
         estimates = Estimates(advantages=advantages, returns=None)
     metrics |= {
         "advantages/mean": masked.masked_mean(estimates.advantages, masks.loss),
@@ -136,13 +136,23 @@ def load_estimator(name: str) -> Callable[..., jax.Array] | None:
 
 def plugin_advantages(
     name: str, estimator: Callable[..., jax.Array], token_rewards: Tokens, actions: Mask, n: int
-) -> Tokens:
-    """Return the advantages of a user's function, 0 under the mask.
+) -> tuple[Tokens, Metrics]:
+    """Return the advantages of a user's function, 0 under the mask, and its metrics.
 
     Raises:
-      UserError: it returns neither one number per response nor one per token.
+      UserError: it returns neither one number per response nor one per token, or a metric that is
+        no scalar.
     """
     result = estimator(masked.zero_outside(token_rewards, actions), actions, n)
+    metrics: Metrics = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        result, metrics = result
+    for key, value in metrics.items():
+        if jnp.shape(value) or key in ("mean", "std"):
+            raise UserError(
+                f"config.algorithm.adv_estimator={name!r}: its metric {key!r} has shape "
+                f"{jnp.shape(value)}; expected a scalar, with another name than mean and std"
+            )
     if jnp.shape(result) not in (actions.shape, actions.shape[:1]):
         raise UserError(
             f"config.algorithm.adv_estimator={name!r}: returned shape {jnp.shape(result)}; "
@@ -152,12 +162,13 @@ def plugin_advantages(
     per_token = jnp.reshape(result, (len(actions), -1))
     # A policy gradient takes advantages as constants.
     advantages = jax.lax.stop_gradient(jnp.asarray(per_token, jnp.float32))
-    return jnp.where(actions, advantages, 0.0)
+    scalars = {f"advantages/{key}": jnp.float32(value) for key, value in metrics.items()}
+    return jnp.where(actions, advantages, 0.0), scalars
 
 
 def critic_free_advantages(
     options: ExperienceOptions, token_rewards: Tokens, actions: Mask
-) -> Tokens:
+) -> tuple[Tokens, Metrics]:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
     plugin = load_estimator(algorithm.adv_estimator)
@@ -166,7 +177,7 @@ def critic_free_advantages(
         return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
     if algorithm.adv_estimator == "reinforce_plus_plus":
         reward_to_go = jax.vmap(estimators.reward_to_go, in_axes=(0, 0, None))
-        return reward_to_go(token_rewards, actions, algorithm.gamma)
+        return reward_to_go(token_rewards, actions, algorithm.gamma), {}
     group_estimators: dict[str, Callable[..., jax.Array]] = {
         "grpo": functools.partial(estimators.grpo, by_std=algorithm.norm_adv_by_std_in_grpo),
         "rloo": estimators.rloo,
@@ -176,7 +187,7 @@ def critic_free_advantages(
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
     compare_in_groups = group_estimators[algorithm.adv_estimator]
     advantages_B = compare_in_groups(response_rewards, options.responses_per_prompt)
-    return jnp.where(actions, advantages_B[:, None], 0.0)
+    return jnp.where(actions, advantages_B[:, None], 0.0), {}
 
 
 def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: Masks) -> Estimates:

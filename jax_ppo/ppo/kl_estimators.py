@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 
 Estimator = Callable[[jax.Array], jax.Array]
@@ -37,9 +36,3 @@ def get_kl_estimator(name: str, option: str) -> str | Estimator:
         return jnp.asarray(result, jnp.float32)
 
     return estimate
-
-
-def load_kl_estimators(config: Config) -> None:
-    """Load the functions that the options name; raise `UserError` if one cannot be loaded."""
-    get_kl_estimator(config.algorithm.kl_penalty, "algorithm.kl_penalty")
-    get_kl_estimator(config.actor.kl_loss_type, "actor.kl_loss_type")

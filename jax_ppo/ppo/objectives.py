@@ -232,7 +232,6 @@ def _policy_loss(
     options: ActorLossOptions, logprobs: Float[Array, "R L"], rows: Rows, experience: Experience
 ) -> PolicyLoss:
     """Return the configured policy loss of each token."""
-    actor = options.actor
     if options.is_on_policy:
         # The same policy: a ratio of 1, however differently the sampler's program rounds.
         old_logprobs = jax.lax.stop_gradient(logprobs)
@@ -248,14 +247,23 @@ def _policy_loss(
         action_counts=action_counts_B[rows.samples],
         sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
     )
+    return compute_policy_loss(options.actor, batch)
+
+
+def compute_policy_loss(options: Actor, batch: PolicyBatch) -> PolicyLoss:
+    """Return the configured policy loss of each token.
+
+    Raises:
+      UserError: a user-defined loss cannot be loaded, or returns something of another form.
+    """
     clip = Clip(
-        low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        dual=actor.clip_ratio_c or None,
+        low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
+        high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,
+        dual=options.clip_ratio_c or None,
     )
     # A plugin's result is validated while the program is traced, once per compilation.
-    policy = get_policy_loss(actor.policy_loss)(batch, clip)
-    _validate_policy_loss(actor.policy_loss, policy, rows.mask.shape)
+    policy = get_policy_loss(options.policy_loss)(batch, clip)
+    _validate_policy_loss(options.policy_loss, policy, batch.mask.shape)
     return policy
 
 
@@ -307,6 +315,7 @@ def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: W
         "actor/first_log_ratio": log_ratio_max,
         "actor/clip_fraction": mean(policy.clipped),
         "actor/dual_clip_fraction": mean(policy.dual_clipped),
+        **{f"actor/{name}": mean(value) for name, value in (policy.metrics or {}).items()},
     }
 
 
@@ -323,7 +332,9 @@ def _validate_policy_loss(name: str, result: object, shape: tuple[int, ...]) -> 
             f"config.actor.policy_loss={name!r}: returned {type(result).__name__}; expected a "
             "kernels.losses.PolicyLoss"
         )
-    for field, value in result._asdict().items():
+    fields = result._asdict()
+    fields |= {f"metric {key!r}": value for key, value in (fields.pop("metrics") or {}).items()}
+    for field, value in fields.items():
         if jnp.shape(value) != shape:
             raise UserError(
                 f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; "

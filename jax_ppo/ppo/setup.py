@@ -12,9 +12,9 @@ from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
-from jax_ppo.environments.loading import load_environment_class
+from jax_ppo.environments.loading import OPTION, load_environment_class
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import advantages, kl_estimators, objectives
+from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
 from jax_ppo.ppo.environment_rows import RunPrompts, set_up_environment
@@ -34,7 +34,7 @@ from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.environment import Environment
+from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.setup import count_steps
 from jax_ppo.types import Example
 
@@ -89,6 +89,10 @@ def set_up_run(
     if environment_class is not None:
         multi_turn = config.rollout.multi_turn
         prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
+        if isinstance(prompts.environment, PerDialogue):
+            turn = multi_turn.max_turn_length or config.data.max_response_length
+            name = multi_turn.environment
+            plugin_trials.try_environment(OPTION, name, prompts.environment, turn)
     total_steps = 0
     if trains:
         steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
@@ -186,12 +190,9 @@ def _load_plugins(
     """Load every plugin; return the classes of the environment and of the engine.
 
     Raises:
-      UserError: one of them cannot be loaded.
+      UserError: one of them cannot be loaded, or fails.
     """
-    # The others are loaded only to fail early: a missing plugin should end a run before it starts.
-    objectives.get_policy_loss(config.actor.policy_loss)
-    advantages.load_estimator(config.algorithm.adv_estimator)
-    kl_estimators.load_kl_estimators(config)
+    plugin_trials.try_plugins(config)
     environment_class = load_environment_class(config.rollout.multi_turn)
     return environment_class, resolve_engine(config.rollout.engine)
 

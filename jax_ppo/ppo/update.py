@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32
 
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loss_metrics, objectives
+from jax_ppo.ppo import loss_metrics, objectives, plugin_trials
 from jax_ppo.ppo.objectives import ActorLossOptions, Metrics
 from jax_ppo.ppo.role import EarlyStop, Role
 from jax_ppo.runtime import dispatch, placement
@@ -253,7 +253,11 @@ def _constrain_to_train_layout(*trees: Any) -> Any:
 def actor_role(options: ActorOptions, net: Transformer, base: Params | None = None) -> Role:
     """Return the actor's role; with a shared trunk, that of actor and critic together."""
     actor = options.loss.actor
-    metrics = loss_metrics.ACTOR_METRICS
+    plugin_metrics = plugin_trials.policy_loss_metrics(actor)
+    metrics = {
+        **loss_metrics.ACTOR_METRICS,
+        **dict.fromkeys(plugin_metrics, loss_metrics.Metric.MEAN),
+    }
     if actor.router_aux_loss_coef:
         metrics = {**metrics, "actor/router_loss": loss_metrics.Metric.MEAN}
     # With a shared trunk one objective serves both roles, and both report their metrics.

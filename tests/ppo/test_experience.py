@@ -258,15 +258,16 @@ def test_an_estimator_of_ones_own(per_token, tmp_path):
         "def first(rewards, mask, n):\n"
         "    groups = rewards.sum(1).reshape(-1, n)\n"
         "    scores = (groups - groups[:, :1]).reshape(-1)\n"
-        f"    return {result}\n"
+        f"    return {result}, {{'best': scores.max()}}\n"
         "def mean(rewards, mask, n):\n"
         "    return rewards.mean()\n"
     )
     options = {"rollout__n": 2, **RAW}
     config = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:first", **options)
     lengths = [2, 1, 1, 1]
-    experience, _ = estimate(config, [1, 3, 5, 2], lengths)
+    experience, metrics = estimate(config, [1, 3, 5, 2], lengths)
     assert experience.values is None
+    assert float(metrics["advantages/best"]) == 2
     advantages = [list(row) for row in valid_entries(experience.advantages, lengths)]
     assert advantages == [[0, 0], [2], [0], [-3]]
     assert np.isfinite(experience.advantages).all()

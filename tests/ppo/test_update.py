@@ -667,16 +667,18 @@ def test_a_loss_of_ones_own(tmp_path):
         "from jax_ppo.kernels import policy_losses\n"
         "def halved(batch, clip):\n"
         "    policy = policy_losses.vanilla(batch, clip)\n"
-        "    return policy._replace(loss=policy.loss / 2)\n"
+        "    return policy._replace(loss=policy.loss / 2, metrics={'twice': 2 * policy.ratio})\n"
     )
     vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
-    custom, _ = run_gradients(
+    custom, custom_metrics = run_gradients(
         tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"),
         tiny.make_mesh(),
         4,
         roles=("actor",),
     )
     assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), custom[0])
+    twice = custom_metrics["actor/twice"]
+    assert twice == pytest.approx(2 * custom_metrics["actor/ratio_mean"])
     with pytest.raises(
         UserError,
         match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean",

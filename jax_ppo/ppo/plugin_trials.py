@@ -1,0 +1,157 @@
+"""Trials of the user's functions on shapes alone, before any weights are loaded."""
+
+import functools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_ppo
+from jax_ppo.config.schema import Actor, Config
+from jax_ppo.errors import UserError, shorten
+from jax_ppo.kernels.policy_losses import padded_batch
+from jax_ppo.ppo import advantages, kl_estimators, objectives
+from jax_ppo.ppo.loss_metrics import ACTOR_METRICS
+from jax_ppo.sampler.environment import DialogueAddresses, Environment
+
+_SAMPLES, _TOKENS = 2, 4  # of the responses that a function is tried with
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (jax, jax_ppo))
+
+
+def try_plugins(config: Config) -> None:
+    """Load and try the functions of losses and estimators that the options name.
+
+    Raises:
+      UserError: one cannot be loaded, fails, or returns something of another form.
+    """
+    policy_loss_metrics(config.actor)
+    algorithm, n = config.algorithm, config.rollout.n
+    estimator = advantages.load_estimator(algorithm.adv_estimator)
+    if estimator is not None:
+
+        def estimate(rewards: jax.Array) -> Any:
+            name = algorithm.adv_estimator
+            return advantages.plugin_advantages(name, estimator, rewards, rewards > 0, n)
+
+        rewards = jax.ShapeDtypeStruct((_SAMPLES * n, _TOKENS), jnp.float32)
+        _try("algorithm.adv_estimator", algorithm.adv_estimator, estimate, rewards)
+    for option, name in (
+        ("algorithm.kl_penalty", algorithm.kl_penalty),
+        ("actor.kl_loss_type", config.actor.kl_loss_type),
+    ):
+        kl_estimator = kl_estimators.get_kl_estimator(name, option)
+        if not isinstance(kl_estimator, str):
+
+            def total_kl(
+                log_ratios: jax.Array, function: kl_estimators.Estimator = kl_estimator
+            ) -> jax.Array:
+                return jnp.sum(function(log_ratios))
+
+            _try(option, name, jax.grad(total_kl), _tokens())
+
+
+@functools.cache
+def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
+    """Return the names of the metrics that a user-defined policy loss adds, after trying it.
+
+    Raises:
+      UserError: it cannot be loaded, fails, or returns something of another form.
+    """
+    names: tuple[str, ...] = ()
+    if ":" not in options.policy_loss:
+        return names
+
+    def total_loss(logprobs: jax.Array, others: jax.Array) -> jax.Array:
+        nonlocal names
+        batch = padded_batch(logprobs, others, others, others > 0)
+        policy = objectives.compute_policy_loss(options, batch)
+        names = tuple(policy.metrics or ())
+        return jnp.sum(policy.loss)
+
+    _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _tokens(), _tokens())
+    names = tuple(f"actor/{name}" for name in names)
+    taken = [name for name in names if name in ACTOR_METRICS]
+    if taken:
+        raise UserError(
+            f"config.actor.policy_loss={options.policy_loss!r}: its metric {taken[0]!r} has the "
+            "name of a built-in one; choose another"
+        )
+    return names
+
+
+def try_environment(option: str, name: str, environment: Environment, max_turn_length: int) -> None:
+    """Try an environment that is traced into the decode loop.
+
+    Args:
+      option: the option that names it.
+      name: the option's value.
+      environment: the environment.
+      max_turn_length: tokens of the policy's longest turn.
+
+    Raises:
+      UserError: it fails, or returns something of another form.
+    """
+
+    def answer(rows: jax.Array, turns: jax.Array) -> None:
+        keys = jax.random.split(jax.random.key(0), _SAMPLES)
+        state = environment.reset(DialogueAddresses(rows=rows, samples=rows, keys=keys))
+        answers = environment.step(state, turns, rows)
+        forms = {
+            "the state": (answers.state, state),
+            "the observation": (
+                answers.observations,
+                jnp.zeros((_SAMPLES, environment.observation_length), jnp.int32),
+            ),
+            "the observation's length": (answers.lengths, rows),
+            "the reward": (answers.rewards, rows.astype(jnp.float32)),
+            "whether it has ended": (answers.done, rows > 0),
+        }
+        for what, (actual, expected) in forms.items():
+            if _describe(actual) != _describe(expected):
+                raise UserError(
+                    f"config.{option}={name!r}: step returned {_describe(actual)} as {what} of "
+                    f"{_SAMPLES} dialogues; expected {_describe(expected)}"
+                )
+
+    rows = jax.ShapeDtypeStruct((_SAMPLES,), jnp.int32)
+    turns = jax.ShapeDtypeStruct((_SAMPLES, max_turn_length), jnp.int32)
+    _try(option, name, answer, rows, turns)
+
+
+def _tokens() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((_SAMPLES, _TOKENS), jnp.float32)
+
+
+def _try(option: str, name: str, call: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> None:
+    """Trace a call; raise `UserError` with the failing line of the user's function."""
+    try:
+        jax.eval_shape(call, *shapes)
+    except UserError:
+        raise
+    except Exception as error:
+        hint = ""
+        # The base of the errors about values that are not known in a traced function.
+        if isinstance(error, jax.errors.JAXTypeError):
+            hint = (
+                ". Values are not known while jax.jit traces a function: use jnp.where and jax.lax "
+                "instead of if, while and float()"
+            )
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((*_LIBRARIES, "<"))
+        ]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        reason = shorten(str(error).partition("\n")[0], 200)
+        raise UserError(
+            f"config.{option}={name!r}: failed on arrays of {_describe(shapes)}: "
+            f"{type(error).__name__}: {reason}{place}{hint}"
+        ) from error
+
+
+def _describe(tree: Any) -> str:
+    """Return the types of a tree's arrays, such as "float32[2,4], int32[2]"."""
+    return ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(tree))

@@ -1,0 +1,126 @@
+"""The user's functions are tried on shapes before any weights are loaded."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import plugin_trials
+from jax_ppo.sampler.environment import PerDialogue
+
+LOSS = """
+import jax, jax.numpy as jnp
+from jax_ppo.kernels import policy_losses
+def loss(batch, clip):
+    policy = policy_losses.vanilla(batch, clip)
+    {body}
+"""
+
+OPTIONS = {
+    "actor.policy_loss": LOSS,
+    "algorithm.adv_estimator": "def loss(rewards, mask, n):\n    {body}\n",
+    "algorithm.kl_penalty": "def loss(log_ratio):\n    {body}\n",
+    "actor.kl_loss_type": "def loss(log_ratio):\n    {body}\n",
+}
+
+
+def try_body(tmp_path, option, body, **options):
+    file = tmp_path / f"mine_{abs(hash(body))}.py"
+    file.write_text(OPTIONS[option].format(body=body))
+    options[option.replace(".", "__")] = f"{file}:loss"
+    plugin_trials.try_plugins(tiny.config(**options))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return missing", "NameError: name 'missing' is not defined"),
+        ("return 1 + 'a'", "TypeError: unsupported operand"),
+        ("return [][0]", "IndexError: list index out of range"),
+    ],
+)
+def test_a_failing_function_is_refused_with_its_line(tmp_path, option, body, message):
+    with pytest.raises(UserError) as error:
+        try_body(tmp_path, option, body)
+    assert re.fullmatch(
+        rf"config\.{option}='.*:loss': failed on arrays of [^:]*: {re.escape(message)}.*"
+        r" \(.*mine_\d+\.py, line \d\)",
+        str(error.value),
+    )
+
+
+def test_a_condition_on_values_is_refused_with_the_way(tmp_path):
+    with pytest.raises(UserError, match=r"line 2\)\. Values are not known .* use jnp\.where"):
+        try_body(
+            tmp_path, "algorithm.adv_estimator", "return rewards if rewards.sum() > 0 else mask"
+        )
+
+
+def test_a_loss_names_its_metrics(tmp_path):
+    body = "return policy._replace(metrics={'kept': 1 - policy.clipped, 'a/b': policy.ratio})"
+    file = tmp_path / "named.py"
+    file.write_text(LOSS.format(body=body))
+    actor = tiny.config(actor__policy_loss=f"{file}:loss").actor
+    assert plugin_trials.policy_loss_metrics(actor) == ("actor/kept", "actor/a/b")
+
+
+@pytest.mark.parametrize(
+    ("option", "body", "message"),
+    [
+        ("actor.policy_loss", "return policy._replace(metrics={'loss': policy.loss})", "another"),
+        (
+            "actor.policy_loss",
+            "return policy._replace(metrics={'mine': policy.loss.sum()})",
+            r"its metric 'mine' has shape \(\); expected one number per token",
+        ),
+        ("algorithm.adv_estimator", "return rewards, {'mine': rewards}", "expected a scalar"),
+        ("algorithm.adv_estimator", "return rewards, {'std': 1.0}", "another name than mean"),
+    ],
+)
+def test_a_wrong_metric_is_refused(tmp_path, option, body, message):
+    with pytest.raises(UserError, match=message):
+        try_body(tmp_path, option, body)
+
+
+def environment(step):
+    def reset(row, key):
+        return {"row": row, "key": jax.random.key_data(key)}
+
+    return PerDialogue(reset, step, observation_length=3)
+
+
+def right_step(state, turn, length):
+    return state, jnp.zeros(3, jnp.int32), length, 0.0, True
+
+
+WRONG_STEPS = {
+    "the observation": lambda state, turn, length: (state, jnp.zeros(4), length, 0.0, True),
+    "the state": lambda state, turn, length: ({}, jnp.zeros(3), length, 0.0, True),
+    "the reward": lambda state, turn, length: (state, jnp.zeros(3), length, turn, True),
+}
+
+
+@pytest.mark.parametrize("what", [None, *WRONG_STEPS])
+def test_an_environment_is_tried(what):
+    step = WRONG_STEPS.get(what, right_step)
+    if what is None:
+        plugin_trials.try_environment("x", "y", environment(step), 5)
+        return
+    with pytest.raises(UserError, match=f"config.x='y': step returned .* as {what} of 2 dialogues"):
+        plugin_trials.try_environment("x", "y", environment(step), 5)
+
+
+def test_a_trial_computes_nothing(tmp_path):
+    """A function may not even be possible to run here, or take long."""
+    calls = []
+
+    def step(state, turn, length):
+        calls.append(isinstance(turn, jax.core.Tracer))
+        return right_step(state, turn, length)
+
+    plugin_trials.try_environment("x", "y", environment(step), 5)
+    assert calls == [True]
