@@ -214,8 +214,13 @@ class Reporter(journal.Journal):
             records = describe_step(pending.samples, count, self._run.tokenizer, address)
             self.write_samples("training", completed_steps, records)
 
-    def report_evaluation(self, completed_steps: int, evaluation: Evaluation) -> None:
-        """Write an evaluation and show some responses."""
+    def report_evaluation(
+        self, completed_steps: int, evaluation: Evaluation, subject: str = ""
+    ) -> None:
+        """Write an evaluation and show some responses; see `Journal.write_evaluation`."""
+        title = (
+            f"evaluation of {subject}" if subject else f"evaluation after step {completed_steps}"
+        )
         shown, means = _describe_evaluation(evaluation)
         self.write_samples("evaluation", completed_steps, evaluation.records)
         if evaluation.greedy is not None:
@@ -228,14 +233,14 @@ class Reporter(journal.Journal):
         for part in filter(None, (evaluation, evaluation.greedy)):
             if part.failures:
                 self.warn(
-                    f"evaluation after step {completed_steps}: the reward function failed on "
+                    f"{title}: the reward function failed on "
                     f"{part.failures} of {part.scored} responses, which have "
                     "config.reward.fallback_score and no part in the accuracy"
                 )
-        self.write_evaluation(completed_steps, means, shown)
+        self.write_evaluation(completed_steps, means, shown, subject)
         if evaluation.accuracy == 0:
             lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
-            self.warn(f"evaluation after step {completed_steps}: " + "\n  ".join(lines))
+            self.warn(f"{title}: " + "\n  ".join(lines))
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
         """Write the pending metrics, the exported actor if asked, and the summary.

@@ -136,8 +136,12 @@ def add_kl_penalty(
     """Subtract `kl_coef` x KL from each token's reward if the algorithm has a KL in its reward."""
     if algorithm.use_kl_in_reward:
         token_rewards -= kl_coef * kl_tokens
-    return token_rewards, {
+    metrics = {
         "reward/shaped_mean": masked.masked_sum(token_rewards, actions) / len(actions),
         "kl/reference": masked.masked_mean(kl_tokens, actions),
         "kl/coefficient": kl_coef,
     }
+    # What the adaptive controller compares with its target.
+    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_unit == "sequence":
+        metrics["kl/reference_per_response"] = masked.masked_sum(kl_tokens, actions) / len(actions)
+    return token_rewards, metrics

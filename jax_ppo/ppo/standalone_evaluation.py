@@ -57,7 +57,9 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             state = _create_state(run, checkpoint)
             step = int(state.step)
             evaluation = evaluate_policy(run, state)
-            reporter.report_evaluation(step, evaluation)
+            reporter.report_evaluation(
+                step, evaluation, subject=str(checkpoint or config.model.path)
+            )
             return reporter.write_summary(step, mesh)
 
 

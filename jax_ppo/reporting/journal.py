@@ -269,19 +269,23 @@ class Journal:
             self._report.add_samples(kind, step, records)
             self._write_report(step)
 
-    def write_evaluation(self, steps_done: int, means: dict[str, float | None], shown: str) -> None:
+    def write_evaluation(
+        self, steps_done: int, means: dict[str, float | None], shown: str, subject: str = ""
+    ) -> None:
         """Record and write an evaluation.
 
         Args:
           steps_done: steps of training before the evaluation.
           means: values by name; the logs omit those that are None.
           shown: the text for the console.
+          subject: what was evaluated; "" is this run's model after these steps.
         """
         self.progress.evaluations.append({"step": steps_done} | means)
         # Logs contain only numbers, while the progress has None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
-        self._bar.print_line(f"evaluation after step {steps_done}: {shown}")
+        title = f"evaluation of {subject}" if subject else f"evaluation after step {steps_done}"
+        self._bar.print_line(f"{title}: {shown}")
         self._plot(steps_done)
         self.restart_clock()
 

@@ -425,6 +425,8 @@ def test_the_coefficient_of_the_next_step(options, coefficients):
     logprobs = dict(logprobs=[[0.5, 0.7]], ref_logprobs=[[0.0, 0.0]])
     experience, metrics = estimate(config, [0.0], [2], **logprobs)
     assert float(metrics["kl/coefficient"]) == pytest.approx(coefficients[0])
+    if options.get("target_unit") == "sequence":
+        assert float(metrics["kl/reference_per_response"]) == pytest.approx(0.5 + 0.7)
     assert float(experience.control.kl_coef) == pytest.approx(coefficients[1])
     if coefficients[2] is not None:
         experience, _ = estimate(config, [0.0], [2], step=3, **logprobs)

@@ -232,7 +232,7 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
 
 
 @pytest.mark.slow
-def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path):
+def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, capsys):
     """Greedy figures are those of a greedy evaluation; sampled ones have responses of their own."""
 
     def evaluate(name, **sampling):
@@ -247,6 +247,7 @@ def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path):
         return figures, responses
 
     both, responses = evaluate("both", temperature=1.0, n=2, and_greedy=True)
+    assert f"evaluation of {files}/llama: " in capsys.readouterr().out
     greedy, greedy_responses = evaluate("greedy", temperature=0.0, and_greedy=True)
     figures_of_greedy = {
         name.removeprefix("greedy/"): value
