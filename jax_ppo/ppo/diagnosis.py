@@ -1,6 +1,7 @@
 """Watch a run for the problems of the table `DIAGNOSTICS`."""
 
 import collections
+import math
 from collections.abc import Sequence
 
 from jax_ppo.config.schema import Config
@@ -27,7 +28,10 @@ class Diagnosis:
         messages = {}
         for diagnostic in DIAGNOSTICS:
             history = list(self._history)[-diagnostic.steps :]
-            is_complete = all(name in row for row in history for name in diagnostic.reads)
+            # NaN is no figure: nothing is concluded from it.
+            is_complete = not any(
+                math.isnan(row.get(name, math.nan)) for row in history for name in diagnostic.reads
+            )
             message = None
             if len(history) == diagnostic.steps and is_complete:
                 message = diagnostic.check(self._config, history)

@@ -38,6 +38,31 @@ class Diagnostic:
     shows_misses: bool = False
 
 
+def _check_nothing_left(config: Config, history: Sequence[Metrics]) -> str | None:
+    last = history[-1]
+    responses = config.data.train_batch_size * config.responses_per_prompt
+    if nothing_is_left(last):
+        return (
+            f"no response is left to learn from: all {responses} were cut off at "
+            f"config.data.max_response_length={config.data.max_response_length}, and "
+            "config.algorithm.mask_truncated=True leaves those out. Nothing was updated; allow "
+            "longer responses"
+        )
+    if config.algorithm.filter_groups.enable and last.get("reward/uniform_groups") == 1:
+        return (
+            f"no prompt is left to learn from: config.algorithm.filter_groups found none in "
+            f"{last.get('rollout/draws', 1):.0f} batches whose responses differ in reward, so that "
+            f"the {responses} of this step have nothing to compare; easier or harder prompts, or a "
+            "larger config.rollout.n, may help"
+        )
+    return None
+
+
+def nothing_is_left(metrics: Metrics) -> bool:
+    """Return whether a step had no response to learn from: its update has no figures."""
+    return metrics.get("response_length/masked_share") == 1
+
+
 def _check_entropy(config: Config, history: Sequence[Metrics]) -> str | None:
     entropy = history[-1]["actor/entropy"]
     limit = config.trainer.warn_entropy_below
@@ -284,6 +309,7 @@ def _mean(history: Sequence[Metrics], name: str) -> float:
 
 
 DIAGNOSTICS = (
+    Diagnostic(name="nothing_left", steps=1, check=_check_nothing_left, reads=()),
     Diagnostic(name="entropy", steps=1, check=_check_entropy, reads=("actor/entropy",)),
     Diagnostic(name="kl", steps=1, check=_check_kl, reads=("kl/reference",)),
     Diagnostic(

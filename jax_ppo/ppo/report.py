@@ -19,6 +19,7 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.ppo.diagnosis import Diagnosis
+from jax_ppo.ppo.diagnostics import nothing_is_left
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun
@@ -191,11 +192,15 @@ class Reporter(journal.Journal):
         for name in ("loss", "skipped"):
             critic_share = metrics.get(f"critic/{name}", 0.0)
             metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
-        if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
-            del metrics["reward/accuracy"]
         # A metric of the loop wins over a rule's figure of the same name.
-        for name, value in pending.on_host.items():
-            metrics.setdefault(name, value)
+        metrics = {**pending.on_host, **metrics}
+        # What has no value is absent. NaN of an update that had responses is a divergence.
+        without_value = {"reward/accuracy", *pending.on_host}
+        if nothing_is_left(metrics):
+            without_value |= metrics.keys()
+        for name in without_value:
+            if np.isnan(metrics[name]):
+                del metrics[name]
         completed_steps = pending.step + 1
         config = self._run.config
         num_samples = config.data.train_batch_size * config.responses_per_prompt

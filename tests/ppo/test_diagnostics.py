@@ -1,6 +1,10 @@
 """Each diagnostic is shown for a run that has the problem, once, and for no healthy run."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tiny
 from jax_ppo.ppo.diagnosis import Diagnosis
@@ -35,6 +39,7 @@ HEALTHY = {
 }
 STEPS = 100
 PROBLEMS = {
+    "nothing_left": {"response_length/masked_share": 1.0},
     "entropy": {"actor/entropy": 0.001},
     "kl": {"kl/reference": 5.0},
     "constant_reward": {"reward/min": 0.0, "reward/max": 0.0},
@@ -63,6 +68,33 @@ def observe(rows):
 
 def test_every_diagnostic_has_a_problem_here():
     assert {diagnostic.name for diagnostic in DIAGNOSTICS} == {*PROBLEMS, "runaway_length"}
+
+
+UPDATE = [name for name in HEALTHY if name.startswith(("actor/", "critic/"))]
+
+
+@given(st.sets(st.sampled_from(sorted(HEALTHY))))
+def test_figures_without_a_value_are_blamed_for_nothing(names):
+    """Regression: the entropy of a step without responses to learn from was NaN, a "collapse"."""
+    assert observe([dict.fromkeys(names, math.nan)] * STEPS) == []
+
+
+def test_a_step_without_a_response_to_learn_from_says_so_alone():
+    rows = [{"response_length/masked_share": 1.0} | dict.fromkeys(UPDATE, math.nan)] * 3
+    ((name, message),) = observe(rows)
+    assert name == "nothing_left" and "no response is left to learn from: all" in message
+    assert "config.algorithm.mask_truncated=True" in message and "entropy" not in message
+    assert observe([{"response_length/masked_share": 0.99}] * STEPS) == []
+
+
+def test_a_filter_that_leaves_no_prompt_says_so():
+    config = tiny.config(
+        algorithm__adv_estimator="grpo", rollout__n=2, algorithm__filter_groups__enable=True
+    )
+    diagnosis = Diagnosis(config)
+    (message,) = diagnosis.observe({"reward/uniform_groups": 1.0, "rollout/draws": 3}).values()
+    assert "no prompt is left to learn from" in message and "in 3 batches" in message
+    assert not diagnosis.observe({"reward/uniform_groups": 0.9, "rollout/draws": 3})
 
 
 def test_nothing_is_said_of_a_healthy_run():

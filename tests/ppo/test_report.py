@@ -113,6 +113,18 @@ def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
     assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]
 
 
+def test_a_step_without_a_response_to_learn_from_has_no_figures_of_an_update(tmp_path, capsys):
+    """NaN of an update that had responses is a divergence, and stays."""
+    nan = {"actor/entropy": np.nan, "actor/loss": np.nan}
+    report_steps(tmp_path, [{"response_length/masked_share": 1.0, **nan}, nan, {}])
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    figures = ("actor/entropy", "actor/loss", "update/loss")
+    assert [[row[name] for name in figures] for row in rows[:2]] == [[""] * 3, ["nan"] * 3]
+    assert all(float(rows[2][name]) > 0 for name in figures)
+    output = capsys.readouterr().out
+    assert "step 1: no response is left to learn from" in output and "collapsed" not in output
+
+
 def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
     report_steps(tmp_path, [{"response_length/mean": 4.0}], data__train_batch_size=8, rollout__n=2)
     [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
