@@ -109,11 +109,11 @@ HAS_REWARD_MODEL = Requirement(
     "`reward.model_path` is set",
     "there is no reward model; set config.reward.model_path",
 )
-REFERENCE_IS_IDLE = Requirement(
+REFERENCE_IS_SEPARATE = Requirement(
     lambda config: config.algorithm.use_reference and not config.has_adapters,
     "`algorithm.use_reference` is on, without adapters",
-    "there is no reference to move there: it is off, or it is the base of adapters, which all "
-    "programs read",
+    "there is no separate reference: config.algorithm.use_reference is off, or it is the "
+    "base of adapters (config.model.lora)",
 )
 HAS_ADAPTERS = Condition(
     lambda config: config.has_adapters, "`model.lora.rank` or `model.lora.path` is set"
@@ -579,6 +579,19 @@ class Actor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reference:
+    """The policy that the KL is measured to."""
+
+    path: str = option(
+        "",
+        "folder or hub name of the reference, of the actor's architecture; empty: the policy that "
+        "the run starts from",
+        requires=(REFERENCE_IS_SEPARATE,),
+        fixed_on_resume=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Critic:
     """The value function's model, loss and update."""
 
@@ -823,14 +836,14 @@ class Algorithm:
     )
     use_reference: bool = option(
         True,
-        "keep the initial policy frozen (with model.lora: the base without adapters) and measure "
-        "the KL to it at each step",
+        "keep the initial policy, or that of reference.path, frozen (with model.lora: the base "
+        "without adapters) and measure the KL to it at each step",
     )
     reference_offload: bool = option(
         False,
         "keep the reference in the host's memory; the programs that read it copy it to the device, "
         "which leaves memory there for decoding and the other updates",
-        requires=(REFERENCE_IS_IDLE,),
+        requires=(REFERENCE_IS_SEPARATE,),
     )
     kl_penalty: str = option(
         "k1",
@@ -1539,6 +1552,7 @@ class Config:
     model: Model = section(Model, fixed_on_resume=True)
     actor: Actor = section(Actor, read_by=PPO)
     critic: Critic = section(Critic, read_by=PPO)
+    reference: Reference = section(Reference, read_by=PPO)
     algorithm: Algorithm = section(Algorithm, read_by=PPO)
     rollout: RolloutOptions = section(RolloutOptions, read_by=PPO)
     reward: Reward = section(Reward, read_by=PPO)

@@ -32,7 +32,11 @@ def resolve_role_folders(
         actor = workdir / work_directory.WARM_UP_MODEL
         describe_model(actor)
     critic = _critic_folder(config, actor, files)
-    adapters = reward = None
+    adapters = reward = reference = None
+    if config.reference.path:
+        reference = resolve_model_folder(
+            config.reference.path, "config.reference.path", files=files
+        )
     if config.reward.model_path:
         option = "config.reward.model_path"
         reward = resolve_model_folder(config.reward.model_path, option, files=files)
@@ -43,7 +47,7 @@ def resolve_role_folders(
             f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}",
             files=HUB_FILES,
         )
-    return Folders(actor=actor, critic=critic, reward=reward, adapters=adapters)
+    return Folders(actor, critic, reward, adapters=adapters, reference=reference)
 
 
 def _critic_folder(config: Config, actor: Path, files: Sequence[str]) -> Path | None:

@@ -47,12 +47,14 @@ class Folders:
         the actor's folder, the critic starts with the actor's adapters.
       reward: the reward model, or adapters on the actor's base.
       adapters: the adapters that the actor starts from; `None` for new ones.
+      reference: the reference; `None` for the actor's checkpoint.
     """
 
     actor: Path
     critic: Path | None
     reward: Path | None
     adapters: Path | None = None
+    reference: Path | None = None
 
     @property
     def critic_starts_as_actor(self) -> bool:
@@ -76,6 +78,8 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
     # that the run makes for itself is trained after that.
     actor_needs_weights = needs_weights and bool(config.model.path)
     architecture = read_architecture(folders.actor, actor_needs_weights)
+    if folders.reference is not None:
+        _validate_reference(config, folders.reference, architecture, needs_weights)
     decoder = build_decoder(architecture, config.model, packed_row_length(config))
     lora = None
     if config.has_adapters:
@@ -96,6 +100,29 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
         critic=critic,
         reward=_read_reward_model(config, folders, actor, needs_weights),
     )
+
+
+def _validate_reference(
+    config: Config, folder: Path, actor: Architecture, needs_weights: bool
+) -> None:
+    """Raise `UserError` unless the reference is a policy of the actor's architecture."""
+    setting = f"config.reference.path={config.reference.path!r}"
+    if holds_adapters(folder):
+        raise UserError(
+            f"{setting}: holds adapters; expected all weights, as in the folder `actor` that a run "
+            "with adapters exports, or as PEFT's merge_and_unload makes them"
+        )
+    reference = read_architecture(folder, needs_weights)
+    differences = [
+        f"{field.name} {getattr(reference, field.name)} instead of {getattr(actor, field.name)}"
+        for field in dataclasses.fields(actor)
+        # What ends a response does not matter to log-probs.
+        if field.name != "eos_ids" and getattr(reference, field.name) != getattr(actor, field.name)
+    ]
+    if differences:
+        raise UserError(
+            f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
+        )
 
 
 def refuse_router_loss(section: str, coef: float, net: Transformer | None) -> None:

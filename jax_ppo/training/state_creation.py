@@ -65,7 +65,7 @@ def create_state(
     reference = reward = None
     if config.keeps_reference:
         reference = load_checkpoint(
-            folders.actor,
+            folders.reference or folders.actor,
             nets.actor.architecture,
             shardings.reference,
             frozen_dtype,

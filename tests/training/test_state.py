@@ -1,6 +1,8 @@
 """The contents of a training state, at first and when a run resumes."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,9 @@ def folders(tmp_path_factory):
     export_checkpoint(
         heads.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
     )
+    export_checkpoint(
+        heads.init_params(net, jax.random.key(3), "lm"), tiny.ARCHITECTURE, folder / "other"
+    )
     params = heads.init_params(net, jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
@@ -78,3 +83,29 @@ def test_a_head_that_is_not_there_can_not_be_kept(folders):
     config = tiny.config(critic__path="x", critic__keep_head=True)
     with pytest.raises(UserError, match=r"there is no score\.weight in it"):
         read_networks(config, Folders(folders / "actor", folders / "actor", None))
+
+
+def test_the_reference_may_be_another_model(folders):
+    config, mesh = tiny.config(reference__path="x"), tiny.make_mesh()
+    places = Folders(folders / "actor", folders / "actor", None, reference=folders / "other")
+    with jax.set_mesh(mesh):
+        nets = read_networks(config, places)
+        state = create_state(config, nets, places, mesh, lambda role: None)
+    for tree, folder in ((state.actor, "actor"), (state.reference, "other")):
+        source = load_file(folders / folder / "model.safetensors")
+        np.testing.assert_array_equal(
+            tree["embed"]["embedding"], source["model.embed_tokens.weight"]
+        )
+
+
+def test_a_reference_of_another_architecture_is_refused(folders, tmp_path):
+    shutil.copytree(folders / "actor", tmp_path / "other")
+    config_file = tmp_path / "other" / "config.json"
+    fields = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(fields | {"rms_norm_eps": 0.125}))
+    places = Folders(folders / "actor", None, None, reference=tmp_path / "other")
+    with pytest.raises(UserError, match=r"reference\.path='x': expected .*0\.125 instead of"):
+        read_networks(tiny.config(reference__path="x"), places)
+    (tmp_path / "other" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"reference\.path='x': holds adapters"):
+        read_networks(tiny.config(reference__path="x"), places)
