@@ -190,7 +190,8 @@ def _find_obstacles(config: Config, examples: Sequence[Example]) -> list[str]:
     if not scores_rows or (options.url and not options.terms):
         return []
     obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
-    problems = obstacles[:_MAX_SHOWN]
+    missing = row_validation.find_missing_package(examples, options.function, options.terms)
+    problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
     if len(obstacles) > _MAX_SHOWN:
         problems.append(f"{len(obstacles)} examples in all cannot be scored")
     return problems

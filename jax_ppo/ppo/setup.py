@@ -175,6 +175,10 @@ def _resolve_rule(
     # A judge that is the whole reward scores rows of any source.
     if judge is None or options.terms:
         row_validation.validate_data_sources(examples, options.function, options.terms)
+        if missing := row_validation.find_missing_package(
+            examples, options.function, options.terms
+        ):
+            raise UserError(missing)
     workers = count_workers(options, registry.needs_workers(examples, options))
     if not workers:
         return rule

@@ -25,6 +25,8 @@ class Rule:
       perfect: returns a response that is right for a ground truth; `None` if none can be made.
       markers: forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
       is_isolated: whether its time is unbounded, so that it runs only in worker processes.
+      module: a module that it imports; "" without one.
+      extra: the extra of jax_ppo that installs it.
     """
 
     bind: Callable[[str], RewardFunction]
@@ -33,6 +35,8 @@ class Rule:
     perfect: Callable[[Any], str] | None = None
     markers: tuple[str, ...] = ()
     is_isolated: bool = False
+    module: str = ""
+    extra: str = ""
 
     def find_obstacle(self, ground_truth: Any) -> str:
         """Return why no response to a row can be right, "" if one can be.
@@ -67,7 +71,11 @@ def _any_of(score: Callable[[str, Any], RewardResult]) -> RewardFunction:
     """Return the reward function that scores a response for the best of a row's right answers."""
 
     def score_row(row: RewardRow, response: str) -> RewardResult:
-        results = [score(response, truth) for truth in _alternatives(row.ground_truth)]
+        results = []
+        for truth in _alternatives(row.ground_truth):
+            results.append(score(response, truth))
+            if results[-1].correct:
+                break
         return max(results, key=lambda result: result.score)
 
     return score_row
@@ -221,6 +229,8 @@ RULES = {
         perfect=_perfect_box,
         markers=("\\boxed",),
         is_isolated=True,
+        module="math_verify",
+        extra="math",
     ),
     "math_dapo": Rule(
         bind=_without_argument(math_rules.score_dapo),
@@ -268,6 +278,8 @@ RULES = {
         sources=("json_schema",),
         obstacle=_schema_obstacle,
         is_isolated=True,
+        module="jsonschema",
+        extra="json",
     ),
     "format": Rule(bind=_bind_format),
     "length": Rule(bind=_bind_length),

@@ -36,9 +36,11 @@ _CACHE_SIZE = 10_000  # replies per worker process
 # The hyphen of "1-5" or "GPT-4" is no minus. With an exponent, or commas between thousands:
 # otherwise -3 would be read in 1e-3.
 _NUMBER = re.compile(
-    r"(?:(?<!\w)[-\u2212])?"
+    r"((?:(?<!\w)[-\u2212])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d+)?"
+    r"(?:[eE][-+]?\d+)?)"
+    # The end of the scale is not the score.
+    r"(?:\W{0,4}(?:/|\bout\s+of\b)\W{0,4}\d+(?:\.\d+)?)?"
 )
 # A reply that is one block of code, as models write JSON.
 _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)

@@ -1,5 +1,6 @@
 """Validation of rows before a run: whether the reward function can score each of them."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,20 @@ def find_obstacles(
                     f"{required} requires; correct the data, or set "
                     "config.reward.function=module:function"
                 )
+
+
+def find_missing_package(examples: Sequence["Example"], function: str = "", terms: str = "") -> str:
+    """Return which package the rules of the examples need that is not installed; "" if none."""
+    parsed_terms = parse_terms(terms)
+    for source in {} if function else dict.fromkeys(example.data_source for example in examples):
+        for name, rule in rules_of_source(source, parsed_terms):
+            if rule is not None and rule.module and importlib.util.find_spec(rule.module) is None:
+                required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
+                return (
+                    f"{required} needs the package {rule.module.replace('_', '-')}: "
+                    f"pip install 'jax_ppo[{rule.extra}]'"
+                )
+    return ""
 
 
 def _describe_missing_rule(source: str) -> str:

@@ -48,6 +48,8 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("source", "truth", "right", "wrong", "scores"), PUBLISHED)
 def test_a_source_is_scored_by_its_publishers_rule_and_range(source, truth, right, wrong, scores):
+    if RULES[rule_of_source(source)].module:
+        pytest.importorskip(RULES[rule_of_source(source)].module)
     function = registry.resolve_reward_function()
     row = RewardRow(source, truth)
     results = [function(row, response) for response in (right, wrong)]
@@ -164,7 +166,7 @@ def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, othe
     function = rule.bind("")
     perfect = rule.perfect_answer(truth)
     assert function(RewardRow("any", truth), perfect).correct
-    assert function(RewardRow("any", ["7", truth]), perfect).correct
+    assert function(RewardRow("any", [truth, "7"]), perfect).correct
     if name != "arithmetic" and "<" not in perfect:
         for form in ("<think>{1}</think><answer>{0}</answer>", "{1}</think>\n{0}"):
             response = form.format(perfect, "I see. Answer: 77 (A) #### 77")

@@ -1,5 +1,7 @@
 """Rewards that add up terms, and the built-in rules that terms name."""
 
+import importlib.util
+
 import pytest
 
 from jax_ppo.config.schema import Reward
@@ -124,6 +126,20 @@ def test_ground_truths_that_a_rule_cannot_use_are_refused(terms, source, ground_
         row_validation.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
 
 
+def test_a_package_that_a_rule_needs_is_named_before_a_run(monkeypatch):
+    examples = [Example("q", "openai/gsm8k", "1"), Example("q", "HuggingFaceH4/MATH-500", "1")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert row_validation.find_missing_package(examples) == (
+        "data_source='HuggingFaceH4/MATH-500' needs the package math-verify: "
+        "pip install 'jax_ppo[math]'"
+    )
+    assert "the rule 'json_schema' needs the package jsonschema" in (
+        row_validation.find_missing_package(examples, terms="json_schema:1")
+    )
+    assert not row_validation.find_missing_package(examples, terms="exact:1,my.py:f:1")
+    assert not row_validation.find_missing_package(examples, "my.py:f")
+
+
 def test_rules_that_may_take_any_time_run_in_workers():
     def needs(source, **options):
         return registry.needs_workers([Example("q", source, "1")], Reward(**options))
@@ -245,7 +261,8 @@ TAGGED = (
 
 @pytest.mark.parametrize(("response", "truth"), TAGGED)
 def test_answer_tags_work_with_every_rule_for_answers_and_with_format(response, truth):
-    rules = ["exact", "math", "math_dapo"]
+    rules = ["exact", "math_dapo"]
+    rules += ["math"] if importlib.util.find_spec("math_verify") else []
     rules += ["gsm8k", "gsm8k[flexible]", "sums", "arithmetic"] if truth == "42" else []
     rules += ["multiple_choice"] if truth == "B" else []
     form = "reasoning,answer" if "reasoning" in response else "think,answer"
