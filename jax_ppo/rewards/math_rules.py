@@ -21,8 +21,10 @@ _UNBRACED = re.compile(r"-?\d+(?:[.,/]\d+)*|\\[a-z]+(?:\{[^{}]*\})+|[A-Za-z](?![
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_DECORATION = re.compile(r"\\\$|\$|\\[,;!: ]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*")
+_ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
+_FRACTION = re.compile(rf"\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")
+_ROOT = re.compile(r"\\sqrt\s*(\w)")
+_DECORATION = re.compile(r"\\\$|\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*|`")
 # Spacing and delimiters of LaTeX that do not change the meaning.
 _LAYOUT = re.compile(r"\\(?:left|right|[,;!:]|text(?=\{))|\$|\s+")
 
@@ -102,7 +104,8 @@ def _plain_answer(answer: str) -> str:
     answer = answer.rpartition("=")[2]
     boxed = last_boxed(answer)
     answer = answer if boxed is None else boxed
-    answer = _FRACTION.sub(r"\1/\2", _TEXT_COMMAND.sub(r" \1", _DECORATION.sub("", answer)))
+    answer = _TEXT_COMMAND.sub(r" \1", _DECORATION.sub("", answer))
+    answer = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\1\2/\3\4", answer))
     number = parse_number(answer)
     return _strip_layout(answer) if number is None else format_quantity(number)
 

@@ -12,18 +12,20 @@ from jax_ppo.rewards.rules import RewardResult
 # A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
 # upper-case and no article. "A or B" is none.
 _LETTER = (
-    r"(?:([A-Za-z])(?=[\s*_`$\"'\])}]*(?:[.,:;!?)\]}]|\n|\Z))"
+    r"(?:([A-Za-z])(?!\s*[,/&]\s*\(?[A-Z]\b)(?=[\s*_`$\"'\])}]*(?:[.,:;!?)\]}。，]|\n|\Z))"
     r"|([B-HJ-Z])(?=\s+(?!(?:or|and|is)\b)\w)|([AI])(?=\s+(?:because|since|as|due)\b))"
 )
 _OPENING = r"(?:[\s*_`$\"'(\[{]|\\(?:text|math)(?:bf|rm)?\{)*(?:(?:option|choice)\s+\(?)?"
 _STATED_CHOICE = re.compile(
-    rf"(?:\b(?:answer(?:\s+is)?|(?:option|choice)\s+is)\s*:?|####|\\boxed){_OPENING}(?-i:{_LETTER})",
+    r"(?:(?:\banswer(?:\s+is)?|\b(?:option|choice)\s+is|答案[是为]?)\s*[:：]?|####|\\boxed)"
+    rf"{_OPENING}(?-i:{_LETTER})"
+    r"|\b(?-i:([A-Z]))\)?\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b",
     re.IGNORECASE,
 )
 _CHOICES = (
     _STATED_CHOICE,
     re.compile(r"\(([A-Za-z])\)"),
-    re.compile(r"(?<!\bor )(?<!\band )(?<!\bnot )\b([A-Z])\W*\Z"),
+    re.compile(r"(?<!\bor )(?<!\band )(?<!\bnot )(?<![A-Z], )(?<![A-Z][,/&])\b([A-Z])\W*\Z"),
     re.compile(r"\A\s*([A-Z])[.):]\s[^\n]*\Z"),  # the whole response is an option with its text
 )
 _WHOLE_CHOICE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*]*(?:[.):\]].*)?\Z", re.DOTALL)
@@ -47,9 +49,9 @@ def score_choice(solution: str, ground_truth: str) -> RewardResult:
     """Return 1 if the letter that the response chooses is the ground truth, otherwise 0.
 
     A choice is the content of `<answer>` tags; or the last of `answer is B`, `Answer: (B)`,
-    `#### B` and a boxed letter; or the last `(B)`; or a capital letter at the very end; or the
-    beginning of a response of one line, as in `B. a cat`. The thinking is not read. `extra` holds
-    `answered`.
+    `#### B`, `B is correct` and a boxed letter; or the last `(B)`; or a capital letter at the very
+    end; or the beginning of a response of one line, as in `B. a cat`. The thinking is not read.
+    `extra` holds `answered`.
     """
     letter = _find_choice(*read_final_part(solution))
     if letter is None:

@@ -111,6 +111,29 @@ def test_daposs_rule_differs_from_verls_only_as_listed(form):
 
 
 @pytest.mark.parametrize(
+    ("answer", "truth", "correct", "by_verl"),
+    [
+        (r"\frac{1}{2}", r"\frac12", True, True),
+        (r"\sqrt{2}", r"\sqrt2", True, True),
+        ("(1, 2)", "(1,2)", True, True),
+        ("x = 7", "7", True, True),
+        (r"5\text{ cm}", "5", True, True),
+        (r"\frac{1}{2}", "1/2", True, False),
+        (r"\dfrac{1}{2}", "0.5", True, False),
+        (r"\(5\)", "5", True, False),
+        ("`5`", "5", True, False),
+        (r"\frac{1}{2}", r"\frac{2}{1}", False, False),
+        (r"\sqrt{2}", "2", False, False),
+    ],
+)
+def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, correct, by_verl):
+    assert score_dapo(f"Answer: {answer}", truth).correct is correct
+    verl = _verl_module("math_dapo")
+    if verl is not None:
+        assert verl.compute_score(f"Answer: {answer}", truth)["acc"] is by_verl
+
+
+@pytest.mark.parametrize(
     ("response", "score"),
     [
         ("<answer>The Beatles.</answer>", 1),

@@ -3,6 +3,8 @@
 import importlib.util
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
@@ -228,6 +230,11 @@ def test_an_endless_power_costs_its_own_sample_only():
         ("(A) is wrong. Answer: B", "B"),
         ("B. a cat", "B"),
         ("(B) a cat", "B"),
+        ("so B is the correct answer, as (A) is not", "B"),
+        ("(B) is right. A is not correct", "B"),
+        ("答案是B。", "B"),
+        ("Answer: B/C", None),
+        ("Answer: A, B", None),
         ("answer is A cat", None),
         ("the answer is a question of taste", None),
         ("The answer is I think unclear", None),
@@ -249,6 +256,45 @@ def test_an_endless_power_costs_its_own_sample_only():
 def test_choices(response, letter):
     result = text_rules.score_choice(response, "B")
     assert (result.answer, result.correct) == (letter, letter == "B")
+
+
+STATEMENTS = (
+    "The answer is @.",
+    "Answer: @",
+    "**Answer: (@)**",
+    "the correct answer is: @) a cat",
+    "#### @",
+    r"So $\boxed{\text{@}}$",
+    "@ is correct.",
+    "The correct option is @.",
+)
+WORDS = st.lists(st.sampled_from("a cat sat think it was by an owl".split()), max_size=6)
+
+
+@given(
+    letters=st.lists(st.sampled_from("ABCDEFGHIJ"), min_size=3, max_size=3),
+    statements=st.lists(st.sampled_from(STATEMENTS), min_size=3, max_size=3),
+    words=st.lists(WORDS, min_size=2, max_size=2),
+)
+def test_the_last_statement_after_the_thinking_is_the_choice(letters, statements, words):
+    thought, first, last = (
+        text.replace("@", letter) for text, letter in zip(statements, letters, strict=True)
+    )
+    before, after = map(" ".join, words)
+    answer = f"{before}\n{first}\n{last}\n{after}"
+    for thinking in ("", f"<think>{thought}</think>", f"{thought}</think>"):
+        assert text_rules.score_choice(thinking + answer, letters[2]).correct, thinking + answer
+    tagged = f"<think>{thought}</think> {first} <answer>@</answer> {after}"
+    for form in ("@", "(@)", "@. a cat", statements[2]):
+        response = tagged.replace("@", form.replace("@", letters[2]))
+        assert text_rules.score_choice(response, letters[2]).correct, response
+
+
+@given(st.sampled_from("Aa"), WORDS.filter(bool))
+def test_an_article_is_no_choice(article, words):
+    for start in ("The answer is", "Answer:", "so it is"):
+        response = f"{start} {article} {' '.join(words)}"
+        assert text_rules.score_choice(response, "A").answer is None, response
 
 
 TAGGED = (
