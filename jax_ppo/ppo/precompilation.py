@@ -96,6 +96,7 @@ def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
     programs = compile_programs(step, state, prompts, key, plans)
     errors: list[Exception] = []
     stop = threading.Event()
+    is_over = threading.Event()
 
     def compile_all() -> None:
         try:
@@ -104,6 +105,8 @@ def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
                     pass
         except Exception as error:
             errors.append(error)
+        finally:
+            is_over.set()
 
     # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
     thread = threading.Thread(target=compile_all, name=THREAD_NAME)
@@ -112,9 +115,14 @@ def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
         yield
     except BaseException:
         stop.set()
+        is_over.wait()
         raise
+    try:
+        # Not `join`: if a signal interrupts it, Python 3.11 takes the thread for ended, exits
+        # before it has returned from the compiler, and dies by "terminate called".
+        is_over.wait()
     finally:
-        thread.join()
+        stop.set()
     if errors:
         raise errors[0]
 

@@ -31,6 +31,8 @@ _POLL_SECONDS = 0.1
 EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
 # Another process was lost, or no progress was made: restarting the same command may succeed.
 LOST_EXIT_CODE = os.EX_TEMPFAIL
+_JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", None)  # up to Python 3.12
+_JOIN_CODE = getattr(_JOIN, "__code__", None)
 
 
 class _StopSignals:
@@ -102,6 +104,10 @@ class _StopSignals:
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         # Here and not in the thread only: the loop may ask right after the signal.
         self.received = self.received or signal.Signals(number)
+        # Python 3.11 takes a thread for ended if an exception interrupts the wait for it, and dies
+        # at exit if it still runs. The signal is sent again, so it raises after the wait.
+        if frame is not None and frame.f_code is _JOIN_CODE:
+            return
         if self._raise_in_main and not self._is_over.is_set():
             self._is_over.set()
             raise self.error(f"stopped by {self.received.name}")

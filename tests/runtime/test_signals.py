@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -226,6 +227,20 @@ class TestPythonApi:
                 os.kill(os.getpid(), signal.SIGINT)
             with signals.limited("it") if way == "limit" else signals.contextlib.nullcontext():
                 time.sleep(HANG_SECONDS)
+
+    def test_a_thread_that_is_waited_for_is_not_taken_for_ended(self):
+        release = threading.Event()
+        thread = threading.Thread(target=release.wait)
+        thread.start()
+        threading.Timer(3 * signals._POLL_SECONDS, release.set).start()
+        with (
+            pytest.raises(KeyboardInterrupt),
+            signals.handle_stop_signals(ends_process=False),
+        ):
+            threading.Timer(signals._POLL_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+            thread.join()
+            time.sleep(HANG_SECONDS)
+        assert release.is_set(), "the wait for a running thread was interrupted"
 
     def test_an_ignored_signal_stays_ignored(self):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
