@@ -4,7 +4,7 @@ import importlib
 import sys
 
 import jax_ppo
-from jax_ppo.errors import did_you_mean
+from jax_ppo.errors import did_you_mean, print_any_text
 
 COMMANDS = {
     "train": "train a language model with PPO",
@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
       SystemExit: with a message for an unknown command, and as the command itself exits.
     """
+    print_any_text()
     if arguments is None:
         arguments = sys.argv[1:]
     command, *options = arguments or ["--help"]

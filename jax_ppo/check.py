@@ -11,7 +11,7 @@ import sys
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config, Data
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, print_any_text
 
 COMMANDS = ("train", "sft", "reward_model")
 USAGE = """\
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> None:
     Raises:
       SystemExit: with code 1 if training would fail, or after `--help`.
     """
+    print_any_text()
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         print(USAGE)
         return

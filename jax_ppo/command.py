@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, print_any_text
 from jax_ppo.runtime import signals
 
 
@@ -27,6 +27,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
       command: "train", "evaluate", "sft" or "reward_model".
       run: takes the options and the folder to write to; imports heavy modules itself.
     """
+    print_any_text()
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         try:
@@ -80,6 +81,7 @@ def prepared_run(
     )
     from jax_ppo.storage import disk_space
 
+    print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)

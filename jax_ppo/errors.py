@@ -1,6 +1,7 @@
 """User-correctable errors: commands print the message without a traceback."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 # Longer messages, which quote a long input, are cut in the middle.
@@ -39,6 +40,17 @@ def printable_lines(text: str) -> str:
     A message may quote text of a model, and an escape sequence must not reach a terminal.
     """
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+
+
+def print_any_text() -> None:
+    """Let this process print "?" for a character that the encoding of its output lacks.
+
+    Otherwise a response of a model, or a sign of our own, would end a run under LC_ALL=C.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # notebooks have other streams
+        if reconfigure is not None:
+            reconfigure(errors="replace")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

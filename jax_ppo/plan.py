@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, print_any_text
 from jax_ppo.runtime import topologies, xla_flags
 from jax_ppo.runtime.topologies import Topology
 
@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> None:
     Raises:
       SystemExit: with a one-line message on a user error, or after `--help`.
     """
+    print_any_text()
     try:
         _run(arguments)
     except UserError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jax_ppo.data import sources
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, print_any_text
 from jax_ppo.rewards import math_rules
 from jax_ppo.storage import paths
 from jax_ppo.types import Example
@@ -81,6 +81,7 @@ def main(arguments: list[str]) -> None:
     Raises:
       SystemExit: with a one-line message on a user error, or after `--help`.
     """
+    print_any_text()
     try:
         options = read_prepare_arguments(arguments)
         examples = sources.load_examples(

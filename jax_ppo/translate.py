@@ -8,13 +8,14 @@ from the standard input.
 import sys
 
 from jax_ppo.config import translation
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, print_any_text
 
 USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND']   (or COMMAND as input)"
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
+    print_any_text()
     words = arguments[1:]
     if not words or {"--help", "-h"} & set(words[:1]):
         print(USAGE)

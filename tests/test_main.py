@@ -1,5 +1,10 @@
 """`python -m jax_ppo` lists the commands and runs them."""
 
+import contextlib
+import importlib
+import io
+import json
+import os
 import subprocess
 import sys
 
@@ -43,3 +48,49 @@ def test_the_curves_line_names_what_is_missing(monkeypatch, installed, remedy):
     line = command.describe_curves("output/run")
     assert line.startswith("curves: tensorboard --logdir output/run/tensorboard")
     assert remedy in line and ("pip" in line) == bool(remedy)
+
+
+ODD_TEXT = "½ … ⏎ 猫 \U0001f408 \ud83d"
+COMMANDS_THAT_PRINT = {
+    "check": ["{folder}/rows.jsonl"],
+    "plan": ["--help"],
+    "prepare": [
+        "gsm8k",
+        "--source={folder}/rows.jsonl",
+        f"--out={{folder}}/{ODD_TEXT[:7]}.parquet",
+    ],
+    "translate": [
+        "verl",
+        f"python3 -m verl.trainer.main_ppo trainer.experiment_name='{ODD_TEXT[:-1]}'",
+    ],
+    "train": ["--help"],
+}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "gbk", "utf-8"])
+@pytest.mark.parametrize("name", COMMANDS_THAT_PRINT)
+def test_no_encoding_of_the_output_ends_a_command(name, encoding, tmp_path, monkeypatch):
+    rows = [{"question": f"{ODD_TEXT} {i}", "answer": f"{ODD_TEXT} #### {i}"} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", output)
+    arguments = [argument.format(folder=tmp_path) for argument in COMMANDS_THAT_PRINT[name]]
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(f"jax_ppo.{name}").main([name, *arguments])
+    print(ODD_TEXT, flush=True)
+    assert len(output.buffer.getvalue()) > len(ODD_TEXT)
+
+
+@pytest.mark.slow
+def test_an_ascii_terminal_does_not_end_a_run(tmp_path):
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic:smoke"]
+        + [f"--workdir={tmp_path}", "--config.data.instruction=½ … 猫"]
+        + ["--config.trainer.log_samples=3"],
+        env=os.environ | environment,
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4

@@ -6,12 +6,14 @@ checkout, and an editable installation of one, uses the folder itself.
 
 import difflib
 import importlib.util
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ppo.config import smoke
+from jax_ppo.config.plugins import folder_importable
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.storage.paths import expand_local_path
 
@@ -76,21 +78,29 @@ def call_get_config(
     if spec is None or spec.loader is None:
         raise UserError(f"--config={value}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    modules = set(sys.modules)
     try:
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
-            raise UserError(f"--config={value}: the file has no function get_config")
-        if argument == smoke.ARGUMENT:
-            config = smoke.shrink(module.get_config(), defaults, value)
-        elif argument:
-            config = module.get_config(argument)
-        else:
-            config = module.get_config()
+        with folder_importable(path.parent):
+            spec.loader.exec_module(module)
+            if not callable(getattr(module, "get_config", None)):
+                raise UserError(f"--config={value}: the file has no function get_config")
+            if argument == smoke.ARGUMENT:
+                config = smoke.shrink(module.get_config(), defaults, value)
+            elif argument:
+                config = module.get_config(argument)
+            else:
+                config = module.get_config()
     except UserError:
         raise
     # Otherwise a file that ends the process would look like a completed run.
     except (Exception, SystemExit) as error:
         raise UserError(f"--config={value}: {_describe_error(error, spec.origin)}") from error
+    finally:
+        # A file elsewhere may import another module of the same name.
+        for name in set(sys.modules) - modules:
+            origin = getattr(sys.modules[name], "__file__", None)
+            if origin and Path(origin).parent == path.parent.resolve():
+                del sys.modules[name]
     return _as_config_dict(config, value)
 
 

@@ -1,12 +1,13 @@
 """Import the user's functions that options name, and verify their signatures before the run."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,8 +95,22 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses in it look themselves up there
-    spec.loader.exec_module(module)
+    with folder_importable(path.parent):
+        spec.loader.exec_module(module)
+    # Last, for imports that its functions make later.
+    sys.path.append(str(path.parent))
     return module
+
+
+@contextlib.contextmanager
+def folder_importable(folder: Path) -> Iterator[None]:
+    """Let the block import the modules of a folder, as a script there can."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
 
 
 def _validate_signature(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jax_ppo.config.loading import BOUNDS
 from jax_ppo.config.option import COMMANDS, Option
 from jax_ppo.config.schema import all_options
+from jax_ppo.errors import print_any_text
 
 HEADER = """\
 # Options
@@ -39,6 +40,7 @@ def print_options() -> None:
     rows = [
         f"{option.name:48s} {option.default!r:>16}  {option.facts.doc}" for option in all_options()
     ]
+    print_any_text()
     try:
         print("\n".join(rows), flush=True)
     except BrokenPipeError:  # `--help | head` stops reading early

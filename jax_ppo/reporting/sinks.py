@@ -47,7 +47,7 @@ class CurveFile:
         for name, value in metrics.items():
             row[name] = repr(float(value))
         if step != self._last_step and row.keys() <= set(self._columns):
-            with self._path.open("a", newline="") as file:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
             self._last_step = step
             return
@@ -64,7 +64,10 @@ class CurveFile:
         self._last_step = None
         if rows:
             self._last_step = int(rows[-1]["step"])
-        with replace_file(self._path) as temporary, temporary.open("w", newline="") as file:
+        with (
+            replace_file(self._path) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -77,7 +80,7 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    complete_lines, _, _ = path.read_text().rpartition("\n")
+    complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return list(csv.DictReader(complete_lines.splitlines()))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from jax_ppo import processes
-from jax_ppo.errors import UserError, printable_lines
+from jax_ppo.errors import UserError, print_any_text, printable_lines
 from jax_ppo.rewards import registry, samples
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 from jax_ppo.rewards.judge import Judge
@@ -35,6 +35,7 @@ def initialize_worker(
     # (Ctrl-C), and can be killed together with the processes that the reward function started.
     os.setsid()
     _ignore_sigterm()
+    print_any_text()  # the reward function may
     processes.end_with_parent(parent)
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -143,7 +143,7 @@ def _has_connections() -> bool:
 
 def _name_silent_processes(seconds: int) -> None:
     """Pass on what the service writes to standard error, and a line per process that is silent."""
-    errors = os.fdopen(os.dup(2), "w")
+    errors = os.fdopen(os.dup(2), "w", errors="replace")
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     os.close(writer)

@@ -1,10 +1,11 @@
 """`--config` takes a path, or the name of a shipped configuration from any folder."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from jax_ppo.config import command_line, config_files, loading
+from jax_ppo.config import command_line, config_files, loading, plugins
 from jax_ppo.errors import UserError
 
 COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model"}
@@ -124,3 +125,32 @@ def test_a_plain_dict_is_a_configuration_too_and_its_missing_options_can_be_set(
     config, _ = command_line.read_command_line(["train", f"--config={file}", *by_flags])
     assert config == loading.load_config(str(file), overrides)
     assert (config.actor.ppo_epochs, config.reward.workers) == (3, 2)
+
+
+def test_a_file_imports_the_module_beside_it_and_not_that_of_another_folder(tmp_path):
+    for size in (3, 5):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "jax_ppo_test_sizes.py").write_text(f"EPOCHS = {size}\n")
+        (folder / "file.py").write_text(
+            "def get_config():\n"
+            "    from jax_ppo_test_sizes import EPOCHS\n"
+            "    actor = {'ppo_epochs': EPOCHS}\n"
+            "    return {'data': {'train_files': 'arithmetic:8'}, 'actor': actor}\n"
+        )
+        before = list(sys.path)
+        assert loading.load_config(str(folder / "file.py")).actor.ppo_epochs == size
+        assert sys.path == before
+
+
+def test_a_function_of_a_file_imports_the_module_beside_it(tmp_path):
+    (tmp_path / "jax_ppo_test_early.py").write_text("VALUE = 1\n")
+    (tmp_path / "jax_ppo_test_late.py").write_text("VALUE = 2\n")
+    (tmp_path / "rewards.py").write_text(
+        "from jax_ppo_test_early import VALUE\n"
+        "def score(text):\n"
+        "    import jax_ppo_test_late\n"
+        "    return VALUE + jax_ppo_test_late.VALUE\n"
+    )
+    name = f"{tmp_path}/rewards.py:score"
+    assert plugins.load_plugin(name, "reward.function", ("text",), by_name=True)(text="") == 3
