@@ -15,10 +15,9 @@ from jax_ppo.rewards.rules import RewardResult
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 CLIP = 300  # characters at the end of a response that DAPO's rule searches, as in verl
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+_TOKEN = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\.|[{}]", re.DOTALL)
 # What TeX puts into a box without braces, or a number.
 _UNBRACED = re.compile(r"-?\d+(?:[.,/]\d+)*|\\[a-z]+(?:\{[^{}]*\})+|[A-Za-z](?![A-Za-z])")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
@@ -35,18 +34,22 @@ def last_boxed(text: str) -> str | None:
     Braces may be nested, and escaped ones are text. Without braces, as in `\boxed 5`, a number, a
     letter or a command is the content.
     """
-    for match in reversed(list(_BOXED.finditer(text))):
-        if not text.startswith("{", match.end()):
-            unbraced = _UNBRACED.match(text, match.end())
-            if unbraced:
-                return unbraced[0]
-            continue
-        depth = 0
-        for brace in _BRACE.finditer(text, match.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return text[match.end() + 1 : brace.start()].strip()
-    return None
+    last_start, content = -1, None
+    open_braces: list[int] = []  # where the content begins, -1 outside of boxes
+    for match in _TOKEN.finditer(text):
+        if match[1]:
+            unbraced = None if match[2] else _UNBRACED.match(text, match.end())
+            if match[2]:
+                open_braces.append(match.end())
+            elif unbraced:
+                last_start, content = match.end(), unbraced[0]
+        elif match[0] == "{":
+            open_braces.append(-1)
+        elif match[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start > last_start:
+                last_start, content = start, text[start : match.start()].strip()
+    return content
 
 
 def score_math(solution: str, ground_truth: str) -> RewardResult:

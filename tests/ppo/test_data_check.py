@@ -123,6 +123,20 @@ def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, rows, 
     assert report["command"] == "reward_model"
 
 
+def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
+    tmp_path, model, capsys
+):
+    """Regression: every row was a problem, as its data source has no rule."""
+    turns = "\n\nHuman: 1 + 1?\n\nAssistant: "
+    rows = [{"chosen": f"{turns}2", "rejected": f"{turns}3"}] * 64
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    options = (f"--config.model.path={model}", "--config.data.val_files=")
+    report, code = run_check(capsys, path, "--config=hh_rlhf_reward", *options)
+    assert (report["command"], code, report["problems"]) == ("reward_model", 0, [])
+    report, code = run_check(capsys, path, "--config=hh_rlhf_sft", "--for=sft", *options)
+    assert (report["command"], code, report["problems"]) == ("sft", 0, [])
+
+
 def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
     rows = [
         {"question": "1 + 1? Put it in \\boxed{}.", "answer": "so\n#### 2"},

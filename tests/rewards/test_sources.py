@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,27 @@ def test_each_of_several_ground_truths_is_right(truth):
         row = RewardRow("any", json.loads(json.dumps(truth)))
         assert all(function(row, f"{prefix}{answer}").correct for answer in ("2", "two"))
         assert function(row, wrong).correct is False
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        r"\boxed{",
+        r"\boxed",
+        "{",
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "(A) ",
+        "Answer:",
+        "answer is (",
+        "* ",
+    ],
+)
+def test_long_junk_takes_no_time(junk):
+    """Without it, a response could keep the run's own process busy."""
+    response = junk * (400_000 // len(junk))
+    start = time.thread_time()
+    for name in ("gsm8k", "math", "math_dapo", "multiple_choice", "exact", "search_qa"):
+        RULES[name].bind("")(RewardRow("any", "B"), response)
+    assert time.thread_time() - start < 2
