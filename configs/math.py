@@ -25,6 +25,5 @@ def get_config() -> ConfigDict:
         "Let's think step by step and output the final answer within \\boxed{}."
     )
     config.data.max_response_length = 1024
-    config.reward.terms = "math:1.0"
     config.reward.workers = 4
     return config
