@@ -1500,6 +1500,12 @@ class Trainer:
     log_samples: int = option(
         3, "responses shown at each evaluation", unit="responses", at_least=0, read_by=PPO
     )
+    log_optimizer_steps: bool = option(
+        False,
+        "write loss, KL, clip fraction, gradient norm and the other metrics of each optimizer step "
+        "to WORKDIR/optimizer_steps_ROLE.csv; training_metrics.csv has their means over a step",
+        read_by=PPO,
+    )
     log_rollouts_freq: int = option(
         10,
         "steps between those whose responses are written to WORKDIR/rollouts and report.html, in "

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+# Begins the names of metrics that have a value for each optimizer step; the role's name follows.
+OPTIMIZER_STEPS = "optimizer_steps/"
+
 
 class Metric(enum.Enum):
     """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.

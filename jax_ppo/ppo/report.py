@@ -21,13 +21,15 @@ from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.ppo.diagnosis import Diagnosis
 from jax_ppo.ppo.diagnostics import nothing_is_left
 from jax_ppo.ppo.evaluation import Evaluation
+from jax_ppo.ppo.loss_metrics import OPTIMIZER_STEPS
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import StepSamples, describe_step
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
+from jax_ppo.reporting.sinks import CurveFile
 from jax_ppo.rewards.misses import Miss, describe_misses
-from jax_ppo.runtime import compilation, signals
+from jax_ppo.runtime import compilation, distributed, signals
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
 
@@ -133,6 +135,7 @@ class Reporter(journal.Journal):
         self._run = run
         self._pending: PendingStep | None = None
         self._diagnosis = Diagnosis(run.config)
+        self._optimizer_step_files: dict[str, CurveFile] = {}
 
     def report_later(
         self,
@@ -187,6 +190,12 @@ class Reporter(journal.Journal):
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             fetched = jax.device_get(pending.on_mesh)
+        optimizer_steps = {
+            name.removeprefix(OPTIMIZER_STEPS): fetched.pop(name)
+            for name in list(fetched)
+            if name.startswith(OPTIMIZER_STEPS)
+        }
+        self._write_optimizer_steps(pending.step, optimizer_steps)
         metrics = {name: float(value) for name, value in fetched.items()}
         # Totals over the roles; a shared trunk has one optimizer and so no `critic/skipped`.
         for name in ("loss", "skipped"):
@@ -218,6 +227,32 @@ class Reporter(journal.Journal):
             count = config.trainer.log_rollouts
             records = describe_step(pending.samples, count, self._run.tokenizer, address)
             self.write_samples("training", completed_steps, records)
+
+    def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
+        """Write the metrics of a step's optimizer steps, if they are logged.
+
+        Args:
+          step: the step, from 0; the optimizer steps of the run are numbered from 1.
+          values: float32 [U] by ROLE/NAME, NaN of a step without tokens to learn from.
+        """
+        if not distributed.is_main():
+            return
+        for role in dict.fromkeys(name.partition("/")[0] for name in values):
+            metrics_U = {
+                name.partition("/")[2]: value
+                for name, value in values.items()
+                if name.startswith(f"{role}/")
+            }
+            U = len(next(iter(metrics_U.values())))
+            if role not in self._optimizer_step_files:
+                path = self._workdir / f"optimizer_steps_{role}.csv"
+                self._optimizer_step_files[role] = CurveFile(path, steps_done=step * U)
+            for u in range(U):
+                row = {name: float(value[u]) for name, value in metrics_U.items()}
+                finite = {name: value for name, value in row.items() if not np.isnan(value)}
+                self._optimizer_step_files[role].write(
+                    step * U + u + 1, {"training_step": step + 1, **finite}
+                )
 
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""

@@ -16,7 +16,7 @@ from jax_ppo.config.schema import Optim
 from jax_ppo.kernels import losses
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives
-from jax_ppo.ppo.loss_metrics import Metric
+from jax_ppo.ppo.loss_metrics import OPTIMIZER_STEPS, Metric
 from jax_ppo.ppo.objectives import ActorContext, Metrics, Weights
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
@@ -59,6 +59,7 @@ class Role:
       early_stop: `None` takes all steps.
       base: frozen parameters that the role's adapters apply to; `None` without adapters.
       rounding_seed: seed of the stochastic rounding of what is stored in bfloat16.
+      logs_optimizer_steps: return the metrics of each optimizer step besides the reduced ones.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Role:
     early_stop: EarlyStop | None = None
     base: Params | None = None
     rounding_seed: int = 0
+    logs_optimizer_steps: bool = False
 
     def train(
         self,
@@ -136,6 +138,12 @@ class Role:
         metrics = self._reduce_over_steps(metrics_U, has_tokens_U)
         if self.early_stop is not None:
             metrics[f"{self.name}/steps_taken"] = jnp.sum(taken_U)
+        if self.logs_optimizer_steps:
+            prefix = f"{OPTIMIZER_STEPS}{self.name}/"
+            metrics |= {
+                prefix + name: jnp.where(has_tokens_U, values_U, jnp.nan)
+                for name, values_U in metrics_U.items()
+            }
         return params, optimizer_state, metrics
 
     def gradients(

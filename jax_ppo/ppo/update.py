@@ -41,6 +41,7 @@ class ActorOptions:
       loss_scale: tokens, the divisor of loss_agg_mode "seq-mean-token-sum-norm".
       warmup_steps: first steps of the run, in which only the critic learns.
       rounding_seed: see `optimizer.rounding_seed`.
+      logs_optimizer_steps: see `Role`.
     """
 
     loss: ActorLossOptions
@@ -48,6 +49,7 @@ class ActorOptions:
     loss_scale: float
     warmup_steps: int
     rounding_seed: int
+    logs_optimizer_steps: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +61,14 @@ class CriticOptions:
       aggregation: see `kernels.losses.AGGREGATIONS`.
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       rounding_seed: see `optimizer.rounding_seed`.
+      logs_optimizer_steps: see `Role`.
     """
 
     critic: Critic
     aggregation: str
     loss_scale: float
     rounding_seed: int
+    logs_optimizer_steps: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +90,14 @@ class UpdateOptions:
                 loss_scale=loss_scale,
                 warmup_steps=config.trainer.critic_warmup,
                 rounding_seed=rounding_seed(config.actor.optim, config.seed),
+                logs_optimizer_steps=config.trainer.log_optimizer_steps,
             ),
             critic=CriticOptions(
                 critic=config.critic,
                 aggregation=config.critic.loss_agg_mode or config.actor.loss_agg_mode,
                 loss_scale=loss_scale,
                 rounding_seed=rounding_seed(config.critic.optim, config.seed),
+                logs_optimizer_steps=config.trainer.log_optimizer_steps,
             ),
         )
 
@@ -119,7 +125,8 @@ def update_state(
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
       `loss_metrics.Metric` states; NaN if no step had tokens to learn from. During the critic's
-      warm-up the actor's metrics describe the step that it did not take.
+      warm-up the actor's metrics describe the step that it did not take. Values of each optimizer
+      step, if they are logged, are arrays [U] under `loss_metrics.OPTIMIZER_STEPS` + ROLE/NAME.
     """
     # The critic's program does not need the actor's result: both are dispatched together.
     programs = update_programs(
@@ -284,6 +291,7 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
         early_stop=early_stop,
         base=base,
         rounding_seed=options.rounding_seed,
+        logs_optimizer_steps=options.logs_optimizer_steps,
     )
 
 
@@ -303,4 +311,5 @@ def critic_role(options: CriticOptions, net: Transformer, base: Params | None = 
         loss_scale=options.loss_scale,
         base=base,
         rounding_seed=options.rounding_seed,
+        logs_optimizer_steps=options.logs_optimizer_steps,
     )

@@ -56,7 +56,7 @@ def run_update(
     return (
         before,
         state,
-        {name: float(value) for name, value in (rollout_metrics | metrics).items()},
+        {name: np.asarray(value)[()] for name, value in (rollout_metrics | metrics).items()},
     )
 
 
@@ -744,6 +744,14 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
         jax.device_get(after_stop.critic),
         jax.device_get(after_three.critic),
     )
+
+
+def test_each_optimizer_step_has_metrics_whose_mean_is_logged():
+    config = tiny.config(trainer__log_optimizer_steps=True)
+    _, _, metrics = run_update(config, tiny.make_mesh(), HALVES + HALVES, 2)
+    for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/clip_fraction"):
+        values = metrics[f"optimizer_steps/{name.partition('/')[0]}/{name}"]
+        assert values.shape == (4,) and np.mean(values) == pytest.approx(metrics[name], rel=1e-5)
 
 
 @pytest.mark.slow
