@@ -14,33 +14,8 @@ GSM8K_METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
 
 JOYFUL_WORDS = frozenset(
-    (
-        "happy",
-        "happily",
-        "smile",
-        "smiled",
-        "love",
-        "loved",
-        "fun",
-        "play",
-        "played",
-        "playing",
-        "laugh",
-        "laughed",
-        "hug",
-        "hugged",
-        "friend",
-        "friends",
-        "joy",
-        "glad",
-        "excited",
-        "proud",
-        "kind",
-        "sing",
-        "dance",
-        "shared",
-        "cheered",
-    )
+    "happy happily smile smiled love loved fun play played playing laugh laughed hug "
+    "hugged friend friends joy glad excited proud kind sing dance shared cheered".split()
 )
 JOYFUL_ENOUGH = 5  # distinct words for the full score
 
