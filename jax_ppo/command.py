@@ -97,7 +97,9 @@ def prepared_run(
             resolved, chosen_dtype = computation_dtype.resolve_dtype_here(options)
 
             def write_options() -> None:
-                command_line.write_config(resolved, folder)
+                # Those of a run stay until its resume is accepted; `Journal` writes them then.
+                if not work_directory.has_checkpoints(folder):
+                    command_line.write_config(resolved, folder)
                 command_line.print_set_options(options, str(workdir))
                 console.print_on_main(chosen_dtype)
 

@@ -1836,7 +1836,7 @@ STOPS = [
         name="an_entropy_collapse_is_not_reported",
         source="verl#5953: the entropy fell to nearly 0 without a warning",
         holds="the entropy is logged, and a fall below the threshold is reported once",
-        test="tests/ppo/test_report.py::test_a_collapse_is_said_once_and_again_when_it_comes_back",
+        test="tests/ppo/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
         where="_check_entropy",
         old="entropy >= limit",
         new="entropy >= 0",

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import jax_ppo
+import tiny
 from jax_ppo import __main__ as commands
 from jax_ppo import command
 
@@ -94,3 +95,13 @@ def test_an_ascii_terminal_does_not_end_a_run(tmp_path):
         capture_output=True,
     )
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_run_with_checkpoints_keeps_its_options_until_the_resume_is_accepted(tmp_path):
+    for has_checkpoints in (False, True):
+        (tmp_path / "config.json").write_text("old")
+        if has_checkpoints:
+            (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+        with command.prepared_run(tiny.config(), tmp_path):
+            kept = (tmp_path / "config.json").read_text() == "old"
+        assert kept == has_checkpoints

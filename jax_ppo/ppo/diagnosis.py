@@ -11,14 +11,14 @@ from jax_ppo.ppo.diagnostics import DIAGNOSTICS, Metrics
 class Diagnosis:
     """Watches the metrics of a run."""
 
-    def __init__(self, config: Config) -> None:
-        """Start watching a run with these options."""
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Start watching a run of `total_steps` steps with these options."""
         self._config = config
+        self._total_steps = total_steps
         self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
-        self._present: set[str] = set()
 
     def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
-        """Record the next step; return the messages of problems that have newly appeared, by name.
+        """Record the next step; return the messages of the problems that it has, by name.
 
         Args:
           metrics: the step's metrics.
@@ -27,19 +27,18 @@ class Diagnosis:
         self._history.append(metrics)
         messages = {}
         for diagnostic in DIAGNOSTICS:
-            history = list(self._history)[-diagnostic.steps :]
+            steps = diagnostic.steps
+            if diagnostic.in_short_runs:
+                steps = max(min(steps, self._total_steps), 1)
+            history = list(self._history)[-steps:]
             # NaN is no figure: nothing is concluded from it.
             is_complete = not any(
                 math.isnan(row.get(name, math.nan)) for row in history for name in diagnostic.reads
             )
             message = None
-            if len(history) == diagnostic.steps and is_complete:
+            if len(history) == steps and is_complete:
                 message = diagnostic.check(self._config, history)
-            if message is None:
-                self._present.discard(diagnostic.name)
-            elif diagnostic.name not in self._present:
-                # Shown when it becomes true, not at every step.
-                self._present.add(diagnostic.name)
+            if message is not None:
                 lines = [message]
                 if diagnostic.shows_misses:
                     lines += misses

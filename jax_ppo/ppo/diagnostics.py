@@ -1,7 +1,7 @@
 """The table of problems that the metrics of a run's last steps show, with remedies.
 
 A diagnostic is an entry of `DIAGNOSTICS`: a name, the number of steps that it looks back on, and a
-function of their metrics. `Diagnosis` shows its message when its condition becomes true.
+function of their metrics. Its message is shown when its condition is true for the first time.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from jax_ppo.config.schema import Config
 Metrics = dict[str, float]
 # Estimators that compare the responses to a prompt with each other.
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+MAX_REWARD = 1e4
+RATIO_RANGE = (0.8, 1.2)
 _LEAST_COMPILE_SECONDS = 0.5  # below it nobody notices
 
 # (options, metrics of the last steps, the newest last) -> what is wrong, or None
@@ -29,6 +31,7 @@ class Diagnostic:
         one of `reads`.
       reads: the metrics that the check reads.
       shows_misses: whether some wrong responses are shown with the message.
+      in_short_runs: whether the steps of a shorter run are enough.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Diagnostic:
     check: Check
     reads: tuple[str, ...]
     shows_misses: bool = False
+    in_short_runs: bool = False
 
 
 def _check_nothing_left(config: Config, history: Sequence[Metrics]) -> str | None:
@@ -96,6 +100,30 @@ def _check_constant_reward(config: Config, history: Sequence[Metrics]) -> str | 
         "is nothing to learn from. Compare the responses in report.html with what the rule looks "
         "for; an instruction (config.data.instruction), a few demonstrations first "
         "(python -m jax_ppo.sft) or longer responses (config.data.max_response_length) may help"
+    )
+
+
+def _check_reward_size(config: Config, history: Sequence[Metrics]) -> str | None:
+    largest = max(abs(history[-1]["reward/min"]), abs(history[-1]["reward/max"]))
+    if largest <= MAX_REWARD:
+        return None
+    return (
+        f"a reward has the size {largest:.2g}: squared, it drowns all others in the critic's loss, "
+        "and beyond 1e19 it is infinite in float32. Scale the rewards to about 1, or set "
+        "config.reward.clip or config.reward.normalize"
+    )
+
+
+def _check_ratio(config: Config, history: Sequence[Metrics]) -> str | None:
+    ratio = history[-1]["actor/ratio_mean"]
+    low, high = RATIO_RANGE
+    if low <= ratio <= high:
+        return None
+    return (
+        f"the ratio of new to old probabilities is {ratio:.2g} on average, outside "
+        f"[{low:g}, {high:g}]: a step's updates go further than its samples support. A smaller "
+        "config.actor.optim.lr, fewer config.actor.ppo_epochs or a smaller config.actor.clip_ratio "
+        "may help"
     )
 
 
@@ -312,18 +340,24 @@ DIAGNOSTICS = (
     Diagnostic(name="nothing_left", steps=1, check=_check_nothing_left, reads=()),
     Diagnostic(name="entropy", steps=1, check=_check_entropy, reads=("actor/entropy",)),
     Diagnostic(name="kl", steps=1, check=_check_kl, reads=("kl/reference",)),
+    Diagnostic(name="ratio", steps=1, check=_check_ratio, reads=("actor/ratio_mean",)),
+    Diagnostic(
+        name="reward_size", steps=1, check=_check_reward_size, reads=("reward/min", "reward/max")
+    ),
     Diagnostic(
         name="constant_reward",
         steps=10,
         check=_check_constant_reward,
         reads=("reward/min", "reward/max"),
         shows_misses=True,
+        in_short_runs=True,
     ),
     Diagnostic(
         name="equal_groups",
         steps=10,
         check=_check_equal_groups,
         reads=("reward/uniform_groups", "reward/min", "reward/max"),
+        in_short_runs=True,
     ),
     Diagnostic(
         name="duplicates", steps=10, check=_check_duplicates, reads=("rollout/most_common",)

@@ -134,7 +134,7 @@ class Reporter(journal.Journal):
         )
         self._run = run
         self._pending: PendingStep | None = None
-        self._diagnosis = Diagnosis(run.config)
+        self._diagnosis = Diagnosis(run.config, run.total_steps)
         self._optimizer_step_files: dict[str, CurveFile] = {}
 
     def report_later(
@@ -220,8 +220,8 @@ class Reporter(journal.Journal):
             skipped=bool(metrics["update/skipped"]),
             flops=pending.flops,
         )
-        for message in self._diagnosis.observe(written, pending.misses).values():
-            self.warn(f"step {completed_steps}: {message}")
+        for kind, message in self._diagnosis.observe(written, pending.misses).items():
+            self.warn(f"step {completed_steps}: {message}", kind)
         if pending.samples is not None:
             address = {"seed": config.seed, "stream": "training", "step": pending.step}
             count = config.trainer.log_rollouts
@@ -275,12 +275,13 @@ class Reporter(journal.Journal):
                 self.warn(
                     f"{title}: the reward function failed on "
                     f"{part.failures} of {part.scored} responses, which have "
-                    "config.reward.fallback_score and no part in the accuracy"
+                    "config.reward.fallback_score and no part in the accuracy",
+                    kind="failures in evaluations",
                 )
         self.write_evaluation(completed_steps, means, shown, subject)
         if evaluation.accuracy == 0:
             lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
-            self.warn(f"{title}: " + "\n  ".join(lines))
+            self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
         """Write the pending metrics, the exported actor if asked, and the summary.

@@ -17,6 +17,7 @@ from jax_ppo.reporting.atomic import replace_file
 from jax_ppo.reporting.curves import Panel, panel_points
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, to_json_value
+from jax_ppo.training.progress import Progress
 
 # Figures of tokens that responses can be colored by; the first one is shown at the beginning.
 TOKEN_FIGURES = ("advantages", "kl", "values", "returns", "logprobs", "sampled_logprobs")
@@ -72,21 +73,21 @@ class HTMLReport:
                 }
             )
 
-    def write(
-        self, status: str, warnings: Sequence[str], evaluations: Sequence[dict[str, Any]]
-    ) -> None:
+    def write(self, status: str, progress: Progress) -> None:
         """Write the file, which is replaced atomically.
 
         Args:
-          status: one line about the progress of the run.
-          warnings: the warnings of the run, shown at the top.
-          evaluations: dicts of step and metrics.
+          status: one line about how far the run has come.
+          progress: its evaluations, and the warnings and changed options, which are shown at the
+            top.
         """
+        evaluations = progress.evaluations
         rows = read_metrics_csv(self._workdir / "training_metrics.csv")
         data = {
             "title": self._config.experiment_name,
             "status": status,
-            "warnings": warnings,
+            "warnings": progress.warning_texts(),
+            "changed_options": progress.changed_options,
             "panels": [_describe_panel(panel, rows, evaluations) for panel in self._panels],
             "phases": _describe_phases(rows),
             "distributions": self._distributions,

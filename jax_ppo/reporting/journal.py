@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.reporting import console, sample_files
 from jax_ppo.reporting.curves import Panel, plot_curves
@@ -99,12 +100,13 @@ class Journal:
         self._report = HTMLReport(workdir, config, layout.panels)
         # The other processes would read files while this one deletes them.
         if distributed.is_main():
+            command_line.write_config(config, workdir)
             work_directory.fetch_folder(workdir, sample_files.FOLDER)
             sample_files.drop_samples_after(workdir, progress.step)
             self._report.add_logged_samples()
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
-        self._warnings: list[str] = []
         self._skipped_in_a_row = 0
+        self._last_step = progress.step
         self._compiled_before = dataclasses.replace(compiled)
         self._last_seconds = collections.deque[float](maxlen=10)
         self._straggler: int | None = None
@@ -168,6 +170,7 @@ class Journal:
         metrics |= self._measure_efficiency(seconds, flops)
         waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
         metrics |= self._compare_processes(step, seconds, waited_seconds)
+        self._last_step = step
         self._log.write(step, metrics)
         self._bar.advance(
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns)
@@ -246,15 +249,21 @@ class Journal:
         if straggler is not None and straggler != self._straggler:
             self.warn(
                 f"step {step}: process {process} spends {behind:.2f} s more on its own "
-                f"work than the median process, in a step of {seconds:.2f} s"
+                f"work than the median process, in a step of {seconds:.2f} s",
+                kind=f"straggler {process}",
             )
         self._straggler = straggler
         return {"perf/straggler_seconds": behind}
 
-    def warn(self, text: str) -> None:
-        """Show a warning on the console and in the report."""
-        self._warnings.append(text)
-        self._bar.print_line(f"warning: {text}")
+    def warn(self, text: str, kind: str = "") -> None:
+        """Show a warning: on the console if it is the first of its kind, and in the report.
+
+        Args:
+          text: the warning.
+          kind: identifies warnings that differ in figures; "": the text.
+        """
+        if self.progress.warn(kind or text, text, self._last_step):
+            self._bar.print_line(f"warning: {text}")
 
     def write_samples(self, kind: str, step: int, records: list[dict[str, Any]]) -> None:
         """Write sampled responses to a file and to the report.
@@ -309,7 +318,8 @@ class Journal:
             "total_steps": self._total_steps,
             "evaluations": self.progress.evaluations,
             "training": self._summarize_training(),
-            "warnings": self._warnings,
+            "warnings": self.progress.warning_texts(),
+            "changed_options": self.progress.changed_options,
             "seconds": time.monotonic() - self._started,
             "devices": np.prod(list(mesh.shape.values())).item(),
             "mesh": dict(mesh.shape),
@@ -370,4 +380,4 @@ class Journal:
                 if name != "step" and isinstance(value, float)
             ]
             status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
-        self._report.write(status, self._warnings, self.progress.evaluations)
+        self._report.write(status, self.progress)

@@ -121,6 +121,14 @@ def checkpoint_directory(folder: Path) -> str:
     return f"{_open_buckets[folder].staged.address}/{staging.CHECKPOINTS}"
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether a run has checkpoints, from the folder that it writes to."""
+    directory = checkpoint_directory(folder)
+    if remote.is_address(directory):
+        return bool(remote.list_files(directory, "--workdir"))
+    return Path(directory).is_dir() and any(Path(directory).iterdir())
+
+
 def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
     """Raise `UserError` if a work directory has checkpoints.
 
@@ -128,12 +136,7 @@ def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
       folder: the folder that the run writes to.
       workdir: the work directory as the user wrote it.
     """
-    directory = checkpoint_directory(folder)
-    if remote.is_address(directory):
-        has_checkpoints = bool(remote.list_files(directory, "--workdir"))
-    else:
-        has_checkpoints = Path(directory).is_dir() and any(Path(directory).iterdir())
-    if has_checkpoints:
+    if has_checkpoints(folder):
         raise UserError(
             f"--workdir={workdir}: a training run has checkpoints there, and an evaluation would "
             "replace its metrics and responses; give another --workdir"

@@ -12,6 +12,8 @@ HISTORY = (
     "started_at",
     "kept_seconds",
     "solve_rates",
+    "warnings",
+    "changed_options",
 )
 
 
@@ -33,6 +35,8 @@ class Progress:
         interruption, nor of those whose update was skipped.
       solve_rates: the share of correct responses by the row of the training data, as text, for
         `data.curriculum`; empty without one.
+      warnings: by kind, `text`, `first_step`, `last_step` and `count` of a warning.
+      changed_options: lines about options that a resume has changed.
     """
 
     step: int = 0
@@ -42,6 +46,29 @@ class Progress:
     started_at: float = dataclasses.field(default_factory=time.time)
     kept_seconds: float = 0.0
     solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    warnings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    changed_options: list[str] = dataclasses.field(default_factory=list)
+
+    def warn(self, kind: str, text: str, step: int) -> bool:
+        """Record a warning after `step` steps; return whether it is the first of its kind."""
+        known = self.warnings.get(kind)
+        # Replaced, not changed: a checkpoint is written while the run continues.
+        self.warnings[kind] = {
+            "text": known["text"] if known else text,
+            "first_step": known["first_step"] if known else step,
+            "last_step": step,
+            "count": known["count"] + 1 if known else 1,
+        }
+        return known is None
+
+    def warning_texts(self) -> list[str]:
+        """Return the warnings so far; how often each was repeated, and the last step."""
+        return [
+            warning["text"]
+            + f"\n({warning['count']} times, last in step {warning['last_step']})"
+            * (warning["count"] > 1)
+            for warning in self.warnings.values()
+        ]
 
     def history(self) -> dict[str, Any]:
         """Return the part of a checkpoint's `meta` that reports of the run continue from."""

@@ -53,7 +53,9 @@ def find_progress(
         )
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
-    _compare_options(config, meta["config"], report, command)
+    changes = _compare_options(config, meta["config"], command)
+    for change in changes:
+        report(change)
     # An older checkpoint has no fingerprint.
     data_changed = _compare_data(config, meta.get("data", {}), data, report)
     if latest < total_steps:
@@ -65,6 +67,10 @@ def find_progress(
         )
     # An older checkpoint may lack some of it.
     history = {name: meta[name] for name in HISTORY if name in meta}
+    history["changed_options"] = [
+        *history.get("changed_options", []),
+        *(f"after step {latest}: {change}" for change in changes),
+    ]
     if data_changed:
         # Both refer to rows by their numbers.
         history.pop("solve_rates", None)
@@ -97,15 +103,14 @@ def _compare_data(
     return True
 
 
-def _compare_options(
-    config: Config, saved: dict[str, Any], report: Callable[[str], None], command: str
-) -> None:
-    """Report which options differ from the checkpoint's.
+def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:
+    """Return lines about the options that differ from the checkpoint's.
 
     Raises:
       UserError: an option has changed that is fixed for the length of a run.
     """
     saved_values = dict(_flatten(saved))
+    changes = []
     for option in all_options():
         now = option_value(config, option.name)
         # An option that was added after the checkpoint had the value that is now its default.
@@ -120,15 +125,16 @@ def _compare_options(
         # Other changes are permitted, and reported.
         first_step_only = option.facts.first_step_only
         if first_step_only is not None and first_step_only.is_met(config):
-            report(
+            changes.append(
                 f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
                 "is kept"
             )
         else:
-            report(
+            changes.append(
                 f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from "
                 "here on"
             )
+    return changes
 
 
 def _flatten(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """Each diagnostic is shown for a run that has the problem, once, and for no healthy run."""
 
+import json
 import math
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 import tiny
 from jax_ppo.ppo.diagnosis import Diagnosis
 from jax_ppo.ppo.diagnostics import DIAGNOSTICS
+from jax_ppo.training.progress import Progress
 
 HEALTHY = {
     "actor/entropy": 1.0,
     "actor/first_log_ratio": 1e-6,
     "actor/grad_norm": 2.0,
+    "actor/ratio_mean": 1.01,
     "critic/explained_variance": 0.3,
     "critic/returns_std": 0.5,
     "critic/values_std": 0.2,
@@ -42,6 +45,8 @@ PROBLEMS = {
     "nothing_left": {"response_length/masked_share": 1.0},
     "entropy": {"actor/entropy": 0.001},
     "kl": {"kl/reference": 5.0},
+    "ratio": {"actor/ratio_mean": 1.3},
+    "reward_size": {"reward/max": 1e30},
     "constant_reward": {"reward/min": 0.0, "reward/max": 0.0},
     "truncation": {"response_length/truncated_share": 0.7},
     "first_ratio": {"actor/first_log_ratio": 0.7},
@@ -62,8 +67,14 @@ PROBLEMS = {
 def observe(rows):
     """Return the messages of a run with these metrics, by name, in order."""
     config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2)
-    diagnosis = Diagnosis(config)
-    return [item for row in rows for item in diagnosis.observe(HEALTHY | row).items()]
+    diagnosis = Diagnosis(config, total_steps=STEPS)
+    progress = Progress()
+    return [
+        (kind, message)
+        for step, row in enumerate(rows, start=1)
+        for kind, message in diagnosis.observe(HEALTHY | row).items()
+        if progress.warn(kind, message, step)
+    ]
 
 
 def test_every_diagnostic_has_a_problem_here():
@@ -91,7 +102,7 @@ def test_a_filter_that_leaves_no_prompt_says_so():
     config = tiny.config(
         algorithm__adv_estimator="grpo", rollout__n=2, algorithm__filter_groups__enable=True
     )
-    diagnosis = Diagnosis(config)
+    diagnosis = Diagnosis(config, STEPS)
     (message,) = diagnosis.observe({"reward/uniform_groups": 1.0, "rollout/draws": 3}).values()
     assert "no prompt is left to learn from" in message and "in 3 batches" in message
     assert not diagnosis.observe({"reward/uniform_groups": 0.9, "rollout/draws": 3})
@@ -108,9 +119,35 @@ def test_a_problem_is_said_once_with_a_number_and_an_option(name):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_problem_that_ends_and_returns_is_said_again(name):
+def test_a_problem_that_ends_and_returns_is_said_once_and_counted(name):
     messages = observe([PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS)
-    assert [said for said, _ in messages] == [name, name]
+    assert [said for said, _ in messages] == [name]
+
+
+@given(st.lists(st.booleans(), min_size=1).filter(any))
+def test_a_warning_has_its_first_step_last_step_and_count(present):
+    progress = Progress()
+    steps = [step for step, holds in enumerate(present, start=1) if holds]
+    assert [progress.warn("kl", f"step {step}: far", step) for step in steps].count(True) == 1
+    # A resumed run continues the count.
+    progress = Progress(**json.loads(json.dumps(progress.history())))
+    assert not progress.warn("kl", "again", len(present) + 1)
+    assert progress.warnings["kl"] == {
+        "text": f"step {steps[0]}: far",
+        "first_step": steps[0],
+        "last_step": len(present) + 1,
+        "count": len(steps) + 1,
+    }
+    (text,) = progress.warning_texts()
+    assert text == (
+        f"step {steps[0]}: far\n({len(steps) + 1} times, last in step {len(present) + 1})"
+    )
+
+
+def test_a_run_of_few_steps_is_told_of_a_constant_reward():
+    diagnosis = Diagnosis(tiny.config(), total_steps=2)
+    assert diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"]) == {}
+    assert set(diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"])) == {"constant_reward"}
 
 
 def test_lengths_that_run_away_with_the_reward_are_said():
@@ -126,7 +163,7 @@ def test_lengths_that_run_away_with_the_reward_are_said():
 
 
 def test_a_constant_reward_is_said_with_wrong_responses():
-    diagnosis = Diagnosis(tiny.config())
+    diagnosis = Diagnosis(tiny.config(), STEPS)
     said = {}
     for _ in range(10):
         said |= diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"], ["looked for '4', in '5'"])
@@ -145,13 +182,13 @@ def test_one_response_to_all_prompts_is_said():
 
 
 def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
-    diagnosis = Diagnosis(tiny.config())
+    diagnosis = Diagnosis(tiny.config(), STEPS)
     for _ in range(STEPS):
         assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
 
 
 def test_metrics_that_a_run_does_not_have_are_no_problem():
-    diagnosis = Diagnosis(tiny.config())
+    diagnosis = Diagnosis(tiny.config(), STEPS)
     for _ in range(STEPS):
         assert diagnosis.observe({"actor/entropy": 1.0}) == {}
 
@@ -162,7 +199,8 @@ def test_dialogues_that_are_cut_off_name_the_limit_of_turns_too(turns, named):
         rollout__multi_turn__environment="jax_ppo.environments.calculator:Calculator",
         rollout__multi_turn__max_assistant_turns=turns,
     )
-    diagnosis = Diagnosis(config)
-    rows = [diagnosis.observe(HEALTHY | PROBLEMS["truncation"]) for _ in range(STEPS)]
-    [message] = [row["truncation"] for row in rows if row]
+    diagnosis = Diagnosis(config, STEPS)
+    for _ in range(STEPS):
+        messages = diagnosis.observe(HEALTHY | PROBLEMS["truncation"])
+    message = messages["truncation"]
     assert ("or config.rollout.multi_turn.max_assistant_turns=5 before" in message) == named

@@ -76,21 +76,18 @@ def test_optimizer_steps_have_rows_in_a_file_of_their_role(tmp_path):
         ("trainer__warn_kl_above", "kl/reference", 9.0, "KL"),
     ],
 )
-def test_a_collapse_is_said_once_and_again_when_it_comes_back(
+def test_a_collapse_is_said_once_and_counted_also_after_a_resume(
     option, figure, bad, quantity, tmp_path, capsys
 ):
-    report_steps(
-        tmp_path,
-        [{figure: value} for value in (0.5, bad, bad, 0.5, bad)],
-        **{option: 0.1 if bad < 0.1 else 1.0},
-    )
+    progress = Progress()
+    limits = {option: 0.1 if bad < 0.1 else 1.0}
+    report_steps(tmp_path, [{figure: value} for value in (0.5, bad, bad, 0.5)], progress, **limits)
+    resumed = Progress(step=4, **progress.history())
+    report_steps(tmp_path, [{figure: bad}] * 5, resumed, **limits)
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert (
-        len(warnings) == 2
-        and "step 2" in warnings[0]
-        and "step 5" in warnings[1]
-        and all(quantity in line for line in warnings)
-    )
+    assert len(warnings) == 1 and "step 2" in warnings[0] and quantity in warnings[0]
+    (text,) = resumed.warning_texts()
+    assert text.endswith("(7 times, last in step 5)")
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):

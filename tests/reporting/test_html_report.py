@@ -8,6 +8,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.html_report import SHOWN_SAMPLES, SHOWN_STEPS, HTMLReport
 from jax_ppo.reporting.sample_files import write_samples
+from jax_ppo.training.progress import Progress
 
 PANELS = (
     Panel(title="reward", unit="score", curves={"mean": "reward/mean", "held out": "eval/reward"}),
@@ -43,12 +44,16 @@ def test_the_report_has_curves_options_and_warnings(tmp_path):
     )
     config = dataclasses.replace(Config(), experiment_name="a <b>", seed=5)
     report = HTMLReport(tmp_path, config, PANELS)
-    report.write("2 of 9 steps", ["all is lost"], [{"step": 0, "reward": float("nan")}])
+    progress = Progress(evaluations=[{"step": 0, "reward": float("nan")}])
+    progress.warn("loss", "all is lost", 1)
+    progress.changed_options.append("after step 1: more")
+    report.write("2 of 9 steps", progress)
     page, data = read_data(tmp_path)
     assert "<title>a &lt;b&gt;</title>" in page
     # The plotting library is in the page, which loads nothing.
     assert "Plotly" in page and not re.search(r"<(script|link|img)[^>]+(src|href)=", page)
-    assert data["warnings"] == ["all is lost"] and data["status"] == "2 of 9 steps"
+    assert data["warnings"] == ["all is lost"] and data["changed_options"] == ["after step 1: more"]
+    assert data["status"] == "2 of 9 steps"
     (panel,) = data["panels"]
     assert panel["curves"][0] == {
         "legend": "mean",
@@ -66,7 +71,7 @@ def test_no_text_of_a_model_ends_the_data(tmp_path):
     report = HTMLReport(tmp_path, Config(), PANELS)
     record = make_record(response=HOSTILE, prompt=HOSTILE, tokens=[HOSTILE])
     report.add_samples("training", 1, [record])
-    report.write(HOSTILE, [HOSTILE], [])
+    report.write(HOSTILE, Progress(changed_options=[HOSTILE]))
     page, data = read_data(tmp_path)
     assert data["samples"][0]["records"] == [record]
     assert "alert(1)</script>" not in page
@@ -77,7 +82,7 @@ def test_few_samples_are_shown_and_all_are_counted(tmp_path):
     for step in range(1, 41):
         report.add_samples("training", step, [make_record() for _ in range(50)])
     report.add_samples("evaluation", 40, [make_record()])
-    report.write("", [], [])
+    report.write("", Progress())
     data = read_data(tmp_path)[1]
     names = [group["name"] for group in data["samples"]]
     assert len(names) == SHOWN_STEPS + 1
@@ -91,7 +96,7 @@ def test_a_resumed_run_shows_what_was_logged_before(tmp_path):
         write_samples(tmp_path, "training", step, [make_record(score=step)])
     report = HTMLReport(tmp_path, Config(), PANELS)
     report.add_logged_samples()
-    report.write("", [], [])
+    report.write("", Progress())
     data = read_data(tmp_path)[1]
     assert data["distributions"] == [
         {"step": 2, "score": [2], "length": [1]},

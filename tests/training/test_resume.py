@@ -36,11 +36,10 @@ def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
     config = tiny.config(trainer__warn_kl_above=2.0)
     saved = dataclasses.asdict(config)
     del saved["trainer"]["warn_kl_above"]
-    find_progress_of_saved_run(config, 5, saved)
-    assert (
-        "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0"
-        in capsys.readouterr().out
-    )
+    progress = find_progress_of_saved_run(config, 5, saved)
+    change = "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0 from here on"
+    assert change in capsys.readouterr().out
+    assert progress.changed_options == [f"after step 3: {change}"]
 
 
 def test_an_option_is_fixed_for_the_commands_that_read_it():
