@@ -38,6 +38,7 @@ class Example:
         PPO does not read it.
       rejected: the other response of a pair; `None` if the row has none.
       source: which of the sources of `data.train_files` the row is from, counted from 0.
+      tools: functions that the chat template describes, JSON schemas.
     """
 
     prompt: str | tuple[dict[str, str], ...]
@@ -47,6 +48,7 @@ class Example:
     response: str | None = None
     rejected: str | None = None
     source: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @pytree

@@ -272,12 +272,16 @@ class Data:
         "how to treat an overlong prompt that was not dropped",
         choices=("error", "left", "right", "middle"),
     )
-    prompt_key: str = option("prompt", "column of the prompt (text, or a list of messages)")
+    prompt_key: str = option(
+        "", "column of the prompt; empty: by the names of the columns, `prompt` before others"
+    )
     ground_truth_key: str = option(
-        "ground_truth", "column of the reference answer in rows that are not in verl's form"
+        "",
+        "column of the reference answer; empty: by the names of the columns (ground_truth, "
+        "expected_answer, final_answer, answer), or reward_model",
     )
     system_prompt: str = option(
-        "", "system message at the beginning of every chat; it replaces the chat's own"
+        "", "system message at the beginning of every chat; replaces the chat's own, if it has one"
     )
     prompt_template: str = option(
         "",
@@ -285,7 +289,7 @@ class Data:
         "add instructions or solved examples; @FILE reads it from a file",
     )
     instruction: str = option(
-        "", "text appended to the question, after a space, in rows in GSM8K's and MATH's forms"
+        "", "text appended, after a space, to a prompt that is only a question or problem"
     )
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     shuffle: bool = option(True, "reshuffle in each epoch, from `seed`")
@@ -1293,8 +1297,9 @@ class Supervised:
         at_least=1,
     )
     response_key: str = option(
-        "answer",
-        "the response in rows in verl's form: a column, or a name in extra_info",
+        "",
+        "column of the response, or its name in extra_info; empty: by the names of the columns "
+        "(chosen, a chat's last message, completion, response, output, solution, answer)",
         read_by=("sft",),
         fixed_on_resume=True,
     )

@@ -1,31 +1,108 @@
-"""Names of data set columns that options set."""
+"""Columns of data sets: what their names mean, and the options that name other ones.
+
+A name's meaning does not depend on upper and lower case. `row_formats` reads rows by this table.
+"""
 
 import dataclasses
+import math
+import re
+from collections.abc import Iterable
 from typing import Any
+
+PROMPT = "prompt"
+CHATS = ("messages", "conversations", "conversation")
+QUESTIONS = ("question", "problem", "query")
+REQUESTS = ("instruction", *QUESTIONS, "input")
+CONTEXTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
+PAIR = ("chosen", "rejected")
+RESPONSES = ("completion", "response", "output", "solution")
+GROUND_TRUTHS = ("ground_truth", "expected_answer", "final_answer")
+VERL = ("reward_model", "extra_info")
+
+# Of several columns of one kind, the earlier one takes precedence.
+MEANINGS = {
+    "prompt": ((PROMPT,), "text that is sampled from as it is, or messages of a chat"),
+    "chat": (CHATS, "messages; a last one of the assistant is the response"),
+    "request": (REQUESTS, "a user's message (`input` if there is no other)"),
+    "context": (CONTEXTS, "added to the request after an empty line"),
+    "system": (SYSTEMS, "system message of the chat"),
+    "pair": (PAIR, "preferred and rejected response: text, a message, or a whole chat"),
+    "response": (RESPONSES, "response to imitate"),
+    "ground truth": (GROUND_TRUTHS, "reference answer"),
+    "answer": (("answer",), "reference answer, and a response if there is no other"),
+    "verl's": (VERL, "`reward_model.ground_truth` is the reference answer"),
+    "source": (("data_source",), "selects the rule"),
+    "tools": (("tools",), "functions that the chat template describes"),
+}
+KNOWN = frozenset(name for names, _ in MEANINGS.values() for name in names)
+CHOICES = ("choices", "options")  # of a question; unread they would be missing from the prompt
+MEDIA = re.compile(r"(decoded_)?(images?|videos?|audios?)(_\d+)?")
+# Columns that describe a row and change neither prompt nor responses.
+_HARMLESS = re.compile(
+    r"ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata|model"
+    r"|num_turns|source|split|style|subject|subset|tags|task|timestamp|title|topic|type|url|uuid"
+    r"|year|scores?|ratings?|.*_(id|ids|idx|index|uuid|scores?|ratings?|type|source|model|tokens)"
+    r"|(score|rating|num|is)_.*"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of columns.
+    """Names of columns that options set; "" is the table's.
 
     Attributes:
-      prompt: column of the prompt, in verl's form and in rows that consist of a prompt.
+      prompt: column of the prompt.
       response: column of the response to imitate, or its entry in extra_info of verl's form.
-      ground_truth: column of the reference answer, in rows without a form of their own.
+      ground_truth: column of the reference answer.
+      reads_responses: whether responses are trained on, so that they must be unambiguous.
     """
 
-    prompt: str = "prompt"
-    response: str = "answer"
-    ground_truth: str = "ground_truth"
+    prompt: str = ""
+    response: str = ""
+    ground_truth: str = ""
+    reads_responses: bool = True
+
+
+def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
+    """Return the columns of rows that determine neither prompts, responses nor reference answers.
+
+    Args:
+      names: the columns that have values in some row.
+      columns: names of columns that options set.
+    """
+    known = {name.lower(): name for name in names}
+    explicit = {columns.prompt, columns.response, columns.ground_truth}
+    prompts = [PROMPT, *CHATS, *REQUESTS]
+    unread = set(known) - KNOWN
+    if columns.prompt:
+        unread |= set(prompts) - {name.lower() for name in explicit}
+    has_own_prompt = columns.prompt.lower() not in ("", *REQUESTS) or {PROMPT, *CHATS} & set(known)
+    if has_own_prompt:
+        unread |= set(CONTEXTS)
+    return [
+        name
+        for lowered, name in known.items()
+        if lowered in unread and name not in explicit and not _HARMLESS.fullmatch(lowered)
+    ]
 
 
 def parse_ground_truth(value: Any) -> Any:
     """Return a reference answer as text; "" if there is none.
 
-    Lists and dicts are returned unchanged, for user-defined reward functions.
+    Lists and dicts are returned unchanged: a list has any right answer, a dict is for user-defined
+    reward functions.
     """
-    if value is None:
+    if is_missing(value):
         return ""
     if isinstance(value, (str, list, dict)):
         return value
+    # Data frames store integers as floats if a value is missing.
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a column has no value in a row."""
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,31 +1,99 @@
-"""Prompts and responses in the columns of data sets: text, or messages of a chat."""
+"""Prompts and responses in the columns of data sets: text, or messages of a chat.
 
+Messages have `role` and `content`, or `from` and `value` as in ShareGPT's form. A text that is the
+JSON of messages, as CSV files hold them, is read as such.
+"""
+
+import json
 from typing import Any
 
 from jax_ppo.errors import UserError, shorten
 
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[dict[str, Any], ...]
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 
 
 def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
     """Return a prompt: text, or messages without entries that are None."""
     if isinstance(value, str):
-        return value
+        value = _parse_text(value, location, prompt_key)
+        if isinstance(value, str):
+            return value
     if isinstance(value, dict):
         value = _as_messages(value, location, prompt_key)
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(
             f"{location}: {prompt_key} must be text or a list of messages, got {quote_value(value)}"
         )
-    for message in value:
-        if not is_message(message):
+    return tuple(_parse_message(message, location, prompt_key) for message in value)
+
+
+def _parse_text(text: str, location: str, prompt_key: str) -> Any:
+    """Return messages that a text holds as JSON, or else the text."""
+    start = text.lstrip()[:20].replace(" ", "").lstrip("[")
+    if start.startswith(("{'role'", "{'content'", "{'from'", "{'value'")):
+        raise UserError(
+            f"{location}: {prompt_key} holds messages as Python prints them; write JSON (in Python "
+            f"json.dumps), got {quote_value(text)}"
+        )
+    if not start.startswith('{"'):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    messages = value if isinstance(value, list) else [value]
+    if all(is_message(m) or {"from", "value"} <= _keys(m) for m in messages):
+        return messages
+    return text
+
+
+def _keys(value: Any) -> set[str]:
+    return set(value) if isinstance(value, dict) else set()
+
+
+def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
+    if {"from", "value"} <= _keys(message) and "role" not in message:
+        role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
+        if role is None:
             raise UserError(
-                f"{location}: each message of {prompt_key} must have role and content as text, got "
-                f"{quote_value(message)}"
+                f"{location}: {name} has a message from {quote_value(message['from'])}; expected "
+                f"one of {', '.join(_ROLES)}"
             )
-    return tuple(
-        {key: item for key, item in message.items() if item is not None} for message in value
-    )
+        message = {"role": role, "content": message["value"]}
+    if isinstance(message, dict):
+        message = {key: item for key, item in message.items() if item is not None}
+        content = message.get("content")
+        if isinstance(content, list):
+            message["content"] = _join_parts(content, location, name)
+        elif content is None and message.get("tool_calls"):
+            message["content"] = ""
+    if not is_message(message):
+        raise UserError(
+            f"{location}: each message of {name} must have role and content as text, got "
+            f"{quote_value(message)}"
+        )
+    return dict(message)
+
+
+def _join_parts(parts: list[Any], location: str, name: str) -> str:
+    """Return the text of a content that is a list of parts."""
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise UserError(
+                f"{location}: a message of {name} has a part that is no text, "
+                f"{quote_value(part)}; images, audio and video are not supported"
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def _as_messages(value: dict[str, Any], location: str, prompt_key: str) -> list[dict[str, Any]]:
@@ -55,6 +123,11 @@ def is_message(value: Any) -> bool:
 def user_message(text: str) -> Messages:
     """Return a chat that consists of one message of the user."""
     return ({"role": "user", "content": text},)
+
+
+def is_prefilled(prompt: str | Messages) -> bool:
+    """Return whether a chat ends with the beginning of the assistant's message."""
+    return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
 def quote_value(value: Any) -> str:

@@ -25,14 +25,14 @@ from jax_ppo import processes
 from jax_ppo.data import cache_folder, files, prompt_shaping, row_formats
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.cached_rows import CachedExamples, CachedRows, CachedTokens, RowWriter
-from jax_ppo.data.columns import Columns
+from jax_ppo.data.columns import Columns, ignored_columns
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
-from jax_ppo.data.sources import ParquetSource
+from jax_ppo.data.sources import ParquetSource, report_ignored_columns
 from jax_ppo.errors import UserError
 from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
 
-_FORMAT = 2  # version of the cache's format; changing it invalidates all files
+_FORMAT = 3  # version of the cache's format; changing it invalidates all files
 _ROWS_PER_FILE = 8192  # at least, unless the Parquet file has fewer
 _SOURCE_COLUMN = "data_source"
 
@@ -108,6 +108,7 @@ def representative_examples(
       UserError: a file is not Parquet, or such a row has no known form.
     """
     for path in dict.fromkeys(path for source in sources for path in source.paths):
+        report_ignored_columns(str(path), [_column_names(path)], parser.columns)
         seen: set[str | None] = set()
         for group in range(len(_group_sizes(path))):
             unseen = _sources_of_group(path, group) - seen
@@ -381,10 +382,14 @@ def _write_part(part: _Part, folder: Path, identity: str) -> Path:
 
 def _columns_read(path: Path, columns: Columns) -> list[str] | None:
     """Return the columns to read of rows in verl's form; `None`, for all, in any other form."""
+    names = _column_names(path)
+    if "reward_model" not in names:
+        return None
+    ignored = ignored_columns(names, columns)
+    return [name for name in names if name not in ignored]
+
+
+def _column_names(path: Path) -> list[str]:
     import pyarrow.parquet
 
-    names = pyarrow.parquet.read_schema(path).names
-    needed = {_SOURCE_COLUMN, columns.prompt, "reward_model"}
-    if not needed <= set(names):
-        return None
-    return [name for name in names if name in needed | {"extra_info", columns.response}]
+    return [str(name) for name in pyarrow.parquet.read_schema(path).names]

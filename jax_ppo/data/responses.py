@@ -25,8 +25,8 @@ PREFERENCE_FIELDS = ("response", "rejected")
 
 _FIELD_SOURCES = {
     DEMONSTRATION_FIELDS: (
-        "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, TRL's as `completion`, a chat "
-        "as its last message, verl's in the column, or the entry of extra_info, that "
+        "It is read from chosen, a chat's last message, completion, response, output, solution or "
+        "answer, or from the column, or the entry of extra_info, that "
         "config.supervised.response_key={response_key!r} names."
     ),
     PREFERENCE_FIELDS: "Rows with chosen and rejected, and `stories:`, give both.",

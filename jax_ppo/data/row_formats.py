@@ -1,42 +1,49 @@
-r"""Row formats of data sets, and their conversion to examples.
+r"""Conversion of the rows of data sets to examples, by the names of their columns.
 
-GSM8K:   `question`, and `answer` that ends in `#### N`.
-MATH:    `problem`, and `solution` that has the answer in `\boxed{}`, or a separate `answer`.
-verl:    `data_source`, `prompt` (text, or a list of messages), `reward_model` {style,
-         ground_truth} and optionally `extra_info`. A column `answer`, here or in extra_info, may be
-         a response to imitate.
+`columns.MEANINGS` says what each column means. A row has one prompt: the columns that could be it
+must agree, or an option names one of them. It may have a response or a pair of them, and a
+reference answer:
+
+GSM8K:   an `answer` with `#### N`, what follows is the reference answer.
+MATH:    `problem`, with `answer`, or a `solution` that has the answer in `\boxed{}`.
+verl:    `reward_model` {style, ground_truth}, and optionally `extra_info`, whose entry `answer` may
+         be a response to imitate.
 HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: ..." with the
          same beginning. They are plain text, even if the tokenizer has a chat template. The prompt
          ends with the last "\n\nAssistant:" that both share.
-Others:  prompts alone, demonstrations and preferences; see open_rows.py.
 """
 
+import json
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_ppo.data import open_rows
-from jax_ppo.data.columns import Columns, parse_ground_truth
-from jax_ppo.data.messages import parse_prompt, quote_value, user_message
+from jax_ppo.data import columns as names
+from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
+from jax_ppo.data.messages import Messages, parse_prompt, quote_value, user_message
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
-FORMS = (
-    "expected GSM8K's form (question, answer with `#### N`), verl's (data_source, {prompt}, "
-    "reward_model with style and ground_truth, extra_info if any), HH-RLHF's (chosen, rejected), "
-    "or a prompt as {prompt}, messages, instruction, problem or question"
-)
 GSM8K = "openai/gsm8k"
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 HH_RLHF = "Anthropic/hh-rlhf"
 ASSISTANT = "\n\nAssistant:"
-_DEFAULT_RESPONSE_KEY = Columns().response
 
 _GROUPED = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
+_PROMPT_NAMES = (names.PROMPT, *names.CHATS, *names.REQUESTS)
 
 Row = dict[str, Any]
+Prompt = str | Messages
+
+
+class _Reading(NamedTuple):
+    """A prompt, the column that holds it, and the responses in the same column or pair."""
+
+    column: str
+    prompt: Prompt
+    responses: tuple[str, ...] = ()
 
 
 def parse_row(
@@ -48,43 +55,46 @@ def parse_row(
     """Convert one row to an example.
 
     Args:
-      row: columns by name. If several formats match, verl takes precedence over GSM8K, GSM8K over
-        HH-RLHF, and HH-RLHF over the others.
+      row: columns by name.
       location: place of the row in the data, for error messages.
-      columns: names of columns that options set; `None`: the defaults.
-      instruction: text added to the question in GSM8K's and MATH's format, after a space.
+      columns: names of columns that options set, which take precedence; `None`: the defaults.
+      instruction: text added to a question, after a space.
 
     Raises:
-      UserError: the row has none of the formats, or a column has the wrong type.
+      UserError: the row has no prompt or several, a column has the wrong type, or the row has
+        images.
     """
     columns = columns or Columns()
-    prompt_key = columns.prompt
-    # The most specific set of columns comes first.
-    if {"data_source", prompt_key, "reward_model"} <= row.keys():
-        return _parse_verl_row(row, location, prompt_key, columns.response)
-    # If `data.ground_truth_key` names a column of the row, the answer is there instead.
-    if {"question", "answer"} <= row.keys() and columns.ground_truth not in row:
-        return _parse_gsm8k_row(row, location, instruction)
-    if {"problem", "solution"} <= row.keys() and columns.ground_truth not in row:
-        return _parse_math_row(row, location, instruction)
-    is_transcript = isinstance(row.get("chosen"), str) and prompt_key not in row
-    if {"chosen", "rejected"} <= row.keys() and is_transcript:
-        return _parse_hh_rlhf_row(row, location)
-    # verl's form without the prompt is a mistake, even if another column could be the prompt.
-    lacks_prompt = {"data_source", "reward_model"} <= row.keys()
-    if not lacks_prompt:
-        example = open_rows.parse_open_row(row, location, columns)
-        if example is not None:
-            return example
-    names = ", ".join(map(str, row)) or "(none)"
-    message = f"{location}: found the columns {names}; {FORMS.format(prompt=prompt_key)}"
-    # The option that names the prompt's column is probably wrong.
-    if lacks_prompt:
-        raise UserError(
-            f"{message}. config.data.prompt_key={prompt_key!r} names none of them."
-            f"{did_you_mean(prompt_key, row)}"
-        )
-    raise UserError(message)
+    values = _known_values(row, columns)
+    _refuse_unread_values(values, location)
+    if "reward_model" in values:
+        for name in set(names.VERL) & values.keys():
+            values[name] = _require_object(values[name], location, name)
+    pair = _read_pair(values, location, columns)
+    reading, readings = _choose_prompt(row, values, pair, location, columns)
+    prompt = _add_instruction(reading, values, instruction)
+    prompt = _add_system_column(prompt, values, location)
+    responses = _find_responses(values, pair, readings, location, columns)
+    ground_truth, is_gsm8k = _find_ground_truth(values, location, columns)
+    data_source = values.get("data_source") or ""
+    if not isinstance(data_source, str):
+        raise UserError(f"{location}: data_source must be text, got {quote_value(data_source)}")
+    if not data_source and reading.column == "chosen" and isinstance(prompt, str):
+        data_source = HH_RLHF
+    elif not data_source and is_gsm8k:
+        data_source = GSM8K
+    elif not data_source and "problem" in values and ground_truth:
+        data_source = MATH
+    response, rejected = (*responses, None, None)[:2]
+    return Example(
+        prompt=prompt,
+        data_source=data_source,
+        ground_truth=ground_truth,
+        extra_info=_find_extra_info(row, values, reading),
+        response=response,
+        rejected=rejected,
+        tools=_read_tools(values.get("tools"), location),
+    )
 
 
 def to_plain_python(value: Any) -> Any:
@@ -102,115 +112,385 @@ def to_plain_python(value: Any) -> Any:
     return value
 
 
-def _parse_gsm8k_row(row: Row, location: str, instruction: str) -> Example:
-    question = row["question"]
-    answer = row["answer"]
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise UserError(
-            f"{location}: question and answer must be text, got {type(question).__name__} and "
-            f"{type(answer).__name__}"
+def _known_values(row: Row, columns: Columns) -> Row:
+    """Return the columns that have values; a known name is in lower case."""
+    explicit = {columns.prompt, columns.response, columns.ground_truth}
+    values = {}
+    for name, value in row.items():
+        lowered = str(name).lower()
+        if lowered in names.KNOWN and lowered not in row and name not in explicit:
+            name = lowered
+        if not is_missing(value):
+            values[name] = value
+    return values
+
+
+def _refuse_unread_values(values: Row, location: str) -> None:
+    """Raise `UserError` if a row has images, audio or video."""
+    for name, value in values.items():
+        is_media = names.MEDIA.fullmatch(str(name).lower()) is not None
+        is_file = isinstance(value, dict) and {"bytes", "path"} == value.keys()
+        if value and (is_media or is_file):
+            raise UserError(
+                f"{location}: the column {name} has {quote_value(value)}; images, audio and video "
+                "are not supported. Use rows without them"
+            )
+
+
+def _require_object(value: Any, location: str, name: str) -> Row:
+    """Return a column of verl's form: an object, also as JSON text."""
+    if isinstance(value, str) and value.startswith("{"):
+        value = _from_json(value)
+    if not isinstance(value, dict):
+        expected = {"reward_model": "style and ground_truth", "extra_info": "named values"}[name]
+        raise UserError(f"{location}: {name} must have {expected}, got {quote_value(value)}")
+    return value
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _choose_prompt(
+    row: Row, values: Row, pair: _Reading | None, location: str, columns: Columns
+) -> tuple[_Reading, list[_Reading]]:
+    """Return the reading of the prompt, and all readings that agree with it."""
+    readings = []
+    for name in _prompt_columns(values, columns, pair, location):
+        readings.append(_read_prompt(name, values, location))
+    if pair is not None and pair.prompt:
+        # Before plain text, which is then the user's message of the same chat.
+        readings.append(pair)
+    if not readings:
+        raise _missing_prompt_error(row, values, pair, location)
+    if columns.prompt:
+        reading, *others = readings
+        # A whole chat must answer the prompt that the option names.
+        agree = all(
+            _agrees(reading.prompt, other.prompt) or _agrees(other.prompt, reading.prompt)
+            for other in others
         )
-    # The last mark counts: a worked solution may contain it earlier. What follows is kept whole.
-    gold_answer = answer.rpartition("####")[2].strip().rstrip(".") if "####" in answer else ""
-    if not gold_answer:
-        raise UserError(f"{location}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
-    if _GROUPED.fullmatch(gold_answer):
-        gold_answer = gold_answer.replace(",", "")  # as verl writes it
-    return Example(
-        prompt=user_message(_add_instruction(question, instruction)),
-        data_source=GSM8K,
-        ground_truth=gold_answer,
-        extra_info=dict(row),
-        response=answer,
+    else:
+        # Messages before text, and text before requests.
+        readings.sort(key=_rank)
+        for reading in readings:
+            agree = all(_agrees(reading.prompt, other.prompt) for other in readings)
+            if agree:
+                break
+    if not agree:
+        raise _disagreement(readings, "prompt", "config.data.prompt_key", location)
+    if reading.column in names.REQUESTS:
+        for name in names.CHOICES:
+            if values.get(name):
+                raise UserError(
+                    f"{location}: the column {name} would be missing from the prompt, which is the "
+                    f"{reading.column}; write both to a column `prompt`, or name the column that "
+                    "has both with config.data.prompt_key"
+                )
+    return reading, readings
+
+
+def _rank(reading: _Reading) -> int:
+    if reading.column == names.PROMPT:
+        return 2 if isinstance(reading.prompt, str) else 0
+    return 3 if reading.column in names.REQUESTS else 1
+
+
+def _prompt_columns(
+    values: Row, columns: Columns, pair: _Reading | None, location: str
+) -> list[str]:
+    """Return the columns that could be the prompt, in order of precedence."""
+    key = columns.prompt
+    if key == "chosen":
+        return []
+    if key:
+        if key not in values:
+            raise UserError(
+                f"{location}: config.data.prompt_key={key!r} names none of the columns with a "
+                f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"
+            )
+        return [key]
+    # verl's form without the prompt is a mistake, even if another column could be the prompt.
+    if "reward_model" in values and names.PROMPT not in values:
+        raise UserError(
+            f"{location}: found the columns {', '.join(values)}, which lack verl's prompt; name "
+            f"its column with config.data.prompt_key.{did_you_mean(names.PROMPT, values)}"
+        )
+    present = [name for name in _PROMPT_NAMES if name in values]
+    # `input` is the request only if nothing else is.
+    if len(present) > 1 or (pair is not None and pair.prompt):
+        present = [name for name in present if name not in names.CONTEXTS]
+    return present
+
+
+def _read_prompt(name: str, values: Row, location: str) -> _Reading:
+    prompt = parse_prompt(values[name], location, name)
+    if name.lower() in names.CHATS:
+        return _Reading(name, *_split_last_answer(prompt, location, name))
+    if name.lower() not in names.REQUESTS or not isinstance(prompt, str):
+        return _Reading(name, prompt)
+    for context in names.CONTEXTS:
+        if values.get(context) and context != name:
+            prompt += f"\n\n{_require_text(values[context], location, context)}"
+    return _Reading(name, user_message(prompt))
+
+
+def _split_last_answer(
+    messages: Prompt, location: str, name: str
+) -> tuple[Messages, tuple[str, ...]]:
+    """Return the messages before a final one of the assistant, and the text of that one."""
+    if isinstance(messages, str):
+        raise UserError(
+            f"{location}: {name} must be a list of messages, got {quote_value(messages)}"
+        )
+    if messages[-1]["role"] != "assistant":
+        return messages, ()
+    if len(messages) == 1:
+        raise UserError(
+            f"{location}: {name} has a message of the assistant but no prompt before it"
+        )
+    return messages[:-1], (messages[-1]["content"],)
+
+
+def _agrees(prompt: Prompt, other: Prompt) -> bool:
+    """Return whether a prompt is the other one, or has its single message within."""
+    if prompt == other:
+        return True
+    if not isinstance(other, str):
+        if len([m for m in other if m["role"] != "system"]) > 1:
+            return False
+    if not isinstance(prompt, str) and len([m for m in prompt if m["role"] == "user"]) > 1:
+        return False
+    return _flatten(other) in _flatten(prompt)
+
+
+def _flatten(prompt: Prompt) -> str:
+    """Return the text of a prompt without its white space."""
+    text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
+    return " ".join(text.split())
+
+
+def _disagreement(readings: list[_Reading], meaning: str, option: str, location: str) -> UserError:
+    described = ", ".join(
+        f"{reading.column} ({quote_value(_flatten(reading.prompt))})" for reading in readings
+    )
+    return UserError(
+        f"{location}: these columns hold different {meaning}s: {described}; set {option} to the "
+        "one to use"
     )
 
 
-def _parse_math_row(row: Row, location: str, instruction: str) -> Example:
-    problem = row["problem"]
-    solution = row["solution"]
-    data_source = row.get("data_source") or MATH
-    for name, value in (("problem", problem), ("solution", solution), ("data_source", data_source)):
-        if not isinstance(value, str):
-            raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
-    ground_truth = row.get("answer")
-    if not isinstance(ground_truth, str):
-        # The rule extracts the boxed answer from the solution.
-        ground_truth = solution
-    return Example(
-        prompt=user_message(_add_instruction(problem, instruction)),
-        data_source=data_source,
-        ground_truth=ground_truth,
-        extra_info=dict(row),
-        response=solution,
+def _missing_prompt_error(row: Row, values: Row, pair: _Reading | None, location: str) -> UserError:
+    found = ", ".join(
+        f"{name} (no value)" if is_missing(value) else str(name) for name, value in row.items()
+    )
+    if pair is not None:
+        return UserError(
+            f"{location}: chosen and rejected have no prompt before them, and of the columns "
+            f"{found} none is known to be it; name it with config.data.prompt_key"
+        )
+    return UserError(
+        f"{location}: found the columns {found or '(none)'}; expected a prompt as "
+        f"{', '.join(_PROMPT_NAMES)}, or chosen and rejected; name another column with "
+        f"config.data.prompt_key.{did_you_mean(names.PROMPT, map(str, row))}"
     )
 
 
-def _add_instruction(question: str, instruction: str) -> str:
-    if not instruction:
-        return question
-    return f"{question} {instruction}"
+def _read_pair(values: Row, location: str, columns: Columns) -> _Reading | None:
+    """Return both responses of a preference, with their prompt if they contain it, else ""."""
+    given = [name for name in names.PAIR if name in values]
+    if len(given) < len(names.PAIR):
+        if given and columns.reads_responses:
+            raise UserError(f"{location}: chosen and rejected must both be set")
+        return None
+    chosen, rejected = (parse_prompt(values[name], location, name) for name in names.PAIR)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        has_prompt = columns.prompt or any(name in values for name in _PROMPT_NAMES)
+        if not has_prompt or columns.prompt == "chosen":
+            return _split_transcripts(chosen, rejected, location)
+        return _Reading("chosen", "", (chosen, rejected))
+    prompts, responses = zip(
+        *(
+            _split_chat(messages, location, name)
+            for messages, name in ((chosen, "chosen"), (rejected, "rejected"))
+        ),
+        strict=True,
+    )
+    if prompts[0] != prompts[1]:
+        raise UserError(f"{location}: chosen and rejected must differ only in their last message")
+    return _Reading("chosen", prompts[0], responses)
 
 
-def _parse_hh_rlhf_row(row: Row, location: str) -> Example:
-    chosen = row["chosen"]
-    rejected = row["rejected"]
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise UserError(
-            f"{location}: chosen and rejected must be text, got {type(chosen).__name__} and "
-            f"{type(rejected).__name__}"
-        )
+def _split_chat(messages: Prompt, location: str, name: str) -> tuple[Prompt, str]:
+    """Return the prompt of a whole chat, "" if there is none, and its response."""
+    if isinstance(messages, str):
+        return "", messages
+    if messages[-1]["role"] != "assistant":
+        raise UserError(f"{location}: the last message of {name} must be the assistant's")
+    return messages[:-1] or "", messages[-1]["content"]
+
+
+def _split_transcripts(chosen: str, rejected: str, location: str) -> _Reading:
     # The answers may begin with the same words, so the prompt ends at the last shared turn.
     shared = os.path.commonprefix([chosen, rejected])
     last_turn = shared.rfind(ASSISTANT)
     if last_turn < 0:
         raise UserError(
             f"{location}: chosen and rejected do not begin with the same dialogue up to "
-            f"{ASSISTANT!r}"
+            f"{ASSISTANT!r}; if another column is their prompt, name it with config.data.prompt_key"
         )
-    prompt_end = last_turn + len(ASSISTANT)
-    return Example(
-        prompt=chosen[:prompt_end],
-        data_source=HH_RLHF,
-        response=chosen[prompt_end:],
-        rejected=rejected[prompt_end:],
-    )
+    end = last_turn + len(ASSISTANT)
+    return _Reading("chosen", chosen[:end], (chosen[end:], rejected[end:]))
 
 
-def _parse_verl_row(row: Row, location: str, prompt_key: str, response_key: str) -> Example:
-    data_source = row["data_source"]
-    reward_model = row["reward_model"]
-    extra_info = row.get("extra_info")
-    if not isinstance(reward_model, dict):
+def _add_instruction(reading: _Reading, values: Row, instruction: str) -> Prompt:
+    """Return the prompt with the instruction if it is nothing but a question."""
+    prompt = reading.prompt
+    questions = [name for name in (*names.QUESTIONS, reading.column) if name in values]
+    if not instruction or isinstance(prompt, str) or len(prompt) != 1:
+        return prompt
+    if reading.column in names.QUESTIONS or any(
+        prompt == user_message(values[name]) for name in questions if name in names.QUESTIONS
+    ):
+        return user_message(f"{prompt[0]['content']} {instruction}")
+    return prompt
+
+
+def _add_system_column(prompt: Prompt, values: Row, location: str) -> Prompt:
+    """Return the prompt with the system message of a column."""
+    for name in names.SYSTEMS:
+        if not values.get(name):
+            continue
+        text = _require_text(values[name], location, name)
+        if isinstance(prompt, str):
+            raise UserError(
+                f"{location}: the prompt is plain text and cannot have the column {name} as its "
+                "system message; write the prompt as messages, or as a column `question`"
+            )
+        if prompt[0]["role"] != "system":
+            prompt = ({"role": "system", "content": text}, *prompt)
+        if prompt[0]["content"] != text:
+            raise UserError(
+                f"{location}: the column {name} ({quote_value(text)}) is not the chat's own system "
+                f"message ({quote_value(prompt[0]['content'])}); remove one"
+            )
+    return prompt
+
+
+def _find_responses(
+    values: Row, pair: _Reading | None, readings: list[_Reading], location: str, columns: Columns
+) -> tuple[str, ...]:
+    """Return the response of a row, both of a pair, or none."""
+    key = columns.response
+    extra_info = _find_verl_extra_info(values)
+    if key:
+        value = values.get(key, extra_info.get(key))
+        if value is None:
+            return ()
+        response = _read_response(value, location, f"config.supervised.response_key={key!r}")
+        return (response,)
+    if pair is not None:
+        return pair.responses
+    found = [(reading.column, reading.responses[0]) for reading in readings if reading.responses]
+    for name in names.RESPONSES:
+        if name in values:
+            is_text = isinstance(values[name], str)
+            # PPO reads no responses: theirs may have any form.
+            if is_text or columns.reads_responses:
+                found.append((name, _read_response(values[name], location, name)))
+    if columns.reads_responses and len({text.strip() for _, text in found}) > 1:
+        answers = [_Reading(name, text) for name, text in found]
+        raise _disagreement(answers, "response", "config.supervised.response_key", location)
+    answer = values.get("answer", extra_info.get("answer"))
+    if not found and isinstance(answer, str):
+        return (answer,)
+    return tuple(text for _, text in found[:1])
+
+
+def _read_response(value: Any, location: str, name: str) -> str:
+    """Return a response given as text, or as the last message of an assistant."""
+    if not isinstance(value, (str, list, dict)):
+        raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
+    messages = parse_prompt(value, location, name)
+    if isinstance(messages, str):
+        return messages
+    is_chat = any(chat in name for chat in names.CHATS)
+    if messages[-1]["role"] != "assistant" or (len(messages) > 1 and not is_chat):
         raise UserError(
-            f"{location}: reward_model must have style and ground_truth, got "
-            f"{quote_value(reward_model)}"
+            f"{location}: {name} must be text or one message of the assistant, got "
+            f"{quote_value(value)}"
         )
-    if not isinstance(data_source, str):
-        raise UserError(f"{location}: data_source must be text, got {quote_value(data_source)}")
-    if extra_info is not None and not isinstance(extra_info, dict):
+    return str(messages[-1]["content"])
+
+
+def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[Any, bool]:
+    """Return the reference answer, and whether it follows GSM8K's mark."""
+    key = columns.ground_truth
+    reward_model = values.get("reward_model")
+    if key and key in values:
+        return _read_answer(values[key], location)
+    if reward_model:
+        return parse_ground_truth(reward_model.get("ground_truth")), False
+    if key:
         raise UserError(
-            f"{location}: extra_info must contain named values, got {quote_value(extra_info)}"
+            f"{location}: config.data.ground_truth_key={key!r} names none of the columns with a "
+            f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"
         )
-    return Example(
-        prompt=parse_prompt(row[prompt_key], location, prompt_key),
-        data_source=data_source,
-        ground_truth=parse_ground_truth(reward_model.get("ground_truth")),
-        extra_info=extra_info or {},
-        response=_find_response(row, extra_info or {}, location, response_key),
-    )
+    truths = [_Reading(name, str(values[name])) for name in names.GROUND_TRUTHS if name in values]
+    if len({reading.prompt for reading in truths}) > 1:
+        raise _disagreement(truths, "reference answer", "config.data.ground_truth_key", location)
+    if truths:
+        return parse_ground_truth(values[truths[0].column]), False
+    if "answer" in values:
+        return _read_answer(values["answer"], location)
+    # The rule extracts the boxed answer from the solution.
+    solution = values.get("solution")
+    if isinstance(solution, str) and ("problem" in values or "\\boxed" in solution):
+        return solution, False
+    return "", False
 
 
-def _find_response(row: Row, extra_info: Row, location: str, response_key: str) -> str | None:
-    """Return the response in a row of verl's format, or None if it has none."""
-    response = row.get(response_key)
-    if response is None:
-        response = extra_info.get(response_key)
-    if response is None or isinstance(response, str):
-        return response
-    # Data sets use the default name, `answer`, for other things; one that the user sets must match.
-    if response_key == _DEFAULT_RESPONSE_KEY:
-        return None
-    raise UserError(
-        f"{location}: config.supervised.response_key={response_key!r} must name text, got "
-        f"{type(response).__name__}"
-    )
+def _read_answer(answer: Any, location: str) -> tuple[Any, bool]:
+    if not isinstance(answer, str) or "####" not in answer:
+        return parse_ground_truth(answer), False
+    # The last mark counts: a worked solution may contain it earlier. What follows is kept whole.
+    gold_answer = answer.rpartition("####")[2].strip().rstrip(".")
+    if not gold_answer:
+        raise UserError(f"{location}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
+    if _GROUPED.fullmatch(gold_answer):
+        gold_answer = gold_answer.replace(",", "")  # as verl writes it
+    return gold_answer, True
+
+
+def _find_extra_info(row: Row, values: Row, reading: _Reading) -> Row:
+    """Return what reward functions get besides the prompt: in verl's form its extra_info."""
+    if "reward_model" in values:
+        return _find_verl_extra_info(values)
+    parsed = {names.PROMPT, *names.CHATS, *names.PAIR, "completion"}
+    if reading.column not in names.REQUESTS:
+        parsed.add(reading.column)
+    return {name: value for name, value in row.items() if name not in parsed}
+
+
+def _find_verl_extra_info(values: Row) -> Row:
+    return values.get("extra_info", {}) if "reward_model" in values else {}
+
+
+def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
+    """Return the functions of a column, a list that may be given as JSON text."""
+    if isinstance(value, str) and value.strip():
+        value = _from_json(value)
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"{location}: tools must be a list of objects, got {quote_value(value)}")
+    return tuple(value)
+
+
+def _require_text(value: Any, location: str, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
+    return value

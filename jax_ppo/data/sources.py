@@ -16,16 +16,17 @@ of any file, selects a slice of its rows, counted from 0 as in Python.
 
 import dataclasses
 import itertools
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories, sums
-from jax_ppo.data.columns import Columns
+from jax_ppo.data.columns import Columns, ignored_columns, is_missing
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
@@ -65,6 +66,8 @@ class _LocatedFiles(NamedTuple):
     start: int | None
     end: int | None
 
+
+log = logging.getLogger(__name__)
 
 LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -145,14 +148,38 @@ def _load_source(
         located_rows = _read_tfds_rows(arguments, option)
     else:
         located_rows = _read_file_rows(source, option)
-    examples = [
-        row_formats.parse_row(row, location, columns=columns, instruction=instruction)
-        for location, row in located_rows
-    ]
+    examples = []
+    layouts: dict[tuple[str, ...], None] = {}
+    for location, row in located_rows:
+        examples.append(
+            row_formats.parse_row(row, location, columns=columns, instruction=instruction)
+        )
+        layouts[tuple(name for name, value in row.items() if not is_missing(value))] = None
     # An empty source is a mistake, even if others have rows.
     if not examples:
         raise UserError(f"{option}: {source} has no rows")
+    report_ignored_columns(source, layouts, columns or Columns())
     return examples
+
+
+def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], columns: Columns) -> None:
+    """Log once which columns of a source are not read.
+
+    Args:
+      source: what the rows are from.
+      layouts: the names of the columns with values, of each kind of row.
+      columns: names of columns that options set.
+    """
+    ignored = [name for layout in layouts for name in ignored_columns(layout, columns)]
+    if ignored:
+        log.warning(
+            "%s: ignored columns: %s (they are neither prompt, response nor reference answer%s)",
+            source,
+            ", ".join(dict.fromkeys(ignored)),
+            ""
+            if any("reward_model" in layout for layout in layouts)
+            else "; a reward function gets them in extra_info",
+        )
 
 
 def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> list[Example]:

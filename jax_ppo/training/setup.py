@@ -26,7 +26,8 @@ def load_examples(
     Args:
       data: `config.data`.
       seed: seed of generated examples.
-      response_key: column of the responses; `None` if they are not read.
+      response_key: column of the responses, "" by the names of columns; `None` if they are not
+        read.
 
     Returns:
       Training examples, and held-out examples (empty without `data.val_files`).
@@ -64,7 +65,8 @@ def make_parser(data: Data, response_key: str | None = None) -> RowParser:
 
     Args:
       data: `config.data`.
-      response_key: column of the responses; `None` if they are not read.
+      response_key: column of the responses, "" by the names of columns; `None` if they are not
+        read.
 
     Raises:
       UserError: the template cannot be read.
@@ -72,8 +74,9 @@ def make_parser(data: Data, response_key: str | None = None) -> RowParser:
     # PPO samples its responses: it reads no column of them.
     columns = Columns(
         prompt=data.prompt_key,
-        response=response_key or Columns().response,
+        response=response_key or "",
         ground_truth=data.ground_truth_key,
+        reads_responses=response_key is not None,
     )
     template = prompt_shaping.read_template(data.prompt_template)
     return RowParser(columns, data.instruction, data.system_prompt, template)

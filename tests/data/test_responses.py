@@ -46,7 +46,10 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
             {"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"},
             "hh.jsonl:1: .* do not begin with the same dialogue",
         ),
-        ({"chosen": "A", "rejected": ["B"]}, "hh.jsonl:1: .* must be text, got str and list"),
+        (
+            {"chosen": "A", "rejected": ["B"]},
+            "hh.jsonl:1: each message of rejected must",
+        ),
     ],
 )
 def test_what_is_no_pair_is_told(tmp_path, row, message):
@@ -81,7 +84,7 @@ def test_other_forms_have_responses_too(tmp_path):
     path = write_rows(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
     with pytest.raises(
         UserError,
-        match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list",
+        match="d.jsonl:1: each message of config.supervised.response_key='solution' must have",
     ):
         sources.load_examples(path, columns=Columns(response="solution"))
     [problem] = sources.load_examples("arithmetic:1")

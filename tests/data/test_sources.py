@@ -162,14 +162,14 @@ def test_a_malformed_line_is_named(tmp_path):
     [
         (
             {"text": "x", "label": 1},
-            ["a.jsonl:2", "text, label", "GSM8K's form", "verl's (data_source, prompt"],
+            ["a.jsonl:2", "text, label", "expected a prompt as prompt, messages", "prompt_key"],
         ),
         ([1], ["a.jsonl:2", "expected a JSON object, got list"]),
-        ({"question": "q", "answer": "seven"}, ["a.jsonl:2", "no `#### N`", "'seven'"]),
-        ({"question": "q", "answer": 7}, ["a.jsonl:2", "must be text", "int"]),
+        ({"question": "q", "answer": "seven ####"}, ["a.jsonl:2", "no `#### N`", "'seven"]),
+        ({"question": 7, "answer": "#### 7"}, ["a.jsonl:2", "question must be text", "got 7"]),
         (
             {"data_source": "x", "prompts": "p", "reward_model": {}},
-            ["config.data.prompt_key='prompt'", "Did you mean 'prompts'?"],
+            ["config.data.prompt_key", "Did you mean 'prompts'?"],
         ),
         (
             {"data_source": "x", "prompt": [{"role": "user"}], "reward_model": {}},
@@ -305,7 +305,8 @@ def test_an_uneven_prompt_is_refused(tmp_path, prompt):
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):
     with pytest.raises(
-        UserError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"
+        UserError,
+        match="a.parquet, row 1: found the columns text; expected a prompt as prompt, messages",
     ):
         load_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
 

@@ -1,0 +1,360 @@
+"""The meaning of columns: prompts, demonstrations, preferences and reference answers."""
+
+import csv
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from jax_ppo.data import columns as names
+from jax_ppo.data.columns import Columns
+from jax_ppo.data.row_formats import parse_row
+from jax_ppo.data.sources import load_examples
+from jax_ppo.errors import UserError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "response"),
+    [
+        ({"prompt": "Once"}, "Once", None),
+        ({"prompt": [user("Hi")]}, (user("Hi"),), None),
+        ({"prompt": "Once", "completion": " upon"}, "Once", " upon"),
+        ({"prompt": [user("Hi")], "completion": [assistant("Ho")]}, (user("Hi"),), "Ho"),
+        ({"messages": [SYSTEM, user("Hi")]}, (SYSTEM, user("Hi")), None),
+        (
+            {"messages": [user("Hi"), assistant("Ho"), user("And?"), assistant("No")]},
+            (user("Hi"), assistant("Ho"), user("And?")),
+            "No",
+        ),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, (user("Add.\n\n1 2"),), "3"),
+        ({"instruction": "Sing.", "input": ""}, (user("Sing."),), None),
+        ({"question": "Why?"}, (user("Why?"),), None),
+        ({"problem": "1+1", "level": 5}, (user("1+1"),), None),
+    ],
+)
+def test_prompts_and_demonstrations(row, prompt, response):
+    example = parse_row(row, "here")
+    assert (example.prompt, example.response, example.rejected) == (prompt, response, None)
+    assert (example.data_source, example.ground_truth) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "Once", "chosen": "yes", "rejected": "no"}, "Once"),
+        (
+            {
+                "prompt": [user("Hi")],
+                "chosen": [assistant("yes")],
+                "rejected": [assistant("no")],
+            },
+            (user("Hi"),),
+        ),
+        (
+            {
+                "chosen": [SYSTEM, user("Hi"), assistant("yes")],
+                "rejected": [SYSTEM, user("Hi"), assistant("no")],
+            },
+            (SYSTEM, user("Hi")),
+        ),
+    ],
+)
+def test_preferences(row, prompt):
+    example = parse_row(row, "here")
+    assert (example.prompt, example.response, example.rejected) == (prompt, "yes", "no")
+
+
+def test_other_columns_are_kept_for_reward_functions():
+    row = {"prompt": "p", "data_source": "mine", "ground_truth": 7, "level": "hard"}
+    example = parse_row(row, "here")
+    assert (example.data_source, example.ground_truth) == ("mine", "7")
+    assert example.extra_info == {"data_source": "mine", "ground_truth": 7, "level": "hard"}
+
+
+def test_rows_of_maths_form():
+    row = {"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "Level 1"}
+    example = parse_row(row, "here", instruction="Box it.")
+    assert example.prompt == (user("1+1? Box it."),)
+    assert example.data_source == "DigitalLearningGmbH/MATH-lighteval"
+    assert example.ground_truth == example.response == row["solution"]
+    own = row | {"answer": "2", "data_source": "math"}
+    assert parse_row(own, "here").ground_truth == "2"
+    assert parse_row(own, "here").data_source == "math"
+    with pytest.raises(UserError, match="here: solution must be text, got 3"):
+        parse_row(row | {"solution": 3}, "here")
+
+
+def test_a_chosen_column_of_answers_wins_over_gsm8ks_form():
+    row = {"question": "q", "answer": "seven"}
+    example = parse_row(row, "here", columns=Columns(ground_truth="answer"))
+    assert example.ground_truth == "seven"
+    example = parse_row(row, "here")
+    assert (example.ground_truth, example.data_source) == ("seven", "")
+    with pytest.raises(UserError, match="no `#### N`"):
+        parse_row(row | {"answer": "It is ####"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": 3}, "here: prompt must be text or a list of messages, got 3"),
+        ({"messages": "text"}, "here: messages must be a list of messages"),
+        ({"messages": [assistant("Ho")]}, "no prompt before it"),
+        (
+            {"instruction": None},
+            r"the columns instruction \(no value\); expected a prompt",
+        ),
+        ({"prompt": "p", "completion": [user("x")]}, "one message of the assistant"),
+        ({"prompt": "p", "chosen": "yes", "rejected": None}, "must both be set"),
+        (
+            {"chosen": [user("A"), assistant("x")], "rejected": [user("B"), assistant("y")]},
+            "must differ only in their last message",
+        ),
+        (
+            {"chosen": [user("A")], "rejected": [user("A"), assistant("y")]},
+            "must be the assistant's",
+        ),
+        ({"prompt": "p", "data_source": 5}, "data_source must be text, got 5"),
+    ],
+)
+def test_wrong_rows_are_named(row, message):
+    with pytest.raises(UserError, match=message):
+        parse_row(row, "here")
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}])
+def test_a_json_file_holds_a_list(tmp_path, wrap):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(wrap([{"prompt": "one"}, {"prompt": "two\n"}]), indent=1))
+    assert [e.prompt for e in load_examples(str(path))] == ["one", "two\n"]
+    assert [e.prompt for e in load_examples(f"{path}[1:]")] == ["two\n"]
+
+
+def test_a_csv_file_holds_texts(tmp_path):
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([["prompt", "ground_truth"], ['a, "b"\nc', "3"], ["é" * 200_000, ""]])
+    one, two = load_examples(str(path))
+    assert (one.prompt, one.ground_truth) == ('a, "b"\nc', "3")
+    assert two.prompt == "é" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '{"a": 1, "b": 2}', "expected a list of objects, got dict"),
+        ("a.json", '[{"prompt": "x"}, 3]', "row 2: expected a JSON object, got int: 3"),
+        ("a.json", '[{"prompt": "x"},\n {"prompt": }]', "not JSON: .* at line 2, column 13"),
+        ("a.json", '[{"prompt": "x"}\n', "not JSON: .* at line 2, column 1 of ''"),
+        ("a.json", '[{"prompt": "\\ud83d"}]', "row 1: .*half of a surrogate pair"),
+        ("a.json", "[" * 100_000, "nested more than 100 levels"),
+        ("a.csv", "prompt,b\nx\n", "row 1: expected 2 values"),
+        ("a.csv", "prompt\nx,y\n", "row 1: expected 1 values"),
+        ("a.csv", "prompt,prompt\nx,y\n", "several columns have the same name"),
+        ("a.csv", 'prompt\n"x\n', "after row 0: cannot be read as CSV"),
+        ("a.csv", b"prompt\n\xff\n", "cannot be read as CSV: .*utf-8"),
+        ("a.csv", "", "has no rows"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        load_examples(str(path))
+    assert "\n" not in str(error.value)
+
+
+RULE = {"role": "system", "content": "Reply as <answer>...</answer>."}
+
+
+def test_the_prompt_column_is_sampled_beside_a_question_and_its_answer():
+    """Regression: question and answer won, and the system message was gone."""
+    row = {"question": "6 * 7?", "answer": "42", "prompt": [RULE, user("6 * 7?")]}
+    for columns in (None, Columns(prompt="prompt")):
+        example = parse_row(row, "here", columns, instruction="Think.")
+        assert example.prompt == (RULE, user("6 * 7?"))
+        assert (example.ground_truth, example.data_source) == ("42", "")
+    asked = parse_row(row, "here", Columns(prompt="question"), instruction="Think.")
+    assert asked.prompt == (user("6 * 7? Think."),)
+    own = parse_row(row | {"answer": "So\n#### 42", "data_source": "mine"}, "here")
+    assert (own.ground_truth, own.data_source) == ("42", "mine")
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [(4, "4"), (3.5, "3.5"), (4.0, "4"), (["2", "two"], ["2", "two"]), ("1/2", "1/2")],
+)
+def test_an_answer_beside_a_solution_is_the_reference_answer(answer, ground_truth):
+    """Regression: only text was, and else the last box of the solution."""
+    row = {"problem": "2 + 2?", "solution": "For comparison, $\\boxed{10}$.", "answer": answer}
+    example = parse_row(row, "here")
+    assert (example.ground_truth, example.response) == (ground_truth, row["solution"])
+    assert example.data_source == "DigitalLearningGmbH/MATH-lighteval"
+    without = parse_row(row | {"answer": float("nan")}, "here")
+    assert without.ground_truth == row["solution"]
+
+
+def test_whole_chats_beside_their_prompt_as_text_are_a_pair():
+    """Regression: they were refused."""
+    row = {
+        "prompt": "Name a color.",
+        "prompt_id": "a1",
+        "chosen": [user("Name a color."), assistant("Blue.")],
+        "rejected": [user("Name a color."), assistant("Cat.")],
+        "score_chosen": 8.0,
+    }
+    example = parse_row(row, "here")
+    assert example.prompt == (user("Name a color."),)
+    assert (example.response, example.rejected) == ("Blue.", "Cat.")
+    assert parse_row(row, "here", Columns(prompt="prompt")).prompt == "Name a color."
+    for columns in (None, Columns(prompt="prompt")):
+        with pytest.raises(UserError, match="different prompts: .*config.data.prompt_key"):
+            parse_row(row | {"prompt": "Name a number."}, "here", columns)
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "problem"])
+def test_two_texts_with_a_question_are_a_pair(name):
+    """Regression: they were read as transcripts of HH-RLHF."""
+    row = {name: "A color?", "system": "Be brief.", "chosen": "Blue", "rejected": "Cat"}
+    example = parse_row(row, "here")
+    assert example.prompt == (SYSTEM, user("A color?"))
+    assert (example.response, example.rejected) == ("Blue", "Cat")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"images": [{"path": "a.png"}]}, "the column images has .* images, audio and video are"),
+        ({"image": "a.png"}, "images, audio and video are not supported"),
+        ({"figure": {"bytes": b"x", "path": None}}, "the column figure has"),
+        ({"decoded_image_1": {"path": "a"}}, "not supported"),
+        ({"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "no text"),
+    ],
+)
+def test_images_are_refused(extra, message):
+    """Regression: they were dropped, and `<image>` was trained on as text."""
+    row = {"prompt": [user("<image>Find x.")], "reward_model": {"ground_truth": "3"}}
+    assert parse_row(row | {"images": []}, "here").ground_truth == "3"
+    with pytest.raises(UserError, match=f"here: .*{message}"):
+        parse_row(row | extra, "here")
+
+
+def test_choices_that_the_prompt_would_lack_are_refused():
+    row = {"question": "Which?", "choices": ["x", "y"], "answer": 1}
+    with pytest.raises(UserError, match="choices would be missing .* config.data.prompt_key"):
+        parse_row(row, "here")
+    written = parse_row(row | {"prompt": "Which? (A) x (B) y", "answer": "B"}, "here")
+    assert written.ground_truth == "B"
+
+
+def test_messages_as_json_text_are_messages():
+    chat = [SYSTEM, user("Hi")]
+    assert parse_row({"prompt": json.dumps(chat)}, "here").prompt == tuple(chat)
+    assert parse_row({"prompt": json.dumps(chat[0])}, "here").prompt == (SYSTEM,)
+    for text in ('{"a": 1}', "[1, 2]", '[{"role": 1}]', "{'a': 1}", '{"'):
+        assert parse_row({"prompt": text}, "here").prompt == text
+    with pytest.raises(UserError, match="prompt holds messages as Python prints them; write JSON"):
+        parse_row({"prompt": str(chat)}, "here")
+
+
+def test_sharegpts_messages_and_parts_of_text_are_read():
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    example = parse_row({"conversations": turns}, "here")
+    assert (example.prompt, example.response) == ((user("Hi"),), "Ho")
+    with pytest.raises(UserError, match="a message from 'dog'; expected one of human"):
+        parse_row({"conversations": [{"from": "dog", "value": "x"}]}, "here")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse_row({"prompt": [user(parts)]}, "here").prompt == (user("ab"),)
+
+
+def test_a_key_that_names_no_column_is_refused():
+    row = {"question": "q", "answer": "7"}
+    for columns in (Columns(prompt="questoin"), Columns(ground_truth="anwser")):
+        with pytest.raises(UserError, match=r"config.data.\w+_key='.*' names none .* Did you mean"):
+            parse_row(row, "here", columns)
+
+
+def test_responses_that_differ_are_refused_only_where_they_are_trained_on():
+    row = {"problem": "1+1", "solution": "2", "messages": [user("1+1"), assistant("two")]}
+    with pytest.raises(UserError, match="different responses: .*config.supervised.response_key"):
+        parse_row(row, "here")
+    assert parse_row(row, "here", Columns(reads_responses=False)).prompt == (user("1+1"),)
+    assert parse_row(row, "here", Columns(response="solution")).response == "2"
+    assert parse_row(row, "here", Columns(prompt="messages", response="messages")).response == "two"
+
+
+def test_ignored_columns_are_named_once(tmp_path, caplog):
+    rows = [{"prompt": "a", "lang": "en", "id": 1}, {"prompt": "b", "tools_used": 2, "none": None}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    load_examples(str(path))
+    (line,) = caplog.messages
+    assert f"{path}: ignored columns: lang, tools_used (" in line
+
+
+def test_the_documentation_lists_every_column():
+    page = (Path(__file__).parents[2] / "docs/data-and-rewards.md").read_text()
+    table = page[page.index("| column |") : page.index("**Which column wins.**")]
+    assert names.KNOWN | set(names.CHOICES) <= set(re.findall(r"`(\w+)`", table))
+
+
+def _value(name, question):
+    """Return a value that a column of this name may have, for a question."""
+    if name in names.CHATS:
+        return [user(question), assistant(f"R {question}")]
+    if name in (*names.GROUND_TRUTHS, "answer"):
+        return f"T {question}"
+    if name in names.CONTEXTS or name in names.SYSTEMS:
+        return f"{name} text"
+    return question if name in ("prompt", *names.REQUESTS) else f"R {question}"
+
+
+def test_any_columns_are_read_by_their_meaning_or_refused_with_the_option():
+    """All pairs and many larger sets of columns, equal and different prompts and responses."""
+    known = sorted(names.KNOWN - {"tools", "data_source", *names.VERL, *names.PAIR, "input"})
+    prompts = {"prompt", *names.CHATS, *names.REQUESTS}
+    draw = random.Random(0)
+    sets = [*itertools.combinations(known, 2), *(draw.sample(known, 5) for _ in range(500))]
+    read = 0
+    for chosen, odd in itertools.product(sets, (None, "prompt", "question", "messages")):
+        row = {name: _value(name, "other?" if name == odd else "1+1?") for name in chosen}
+        present = [name for name in chosen if name in prompts]
+        try:
+            example = parse_row(row, "here", Columns(reads_responses=bool(len(chosen) % 2)))
+        except UserError as error:
+            assert any(way in str(error) for way in ("config.", "plain text", "remove one")), error
+            if not present:
+                assert "config.data.prompt_key" in str(error)
+            continue
+        read += 1
+        text = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+        # Every column of the prompt is in what is sampled.
+        for name in present:
+            assert ("other?" if name == odd else "1+1?") in text
+        for name in names.CONTEXTS:
+            if name in row and "prompt" not in row and not set(names.CHATS) & set(row):
+                assert row[name] in text
+        for name in names.SYSTEMS:
+            if name in row:
+                assert example.prompt[0] == {"role": "system", "content": row[name]}
+        truths = [row[n] for n in (*names.GROUND_TRUTHS, "answer") if n in row]
+        if truths:
+            assert example.ground_truth == truths[0]
+        if len(chosen) % 2 and any(n in row for n in (*names.CHATS, *names.RESPONSES)):
+            assert example.response.startswith("R ")
+    assert read > 500
