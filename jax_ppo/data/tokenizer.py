@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 PAD = "<pad>"
 EOS = "<eos>"
 UNKNOWN = "<unk>"
+_LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
@@ -180,6 +181,39 @@ def decode_continuation(
     if text.startswith(prefix):
         return text[len(prefix) :]
     return _decode(tokenizer, list(ids))
+
+
+def decode_tokens(
+    tokenizer: "PreTrainedTokenizerBase", before: int, ids: Sequence[int]
+) -> list[str]:
+    """Return the text that each token of a response adds; joined, they are the text after `before`.
+
+    A token by itself may lack the blank that it begins with (SentencePiece), or be a part of a
+    character only: the last token of a character has its text, the others have "".
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      before: the last token of the prompt.
+      ids: the tokens of the response, special ones included.
+    """
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    texts = []
+    # Tokens of the last complete text, and those after it: a short window, for long responses.
+    complete, pending = [before], list[int]()
+    for place, token in enumerate(ids, start=1):
+        pending.append(token)
+        text = decode([*complete, *pending])
+        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < _LONGEST_CHARACTER
+        if is_part and place < len(ids):
+            texts.append("")
+            continue
+        known = decode(complete)
+        texts.append(text.removeprefix(known) if text.startswith(known) else decode(pending))
+        complete, pending = pending, []
+    return texts
 
 
 def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:

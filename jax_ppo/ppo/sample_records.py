@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.sampled_batch import SampledBatch
 from jax_ppo.runtime import placement
@@ -126,12 +127,13 @@ def describe_samples(
     for row in map(int, rows):
         example = batch.examples[row // n]
         prompt_ids = batch.prompts.tokens[row // n, : batch.prompts.lengths[row // n]]
+        last_id = int(prompt_ids[-1])
         response_ids = responses[row, : lengths[row]].tolist()
         records.append(
             {
                 "data_source": example.data_source,
                 "prompt": prompt_text(example),
-                "response": tokenizer.decode(response_ids, skip_special_tokens=True),
+                "response": decode_continuation(tokenizer, last_id, response_ids),
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
                 "answer": answers.get(row),
@@ -140,7 +142,7 @@ def describe_samples(
                 "address": address | {"sample": address.get("sample", 0) + row},
                 "prompt_ids": np.asarray(prompt_ids).tolist(),
                 "response_ids": response_ids,
-                "tokens": [tokenizer.decode([token]) for token in response_ids],
+                "tokens": decode_tokens(tokenizer, last_id, response_ids),
             }
         )
         if action_mask is not None:

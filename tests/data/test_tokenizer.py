@@ -2,10 +2,18 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoTokenizer
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jax_ppo.data import arithmetic
-from jax_ppo.data.tokenizer import encode_prompt, load_tokenizer, train_tokenizer
+from jax_ppo.data.tokenizer import (
+    decode_tokens,
+    encode_prompt,
+    load_tokenizer,
+    train_tokenizer,
+)
 from jax_ppo.errors import UserError
 
 CHAT = (
@@ -162,3 +170,61 @@ def test_code_of_a_repository_is_not_run(tmp_path):
     with pytest.raises(UserError, match="no code of its own"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def make_byte_level_tokenizer():
+    """Return one whose tokens are single bytes, as GPT-2's are of rare characters."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pieces = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    )
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=pieces)
+
+
+def make_sentencepiece_tokenizer():
+    """Return one like Llama 2's: blanks begin tokens, unknown characters are bytes."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁is", *"abis"]
+    pieces = tokenizers.Tokenizer(
+        tokenizers.models.Unigram(
+            [(piece, -1.0 - (len(piece) == 1)) for piece in vocabulary],
+            unk_id=0,
+            byte_fallback=True,
+        )
+    )
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    pieces.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=pieces)
+
+
+BYTE_LEVEL, SENTENCEPIECE = make_byte_level_tokenizer(), make_sentencepiece_tokenizer()
+
+
+@pytest.mark.parametrize("made", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "sentencepiece"])
+@given(text=st.text(alphabet="ab is½…猫\U0001f408\n", min_size=1))
+def test_the_texts_of_tokens_are_the_text_of_a_response_in_parts(made, text):
+    before, *ids = made.encode("a" + text)
+    if made is SENTENCEPIECE:
+        before, *ids = made.encode("a a" + text)
+    texts = decode_tokens(made, before, ids)
+    whole = made.decode([before, *ids])
+    assert "".join(texts) == whole[len(made.decode([before])) :]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts) and len(texts) == len(ids)
+
+
+def test_a_token_keeps_its_blank_and_a_character_of_several_tokens_is_whole():
+    before, *ids = SENTENCEPIECE.encode("a is a")
+    assert decode_tokens(SENTENCEPIECE, before, ids) == [" is", " a"]
+    before, *ids = BYTE_LEVEL.encode("a猫b")
+    assert decode_tokens(BYTE_LEVEL, before, ids) == ["", "", "猫", "b"]
+    # Bytes that are no character, as an untrained model draws them, are shown where they end.
+    texts = decode_tokens(BYTE_LEVEL, before, [ids[0]] * 20)
+    assert len(texts) == 20 and "".join(texts).count("\N{REPLACEMENT CHARACTER}") == 20
