@@ -1505,6 +1505,12 @@ class Trainer:
     log_samples: int = option(
         3, "responses shown at each evaluation", unit="responses", at_least=0, read_by=PPO
     )
+    show_first_step: bool = option(
+        False,
+        "print the shapes and masks of the first step, and one of its samples token by token: "
+        "log-probs, KL, values, advantages and returns",
+        read_by=PPO,
+    )
     log_optimizer_steps: bool = option(
         False,
         "write loss, KL, clip fraction, gradient norm and the other metrics of each optimizer step "

@@ -21,6 +21,7 @@ from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.ppo.diagnosis import Diagnosis
 from jax_ppo.ppo.diagnostics import nothing_is_left
 from jax_ppo.ppo.evaluation import Evaluation
+from jax_ppo.ppo.first_step import format_first_step
 from jax_ppo.ppo.loss_metrics import OPTIMIZER_STEPS
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun
@@ -173,6 +174,8 @@ class Reporter(journal.Journal):
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
         trainer = self._run.config.trainer
+        if step == 0 and trainer.show_first_step:
+            return True
         if not trainer.log_rollouts or not trainer.log_rollouts_freq:
             return False
         return step == 0 or (step + 1) % trainer.log_rollouts_freq == 0
@@ -224,9 +227,11 @@ class Reporter(journal.Journal):
             self.warn(f"step {completed_steps}: {message}", kind)
         if pending.samples is not None:
             address = {"seed": config.seed, "stream": "training", "step": pending.step}
-            count = config.trainer.log_rollouts
+            count = max(config.trainer.log_rollouts, 1)
             records = describe_step(pending.samples, count, self._run.tokenizer, address)
             self.write_samples("training", completed_steps, records)
+            if pending.step == 0 and config.trainer.show_first_step:
+                self._bar.print_line(format_first_step(pending.samples, records[0]))
 
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Write the metrics of a step's optimizer steps, if they are logged.

@@ -32,6 +32,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop, precompilation, standalone_evaluation
 from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import compilation, meshes, placement
 from jax_ppo.training.progress import Progress
 from llama_folder import write_llama
@@ -65,6 +66,8 @@ def get_config(arg=None):
     config.trainer.test_freq = 4
     config.trainer.log_rollouts_freq = 3
     config.trainer.critic_warmup = 1
+    config.trainer.show_first_step = True
+    config.trainer.log_optimizer_steps = True
     return config
 """
 REWARD = '''
@@ -213,6 +216,15 @@ def test_a_run_writes_what_it_should(undisturbed):
     for record in logged["training", 6]:
         assert len(record["advantages"]) == len(record["kl"]) == len(record["response_ids"]) > 0
     assert "step 8/8" in output and "ppo_epochs=2" in output
+    assert re.search(r"\n +experience.advantages +float32\[\d+, \d+\]\n", output)
+    first = logged["training", 1][0]
+    assert f"{first['advantages'][0]:>16.6g} {first['values'][0]:>16.6g}" in output
+    for role in ("actor", "critic"):
+        optimizer_steps = read_metrics_csv(workdir / f"optimizer_steps_{role}.csv")
+        per_step = len(optimizer_steps) // 8
+        assert per_step > 1 and optimizer_steps[-1]["training_step"] == "8.0"
+        losses = [float(row[f"{role}/loss"]) for row in optimizer_steps[-per_step:]]
+        assert np.mean(losses) == pytest.approx(float(steps[-1][f"{role}/loss"]), rel=1e-4)
 
 
 @pytest.mark.slow
