@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
@@ -276,6 +276,7 @@ WORDS = st.lists(st.sampled_from("a cat sat think it was by an owl".split()), ma
     statements=st.lists(st.sampled_from(STATEMENTS), min_size=3, max_size=3),
     words=st.lists(WORDS, min_size=2, max_size=2),
 )
+@settings(deadline=None)
 def test_the_last_statement_after_the_thinking_is_the_choice(letters, statements, words):
     thought, first, last = (
         text.replace("@", letter) for text, letter in zip(statements, letters, strict=True)
@@ -291,6 +292,7 @@ def test_the_last_statement_after_the_thinking_is_the_choice(letters, statements
 
 
 @given(st.sampled_from("Aa"), WORDS.filter(bool))
+@settings(deadline=None)
 def test_an_article_is_no_choice(article, words):
     for start in ("The answer is", "Answer:", "so it is"):
         response = f"{start} {article} {' '.join(words)}"
