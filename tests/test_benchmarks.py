@@ -151,7 +151,7 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
     worker.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     command = [
