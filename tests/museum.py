@@ -693,7 +693,7 @@ DATA = [
         source="proeval#19: `#### -3` was read as 3",
         holds="ground truths keep their signs",
         test="tests/data/test_sources.py::test_rows_of_gsm8ks_form",
-        where="_parse_gsm8k_row",
+        where="_read_answer",
         old="answer.rpartition('####')[2].strip()",
         new="answer.rpartition('####')[2].strip(' -')",
     ),
