@@ -114,7 +114,7 @@ def sample(
     stop: Sequence[str] = (),
     n: int = 1,
     seed: int = 0,
-    chat_template: bool = True,
+    chat_template: tokenizer_lib.ChatTemplate = True,
     max_num_seqs: int = 256,
 ) -> list[str]:
     """Sample responses to prompts.
@@ -131,7 +131,8 @@ def sample(
       stop: strings that end a response; the token that completes one is its last.
       n: responses per prompt.
       seed: seed of the draws.
-      chat_template: apply the tokenizer's chat template to chats, if it has one.
+      chat_template: apply the tokenizer's chat template to chats, if it has one; a dict has
+        variables for it.
       max_num_seqs: samples that a device decodes at once; the others wait for a free slot.
 
     Returns:
@@ -226,10 +227,14 @@ def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> P
 
 
 def _encode_prompts(
-    policy: Policy, prompts: Sequence[Prompt], max_response_length: int, chat_template: bool
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    max_response_length: int,
+    chat_template: tokenizer_lib.ChatTemplate,
 ) -> list[list[int]]:
     """Return the token ids of each prompt; raise `UserError` for empty and overlong ones."""
     limit = rope.max_sequence_length(policy.model.architecture)
+    tokenizer_lib.validate_chat_template(policy.tokenizer, chat_template)
     encoded = []
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str):

@@ -292,6 +292,11 @@ class Data:
         "", "text appended, after a space, to a prompt that is only a question or problem"
     )
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
+    chat_template_kwargs: str = option(
+        "",
+        'variables of the chat template, a JSON object such as {"enable_thinking": false}; a name '
+        "that the template does not read is refused",
+    )
     shuffle: bool = option(True, "reshuffle in each epoch, from `seed`")
     curriculum: str = option(
         "none",

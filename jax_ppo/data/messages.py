@@ -125,6 +125,13 @@ def user_message(text: str) -> Messages:
     return ({"role": "user", "content": text},)
 
 
+def add_response(prompt: Messages, response: str) -> Messages:
+    """Return a chat with the assistant's message, whose beginning may be in the prompt."""
+    if is_prefilled(prompt):
+        return (*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + response})
+    return (*prompt, {"role": "assistant", "content": response})
+
+
 def is_prefilled(prompt: str | Messages) -> bool:
     """Return whether a chat ends with the beginning of the assistant's message."""
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_ppo.data.messages import Messages
+from jax_ppo.data.messages import Messages, is_prefilled
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.storage import paths
 from jax_ppo.types import Example
@@ -43,6 +43,16 @@ def shape_prompts(
     return shaped
 
 
+def count_system_messages(examples: Sequence[Example], text: str) -> int:
+    """Return how many chats have another system message than this text; 0 if it is empty."""
+    systems = [
+        example.prompt[0]
+        for example in examples
+        if not isinstance(example.prompt, str) and example.prompt[0]["role"] == "system"
+    ]
+    return sum(bool(text) and message["content"] != text for message in systems)
+
+
 def read_template(option: str) -> str:
     """Return the text of `data.prompt_template`, read from its file if it is `@FILE`.
 
@@ -70,8 +80,10 @@ def _fill_template(template: str, prompt: str | Messages) -> str | Messages:
     """Insert a plain-text prompt, or the last message of a chat, into the template."""
     if isinstance(prompt, str):
         return template.replace(PLACEHOLDER, prompt)
-    last = prompt[-1] | {"content": template.replace(PLACEHOLDER, prompt[-1]["content"])}
-    return (*prompt[:-1], last)
+    # A beginning of the response stays behind the message that it answers.
+    index = len(prompt) - 1 - (is_prefilled(prompt) and len(prompt) > 1)
+    last = prompt[index] | {"content": template.replace(PLACEHOLDER, prompt[index]["content"])}
+    return (*prompt[:index], last, *prompt[index + 1 :])
 
 
 def _add_system_message(text: str, prompt: Messages) -> Messages:

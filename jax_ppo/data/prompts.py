@@ -12,7 +12,13 @@ import numpy as np
 
 from jax_ppo.data.cached_rows import CachedExamples
 from jax_ppo.data.length_bound import LengthBound
-from jax_ppo.data.tokenizer import encode_text, render_prompt
+from jax_ppo.data.tokenizer import (
+    ChatTemplate,
+    encode_text,
+    render_prompt,
+    template_variables,
+    validate_chat_template,
+)
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -76,13 +82,14 @@ class PromptEncoding:
       filter_overlong_prompts: drop longer prompts.
       truncation: otherwise, what to do with longer prompts: "error" raises; "left" keeps the last
         tokens, "right" the first, "middle" the first half and the last half.
-      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat.
+      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat; a
+        dict has variables for the template.
     """
 
     max_prompt_length: int
     filter_overlong_prompts: bool = True
     truncation: str = "error"
-    chat_template: bool = True
+    chat_template: ChatTemplate = True
 
 
 def tokenize_prompts(
@@ -92,7 +99,7 @@ def tokenize_prompts(
     max_prompt_length: int,
     filter_overlong_prompts: bool = True,
     truncation: str = "error",
-    chat_template: bool = True,
+    chat_template: ChatTemplate = True,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
     """Encode every prompt; drop, truncate or reject those longer than max_prompt_length.
@@ -153,6 +160,8 @@ def encode_prompts(
     # The exact length matters only for a prompt that is truncated.
     truncates = not encoding.filter_overlong_prompts and encoding.truncation != "error"
     bound = None if truncates else LengthBound(tokenizer)
+    validate_chat_template(tokenizer, encoding.chat_template)
+    _report_unread_tools(examples, tokenizer, encoding.chat_template, name)
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
         location = f"{name}, example {row}"
@@ -190,8 +199,29 @@ def report_dropped(dropped: int, total: int, max_prompt_length: int, name: str) 
         )
 
 
+def _report_unread_tools(
+    examples: Sequence[Example], tokenizer: Any, chat_template: ChatTemplate, name: str
+) -> None:
+    """Log how many prompts have tools that the model does not see."""
+    with_tools = [example for example in examples if example.tools]
+    if not with_tools:
+        return
+    if chat_template is not False and "tools" in template_variables(tokenizer):
+        with_tools = [example for example in with_tools if isinstance(example.prompt, str)]
+    if with_tools:
+        log.warning(
+            "%s: ignored the tools of %d prompts, which are plain text or which no chat template "
+            "that reads tools renders",
+            name,
+            len(with_tools),
+        )
+
+
 def _render_example(
-    example: Example, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, location: str
+    example: Example,
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template: ChatTemplate,
+    location: str,
 ) -> tuple[str, bool]:
     """Return the text of a prompt, and whether the tokenizer adds its special tokens to it."""
     if isinstance(example.prompt, str):
@@ -202,7 +232,7 @@ def _render_example(
     if not any(text.strip() for text in texts):
         raise UserError(f"{location}: the prompt is empty")
     try:
-        return render_prompt(tokenizer, example.prompt, chat_template)
+        return render_prompt(tokenizer, example.prompt, chat_template, example.tools)
     except Exception as error:
         raise UserError(
             f"{location}: the prompt cannot be encoded "

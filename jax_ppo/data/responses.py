@@ -10,7 +10,7 @@ import numpy as np
 from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.token_rows import pad_rows
-from jax_ppo.data.tokenizer import encode_responses
+from jax_ppo.data.tokenizer import ChatTemplate, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
 
@@ -40,7 +40,8 @@ class ResponseDataset:
     Attributes:
       prompts: the prompts. `PromptBatches` of them select rows of the whole data set.
       responses: for each field (one for demonstrations, two for preferences), int32 [length] per
-        example; each ends in an EOS and has length 1..max_response_length.
+        example; each ends in an EOS, or as the chat template ends a
+        turn, and has length 1..max_response_length.
       max_response_length: tokens.
     """
 
@@ -58,6 +59,11 @@ class ResponseDataset:
             len(responses) * len(prompt) + sum(map(len, responses))
             for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True)
         )
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end responses."""
+        return tuple(sorted({int(ids[-1]) for field in self.responses for ids in field}))
 
     def sequences(self, rows: Sequence[int]) -> Sequences:
         """Return prompts and responses of these rows as host arrays.
@@ -89,7 +95,7 @@ def tokenize_responses(
     max_response_length: int,
     filter_overlong_prompts: bool = True,
     truncation: str = "error",
-    chat_template: bool = True,
+    chat_template: ChatTemplate = True,
     name: str = "config.data.train_files",
 ) -> ResponseDataset:
     """Encode every example; drop those whose responses are empty or too long.
@@ -143,7 +149,7 @@ def _encode_fitting_responses(
     fields: tuple[str, ...],
     bound: LengthBound | None,
     max_response_length: int,
-    chat_template: bool,
+    chat_template: ChatTemplate,
 ) -> dict[int, list[np.ndarray]]:
     """Return the token ids of each field's response, by the rows whose responses all fit."""
     responses = {}
@@ -153,7 +159,7 @@ def _encode_fitting_responses(
         longest_fit = len(prompts.tokens[row]) + max_response_length
         if bound is not None and any(bound.certainly_exceeds(text, longest_fit) for text in texts):
             continue
-        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
+        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template, example.tools)
         # A pair is dropped unless both of its responses fit.
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]

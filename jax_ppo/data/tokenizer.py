@@ -1,9 +1,12 @@
 """Tokenizers, loaded or trained, and the encoding of prompts and responses."""
 
+import inspect
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jax_ppo.data.messages import Messages, add_response, is_prefilled
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
 
@@ -37,7 +40,10 @@ _DOWNLOADED_FILES = (
     "*.tiktoken",
 )
 
-Prompt = str | tuple[dict[str, str], ...]  # text, or messages with role and content
+Prompt = str | Messages
+# Whether the tokenizer's template renders chats, or the values of further variables in it.
+ChatTemplate = bool | dict[str, Any]
+Tools = Sequence[dict[str, Any]]
 
 
 def load_tokenizer(
@@ -221,12 +227,16 @@ def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, chat_template: bool = True
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Prompt,
+    chat_template: ChatTemplate = True,
+    tools: Tools = (),
 ) -> list[int]:
     """Return the token ids of a prompt, up to the first token of the response.
 
     A chat, with a tokenizer that has a chat template, becomes the template's text up to the
-    assistant's turn. The template writes all special tokens itself, so none is added.
+    assistant's turn; if the chat ends with a message of the assistant, up to the end of that
+    message, which the response continues. The template writes all special tokens itself.
 
     Anything else becomes the text, or the contents of the messages joined by line breaks, with the
     special tokens that the tokenizer itself adds: Llama's adds BOS in its post-processor; Qwen2's
@@ -236,18 +246,23 @@ def encode_prompt(
     Args:
       tokenizer: a transformers tokenizer.
       prompt: text, or messages with role and content.
-      chat_template: False ignores the template.
+      chat_template: False ignores the template; a dict has variables for it.
+      tools: functions for the template.
     """
-    return encode_text(tokenizer, *render_prompt(tokenizer, prompt, chat_template))
+    return encode_text(tokenizer, *render_prompt(tokenizer, prompt, chat_template, tools))
 
 
 def encode_responses(
     tokenizer: "PreTrainedTokenizerBase",
     prompt: Prompt,
     responses: Sequence[str],
-    chat_template: bool = True,
+    chat_template: ChatTemplate = True,
+    tools: Tools = (),
 ) -> list[list[int]]:
-    """Return the token ids of each response as it continues the prompt, with an EOS at the end.
+    """Return the token ids of each response as it continues the prompt, with its end.
+
+    In a chat that a template renders, they are those of the template's text up to the special token
+    that ends the turn. Elsewhere, and if the template writes none, the EOS is the end.
 
     They are the ids that follow the prompt's when both are encoded together, and so those that a
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
@@ -258,33 +273,127 @@ def encode_responses(
       prompt: see `encode_prompt`.
       responses: texts.
       chat_template: see `encode_prompt`.
+      tools: see `encode_prompt`.
     """
     # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
-    text, special = render_prompt(tokenizer, prompt, chat_template)
+    text, special = render_prompt(tokenizer, prompt, chat_template, tools)
     prompt_ids = encode_text(tokenizer, text, special)
+    is_rendered = not isinstance(prompt, str) and not special
+    ends = _special_ids(tokenizer) if is_rendered else {tokenizer.eos_token_id}
     encoded = []
     for response in responses:
+        if is_rendered and not isinstance(prompt, str):
+            response = _render_response(tokenizer, prompt, response, text, chat_template, tools)
         ids = encode_text(tokenizer, text + response, special)
         if ids[: len(prompt_ids)] == prompt_ids:
             ids = ids[len(prompt_ids) :]
         else:
             ids = encode_text(tokenizer, response, special=False)
-        encoded.append([*ids, tokenizer.eos_token_id])
+        encoded.append(_end_turn(tokenizer, ids, ends) if is_rendered else [*ids, *ends])
     return encoded
 
 
+def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token for token, facts in added if facts.special)}
+
+
+def _render_response(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Messages,
+    response: str,
+    text: str,
+    chat_template: ChatTemplate,
+    tools: Tools,
+) -> str:
+    """Return what the chat template writes after the prompt's text for a response."""
+
+    def render(answer: str) -> str:
+        return _apply_template(tokenizer, add_response(prompt, answer), chat_template, tools)
+
+    whole = render(response)
+    if whole.startswith(text):
+        return whole[len(text) :]
+    # Templates that begin the assistant's turn with more than they keep in a finished one, such as
+    # an opened thought: the response follows it, as when it is sampled.
+    mark = "response-mark"
+    return response + render(mark).rpartition(mark)[2]
+
+
+def _end_turn(tokenizer: "PreTrainedTokenizerBase", ids: list[int], ends: set[int]) -> list[int]:
+    """Return a turn up to the special token at its end, or with an EOS if it has none."""
+    for length in range(len(ids), 0, -1):
+        if ids[length - 1] in ends:
+            return ids[:length]
+        # A template may write white space after the end of the turn.
+        if str(tokenizer.decode(ids[length - 1 :])).strip():
+            break
+    return [*ids, tokenizer.eos_token_id]
+
+
 def render_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, chat_template: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Prompt,
+    chat_template: ChatTemplate,
+    tools: Tools = (),
 ) -> tuple[str, bool]:
     """Return the text, and whether the tokenizer adds its special tokens to it."""
     if isinstance(prompt, str):
         return prompt, True
-    if chat_template and tokenizer.chat_template:
-        text = str(
-            tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        )
+    if chat_template is not False and tokenizer.chat_template:
+        kind = "continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"
+        text = _apply_template(tokenizer, prompt, chat_template, tools, **{kind: True})
+        if is_prefilled(prompt):
+            # transformers may cut the white space at its end, which the response continues.
+            content = prompt[-1]["content"]
+            text = text.rstrip() + content[len(content.rstrip()) :]
         return text, False
     return "\n".join(message["content"] for message in prompt), True
+
+
+def _apply_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    chat_template: ChatTemplate,
+    tools: Tools,
+    **ending: bool,
+) -> str:
+    variables = chat_template if isinstance(chat_template, dict) else {}
+    arguments = {**variables, **ending, "tools": list(tools) or None}
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments))
+
+
+def validate_chat_template(tokenizer: Any, chat_template: ChatTemplate) -> None:
+    """Raise `UserError` if the chat template does not read the variables that an option sets."""
+    if not isinstance(chat_template, dict) or not chat_template:
+        return
+    option = f"config.data.chat_template_kwargs={chat_template}"
+    if not tokenizer.chat_template:
+        raise UserError(f"{option}: the tokenizer has no chat template that could read them")
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+    known = sorted(template_variables(tokenizer) - set(reserved))
+    for name in chat_template:
+        if name not in known:
+            raise UserError(
+                f"{option}: the tokenizer's chat template has no variable {name!r}; it reads "
+                f"{', '.join(known) or 'none'}.{did_you_mean(name, known)}"
+            )
+
+
+def template_variables(tokenizer: Any) -> set[str]:
+    """Return the names that the tokenizer's chat template reads; none without a template."""
+    import jinja2.ext
+    import jinja2.meta
+
+    template = tokenizer.chat_template
+    if not template:
+        return set()
+    if isinstance(template, dict):  # several by name
+        template = "".join(template.values())
+    # As transformers parses templates, except for its tag {% generation %}, which has no variables.
+    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols])
+    template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    return jinja2.meta.find_undeclared_variables(environment.parse(template))
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) -> list[int]:

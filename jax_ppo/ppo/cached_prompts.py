@@ -14,7 +14,7 @@ from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.runtime import signals
 from jax_ppo.storage import paths
-from jax_ppo.training.setup import load_examples, make_parser
+from jax_ppo.training.setup import chat_template, load_examples, make_parser
 from jax_ppo.types import Example
 
 _TRAIN_FILES = "config.data.train_files"
@@ -75,7 +75,7 @@ def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
             max_prompt_length=data.max_prompt_length,
             filter_overlong_prompts=data.filter_overlong_prompts,
             truncation=data.truncation,
-            chat_template=data.chat_template,
+            chat_template=chat_template(data),
         ),
         config.model.tokenizer_path or str(actor_folder),
         _make_validation(config),

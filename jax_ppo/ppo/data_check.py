@@ -15,7 +15,7 @@ from jax_ppo.ppo import rule_trial
 from jax_ppo.ppo.sample_records import prompt_text
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.built_in_rules import rule_of_source
-from jax_ppo.training.setup import load_examples
+from jax_ppo.training.setup import chat_template, load_examples
 from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed
@@ -61,7 +61,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         "training": parts[0],
         "held_out": parts[1],
         "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
-        "first_prompt": _render(training[0], tokenizer, config.data.chat_template),
+        "first_prompt": _render(training[0], tokenizer, chat_template(config.data)),
         "problems": obstacles + _find_problems(config, command, training, held_out, parts[0]),
         "warnings": [
             f"{name} data: {line}"
@@ -165,11 +165,9 @@ def _count_tokens(
     """
     if tokenizer is None:
         return None
+    template = chat_template(options)
     lengths = np.array(
-        [
-            len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, options.chat_template))
-            for e in examples
-        ]
+        [len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, template, e.tools)) for e in examples]
     )
     limit = options.max_prompt_length
     buckets = collections.Counter(bucket_width(int(length), 10**9) for length in lengths)
@@ -283,11 +281,12 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name or '(none)'} ({count})" for name, count in counts.items()) or "none"
 
 
-def _render(example: Example, tokenizer: Any, chat_template: bool) -> str:
+def _render(example: Example, tokenizer: Any, template: tokenizer_lib.ChatTemplate) -> str:
     """Return a prompt as the model reads it, or its messages without a tokenizer."""
     if tokenizer is None:
         return prompt_text(example)
     try:
-        return tokenizer_lib.render_prompt(tokenizer, example.prompt, chat_template)[0]
+        tokenizer_lib.validate_chat_template(tokenizer, template)
+        return tokenizer_lib.render_prompt(tokenizer, example.prompt, template, example.tools)[0]
     except Exception as error:
         raise UserError(f"the first prompt cannot be rendered: {error}") from error

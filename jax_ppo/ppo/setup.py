@@ -35,7 +35,7 @@ from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
-from jax_ppo.training.setup import count_steps
+from jax_ppo.training.setup import chat_template, count_steps
 from jax_ppo.types import Example
 
 OFFLOADS = (
@@ -231,7 +231,7 @@ def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) 
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
         truncation=data.truncation,
-        chat_template=data.chat_template,
+        chat_template=chat_template(data),
         name=option,
     )
 

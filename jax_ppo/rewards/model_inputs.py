@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from jax_ppo.data.messages import add_response
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -112,7 +114,7 @@ class RewardInputEncoder:
             return [self._append_end(ids) for ids in encoded]
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
-            chat = [*_to_messages(prompt), {"role": "assistant", "content": response}]
+            chat = list(add_response(tuple(_to_messages(prompt)), response))
             rendered.append(self._tokenizer.apply_chat_template(chat, tokenize=False))
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
 

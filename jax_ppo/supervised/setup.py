@@ -26,6 +26,7 @@ from jax_ppo.training import packing
 from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.setup import (
+    chat_template,
     count_steps,
     load_examples,
     load_model_tokenizer,
@@ -67,10 +68,10 @@ class SupervisedRun:
 
     @property
     def exported_architecture(self) -> Architecture:
-        """Return the model's architecture, with the EOS that responses were trained with."""
+        """Return the model's architecture, with the tokens that trained responses ended in."""
         architecture = self.model.architecture
         # Otherwise a sampler would not stop where the trained responses end.
-        eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id)
+        eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id, *self.training.end_ids)
         return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
     def batches(self, position: int) -> prompt_batches.PromptBatches:
@@ -204,7 +205,7 @@ def _tokenize(
         max_response_length=data.max_response_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
         truncation=data.truncation,
-        chat_template=data.chat_template,
+        chat_template=chat_template(data),
         name=option,
     )
 

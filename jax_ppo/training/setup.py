@@ -1,5 +1,7 @@
 """Set-up shared by PPO and supervised training: examples, tokenizer, model checks, steps."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_cache import RowParser
 from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime import meshes
 from jax_ppo.types import Example
+
+log = logging.getLogger(__name__)
 
 
 def load_examples(
@@ -36,6 +41,7 @@ def load_examples(
       UserError: a source does not exist, or has rows of an unknown form.
     """
     parser = make_parser(data, response_key)
+    chat_template(data)  # refuses wrong variables before anything is read
 
     def load(files: str, option: str, max_samples: int | None) -> list[Example]:
         if not files:
@@ -47,9 +53,16 @@ def load_examples(
             seed=seed,
             option=option,
         )
-        return prompt_shaping.shape_prompts(
-            examples[:max_samples], parser.system_prompt, parser.template, option
-        )
+        examples = examples[:max_samples]
+        replaced = prompt_shaping.count_system_messages(examples, parser.system_prompt)
+        if replaced:
+            log.warning(
+                "%s: config.data.system_prompt replaces the system messages of %d of %d prompts",
+                option,
+                replaced,
+                len(examples),
+            )
+        return prompt_shaping.shape_prompts(examples, parser.system_prompt, parser.template, option)
 
     if sources.source_weights(data.val_files, "config.data.val_files"):
         raise UserError(
@@ -80,6 +93,27 @@ def make_parser(data: Data, response_key: str | None = None) -> RowParser:
     )
     template = prompt_shaping.read_template(data.prompt_template)
     return RowParser(columns, data.instruction, data.system_prompt, template)
+
+
+def chat_template(data: Data) -> ChatTemplate:
+    """Return whether a chat template renders prompts, or the variables that the options set in it.
+
+    Raises:
+      UserError: `data.chat_template_kwargs` is not a JSON object, or is set without the template.
+    """
+    text = data.chat_template_kwargs
+    if not text:
+        return data.chat_template
+    option = f"config.data.chat_template_kwargs={text!r}"
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise UserError(f'{option}: expected a JSON object, such as {{"enable_thinking": false}}')
+    if not data.chat_template:
+        raise UserError(f"{option}: config.data.chat_template is False; no template reads them")
+    return variables
 
 
 def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:

@@ -24,6 +24,12 @@ def test_a_template_surrounds_the_last_message_or_the_text():
     )
 
 
+def test_a_template_leaves_the_beginning_of_the_response_alone():
+    begun = {"role": "assistant", "content": "<think>"}
+    filled = {"role": "user", "content": "2+2? {x} Think."}
+    assert shape((USER, begun), template="{prompt} Think.") == (filled, begun)
+
+
 def test_a_system_message_replaces_the_chats_own():
     system = {"role": "system", "content": "Be brief."}
     assert shape((USER,), "Be brief.") == (system, USER)

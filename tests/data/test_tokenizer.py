@@ -8,13 +8,18 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jax_ppo.data import arithmetic
+from jax_ppo.data.prompts import tokenize_prompts
 from jax_ppo.data.tokenizer import (
     decode_tokens,
     encode_prompt,
+    encode_responses,
     load_tokenizer,
+    render_prompt,
     train_tokenizer,
+    validate_chat_template,
 )
 from jax_ppo.errors import UserError
+from jax_ppo.types import Example
 
 CHAT = (
     {"role": "system", "content": "Be brief."},
@@ -130,6 +135,83 @@ def test_a_chat_template_writes_bos_once(with_specials):
     assert encode_prompt(made, "Tom")[1:] == made.encode("Tom", add_special_tokens=False), (
         "text is no chat"
     )
+
+
+def chat_ml(made, end="<|im_end|>\n", opening=""):
+    """Give a tokenizer a template like Qwen's, whose turns do not end in the tokenizer's EOS."""
+    made.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    made.chat_template = (
+        "{% if tools %}{{ tools[0].name }}: {% endif %}"
+        "{% for m in messages %}[{{ m.role }}]"
+        "{% if m.role == 'assistant' and brief %} Briefly:{% endif %} {{ m.content }}"
+        + end
+        + "{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% if brief %} Briefly:{% endif %}"
+        + opening
+        + "{% endif %}"
+    )
+    return made
+
+
+ASKED = ({"role": "user", "content": "Tom"},)
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued(with_specials):
+    """Regression: its turn was closed, and another one opened."""
+    made = chat_ml(with_specials)
+    begun = (*ASKED, {"role": "assistant", "content": "<think>\nThree and\n"})
+    text = "[user] Tom<|im_end|>\n[assistant] <think>\nThree and\n"
+    assert render_prompt(made, begun, True) == (text, False)
+    assert render_prompt(made, begun, False) == ("Tom\n<think>\nThree and\n", True)
+    assert made.decode(encode_responses(made, begun, ["two"])[0]) == "two<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("opening", "brief", "trained"),
+    [
+        ("", False, " has 3<|im_end|>"),
+        ("", True, " has 3<|im_end|>"),
+        ("<t>", True, "has 3<|im_end|>"),
+    ],
+)
+def test_a_trained_turn_is_what_the_template_renders(with_specials, opening, brief, trained):
+    """Regression: the tokenizer's EOS ended it, and no blank was before it."""
+    made = chat_ml(with_specials, opening=opening)
+    (ids,) = encode_responses(made, ASKED, ["has 3"], {"brief": brief})
+    assert made.decode(ids) == trained
+    assert made.decode(encode_prompt(made, ASKED, {"brief": brief})).endswith(
+        "[assistant]" + " Briefly:" * brief + opening
+    )
+
+
+def test_a_template_without_an_end_leaves_the_eos(with_specials):
+    made = chat_ml(with_specials, end="")
+    assert made.decode(encode_responses(made, ASKED, ["has 3"])[0]) == " has 3<eos>"
+    made.chat_template = None
+    assert made.decode(encode_responses(made, ASKED, ["has"])[0]) == "has<eos>"
+
+
+def test_tools_and_variables_reach_the_template(with_specials):
+    made = chat_ml(with_specials)
+    text, _ = render_prompt(made, ASKED, {"brief": True}, ({"name": "add"},))
+    assert text == "add: [user] Tom<|im_end|>\n[assistant] Briefly:"
+    validate_chat_template(made, {"brief": True})
+    for wrong in ({"breif": True}, {"add_generation_prompt": False}, {"m": 1}):
+        with pytest.raises(UserError, match="has no variable .*; it reads brief"):
+            validate_chat_template(made, wrong)
+    made.chat_template = None
+    with pytest.raises(UserError, match="has no chat template"):
+        validate_chat_template(made, {"brief": True})
+
+
+def test_tools_that_no_template_reads_are_named_once(with_specials, caplog):
+    rows = [Example(prompt, "x", tools=({"name": "add"},)) for prompt in (ASKED, ASKED, "text")]
+    for made, ignored in ((chat_ml(with_specials), 1), (with_specials, 3)):
+        caplog.clear()
+        if ignored == 3:
+            made.chat_template = TEMPLATE
+        tokenize_prompts(rows, made, max_prompt_length=64)
+        assert f"ignored the tools of {ignored} prompts" in caplog.text
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):

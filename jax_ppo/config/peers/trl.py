@@ -7,7 +7,7 @@ OPTIONS = {
     "local_batch_size": "config.data.train_batch_size, in prompts of all devices",
     "local_mini_batch_size": "config.actor.ppo_mini_batch_size, in prompts of all devices",
     "micro_batch_size": "config.actor.ppo_micro_batch_size_per_device, in packed rows",
-    "chat_template_kwargs": "a template has no arguments; config.data.chat_template applies it",
+    "chat_template_kwargs": "config.data.chat_template_kwargs",
     "ddp_timeout": answers.LAUNCHER,
     "entropy_coef": "config.actor.entropy_coeff",
     "entropy_coef_delta": "the coefficient is constant: config.actor.entropy_coeff",

@@ -4,6 +4,7 @@ from jax_ppo.config.peers import answers
 
 OPTIONS = {
     "data.reward_fn_key": "always the column data_source",
+    "data.apply_chat_template_kwargs": "config.data.chat_template_kwargs",
     "data.return_raw_chat": "chats are read as they are",
     "data.tokenizer": "config.model.tokenizer_path",
     "data.seed": "config.seed",
