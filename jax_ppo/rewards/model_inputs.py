@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jax_ppo.data.messages import add_response
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -114,7 +112,7 @@ class RewardInputEncoder:
             return [self._append_end(ids) for ids in encoded]
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
-            chat = list(add_response(tuple(_to_messages(prompt)), response))
+            chat = _to_messages(prompt, response)
             rendered.append(self._tokenizer.apply_chat_template(chat, tokenize=False))
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -164,10 +162,13 @@ class RewardInputEncoder:
         return best
 
 
-def _to_messages(prompt: Prompt) -> list[dict[str, str]]:
+def _to_messages(prompt: Prompt, response: str) -> list[dict[str, str]]:
+    """Return the chat with the assistant's message, whose beginning may be in the prompt."""
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return list(prompt)
+        prompt = ({"role": "user", "content": prompt},)
+    if prompt[-1]["role"] == "assistant":
+        return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + response}]
+    return [*prompt, {"role": "assistant", "content": response}]
 
 
 def _join_contents(prompt: Prompt) -> str:

@@ -40,11 +40,12 @@ def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
 
 def test_a_chat_is_closed_by_the_models_own_template(decoder_tokenizer):
     ids, _ = RewardInputEncoder(decoder_tokenizer, "chat", 200).encode(
-        ["Hi", CHAT], ["#### 4", "5"]
+        ["Hi", CHAT, (*CHAT[1:], {"role": "assistant", "content": "So "})], ["#### 4", "5", "6"]
     )
     texts = [
         "<user>Hi</s><assistant>#### 4</s>",
         "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>",
+        "<user>How many apples?</s><assistant>So 6</s>",
     ]
     assert ids == [decoder_tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
