@@ -14,6 +14,7 @@ COMMANDS = {
     "prepare": "write data sets as Parquet files in verl's form",
     "check": "describe data sets, and report whether a run can train on them",
     "plan": "predict memory and time of a training step, without the machine",
+    "report": "compare runs in one page",
     "translate": "translate a verl, TRL or OpenRLHF command",
     "config": "print the table of options",
 }

@@ -34,6 +34,7 @@ MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}
 MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "supervised"}
 MAY_IMPORT["train"] = {"config", "command", "ppo", "api"}
 MAY_IMPORT["translate"] = {"config", "errors"}
+MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "ppo"}
 MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
 MAY_IMPORT["evaluate"] = {"config", "command", "ppo"}
@@ -45,6 +46,7 @@ COMMANDS = {
     "evaluate",
     "check",
     "prepare",
+    "report",
     "translate",
     "sft",
     "reward_model",

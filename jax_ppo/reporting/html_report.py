@@ -1,10 +1,13 @@
 """WORKDIR/report.html: curves, responses, options and warnings of a run in one file.
 
-It needs no network: the plotting library is part of the file.
+It needs no network: the plotting library is part of the file. `write_comparison` makes such a file
+of several runs, from what each has written to its folder.
 """
 
+import dataclasses
 import html
 import importlib.resources
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -12,44 +15,38 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.config.schema import Config, all_options
+from jax_ppo.errors import UserError
 from jax_ppo.reporting import sample_files
 from jax_ppo.reporting.atomic import replace_file
-from jax_ppo.reporting.curves import Panel, panel_points
+from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, to_json_value
+from jax_ppo.reporting.trackers import flatten_options
 from jax_ppo.training.progress import Progress
 
-# Figures of tokens that responses can be colored by; the first one is shown at the beginning.
+# Figures of tokens that responses can be colored by; the first one is preferred.
 TOKEN_FIGURES = ("advantages", "kl", "values", "returns", "logprobs", "sampled_logprobs")
 # Responses and steps that the page holds; rollouts/*.jsonl has all that were logged.
 SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
-PHASE_PREFIX = "seconds/"
+MAX_POINTS = 2000  # of a curve; training_metrics.csv has all steps
+STATE_FILE = "report.json"  # what the page says of a run and no other file has
 
 
-class HTMLReport:
-    """The contents of report.html that a run collects, and the file."""
+class RunSamples:
+    """The responses of a run that the page shows."""
 
-    def __init__(self, workdir: Path, config: Config, panels: Sequence[Panel]) -> None:
-        """Start a report.
-
-        Args:
-          workdir: the run's folder.
-          config: all options.
-          panels: the plots of metrics.
-        """
-        self._workdir = workdir
-        self._config = config
-        self._panels = panels
+    def __init__(self) -> None:
+        """Start without any."""
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
 
-    def add_logged_samples(self) -> None:
-        """Show the responses in the run's folder, which were logged before an interruption."""
-        for kind, step, records in sample_files.read_samples(self._workdir):
-            self.add_samples(kind, step, records)
+    def add_logged(self, workdir: Path) -> None:
+        """Show the responses in a run's folder."""
+        for kind, step, records in sample_files.read_samples(workdir):
+            self.add(kind, step, records)
 
-    def add_samples(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
+    def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Show responses; the scores and lengths of training are shown as distributions too.
 
         Args:
@@ -73,82 +70,140 @@ class HTMLReport:
                 }
             )
 
+    def describe(self) -> dict[str, Any]:
+        """Return what the page shows, the newest group first."""
+        return {"samples": self._groups[::-1], "distributions": self._distributions}
+
+
+class HTMLReport:
+    """The contents of report.html that a run collects, and the file."""
+
+    def __init__(self, workdir: Path, config: Config, panels: Sequence[Panel]) -> None:
+        """Start a report.
+
+        Args:
+          workdir: the run's folder.
+          config: all options.
+          panels: the plots of metrics that come first.
+        """
+        self.samples = RunSamples()
+        self._workdir = workdir
+        self._config = config
+        self._panels = panels
+
     def write(self, status: str, progress: Progress) -> None:
-        """Write the file, which is replaced atomically.
+        """Write report.html and report.json, which are replaced atomically.
 
         Args:
           status: one line about how far the run has come.
-          progress: its evaluations, and the warnings and changed options, which are shown at the
-            top.
+          progress: the warnings and changed options, which are shown at the top.
         """
-        evaluations = progress.evaluations
-        rows = read_metrics_csv(self._workdir / "training_metrics.csv")
-        data = {
-            "title": self._config.experiment_name,
+        name = self._config.experiment_name
+        state = {
+            "name": name,
             "status": status,
             "warnings": progress.warning_texts(),
             "changed_options": progress.changed_options,
-            "panels": [_describe_panel(panel, rows, evaluations) for panel in self._panels],
-            "phases": _describe_phases(rows),
-            "distributions": self._distributions,
-            "samples": self._groups[::-1],
-            "figures": TOKEN_FIGURES,
-            "options": _describe_options(self._config),
+            "panels": [dataclasses.asdict(panel) for panel in self._panels],
             "environment": [
                 {"cells": [name, str(value)]} for name, value in collect_versions().items()
             ],
         }
-        # Escaped, so that no text of a model can end the script element.
-        text = json.dumps(to_json_value(data), allow_nan=False).replace("<", "\\u003c")
-        parts = {
-            "TITLE": html.escape(self._config.experiment_name),
-            "DATA": text,
-            "PLOTLY": _read_resource("plotly", "package_data/plotly.min.js"),
-        }
-        template = _read_resource("jax_ppo.reporting", "report_template.html")
-        page = re.sub("@@([A-Z]+)@@", lambda match: parts[match[1]], template)
-        with replace_file(self._workdir / "report.html") as temporary:
-            temporary.write_text(page, encoding="utf-8")
+        with replace_file(self._workdir / STATE_FILE) as temporary:
+            temporary.write_text(json.dumps(state, indent=2) + "\n")
+        options = dataclasses.asdict(self._config)
+        run = _describe_run(self._workdir, state, options, self.samples)
+        _write_page(self._workdir / "report.html", name, [run])
 
 
-def _describe_panel(
-    panel: Panel, rows: Sequence[dict[str, str]], evaluations: Sequence[dict[str, Any]]
+def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
+    """Write one page about several runs, or about one.
+
+    Args:
+      workdirs: the work directories; their names, or else their paths, name the runs.
+      path: the file to write.
+
+    Raises:
+      UserError: a folder is not the work directory of a run, or the file cannot be written.
+    """
+    runs = []
+    for workdir in workdirs:
+        try:
+            state = json.loads((workdir / STATE_FILE).read_text())
+            options = json.loads((workdir / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{workdir}: expected the work directory of a run, which has {STATE_FILE} and "
+                f"config.json after its first step: {error}"
+            ) from error
+        samples = RunSamples()
+        samples.add_logged(workdir)
+        run = _describe_run(workdir, state, options, samples)
+        is_unique = [other.name for other in workdirs].count(workdir.name) == 1
+        runs.append(run | {"name": workdir.name if is_unique else str(workdir)})
+    try:
+        _write_page(path, ", ".join(run["name"] for run in runs), runs)
+    except OSError as error:
+        raise UserError(f"--out={path}: cannot be written: {error.strerror}") from error
+
+
+def _describe_run(
+    workdir: Path, state: dict[str, Any], options: dict[str, Any], samples: RunSamples
 ) -> dict[str, Any]:
-    """Return a plot with its points; curves without any are left out."""
-    curves = [
-        {
-            "legend": curve.legend,
-            "is_evaluation": curve.is_evaluation,
-            "steps": [step for step, _ in curve.points],
-            "values": [value for _, value in curve.points],
-        }
-        for curve in panel_points(panel, rows, evaluations)
+    """Return what the page shows of a run."""
+    rows = read_metrics_csv(workdir / "training_metrics.csv")
+    return {
+        **state,
+        **_describe_metrics(rows),
+        **samples.describe(),
+        "options": _describe_options(options),
+    }
+
+
+def _describe_metrics(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Return the steps, and the values of each metric, `None` in steps without it."""
+    # Evaluations are rare: a row that has one is kept.
+    stride = -(-len(rows) // MAX_POINTS) or 1
+    kept = [
+        row
+        for place, row in enumerate(rows)
+        if (len(rows) - 1 - place) % stride == 0
+        or any(name.startswith("eval/") and value for name, value in row.items())
     ]
-    return {"title": panel.title, "unit": panel.unit, "curves": curves}
+    names = sorted({name for row in kept for name, value in row.items() if value} - {"step"})
+    values = {name: [float(row[name]) if row.get(name) else None for row in kept] for name in names}
+    # Hours of training: evaluations and pauses between two starts are not counted.
+    seconds = itertools.accumulate(float(row.get("seconds/step") or 0.0) for row in rows)
+    hours = {row["step"]: total / 3600 for row, total in zip(rows, seconds, strict=True)}
+    return {
+        "steps": [int(row["step"]) for row in kept],
+        "hours": [hours[row["step"]] for row in kept],
+        "metrics": values,
+    }
 
 
-def _describe_phases(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return the seconds of each phase by step."""
-    names = sorted({name for row in rows for name in row if name.startswith(PHASE_PREFIX)})
-    return [
-        {
-            "legend": name.removeprefix(PHASE_PREFIX),
-            "steps": [int(row["step"]) for row in rows if row.get("seconds/step")],
-            # A phase that did not occur in a step took no time.
-            "values": [float(row.get(name) or 0.0) for row in rows if row.get("seconds/step")],
-        }
-        for name in names
-        if name != "seconds/step"
-    ]
+def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
+    data = {"title": title, "runs": runs, "figures": TOKEN_FIGURES}
+    # Escaped, so that no text of a model can end the script element.
+    text = json.dumps(to_json_value(data), allow_nan=False).replace("<", "\\u003c")
+    parts = {
+        "TITLE": html.escape(title),
+        "DATA": text,
+        "PLOTLY": _read_resource("plotly", "package_data/plotly.min.js"),
+    }
+    template = _read_resource("jax_ppo.reporting", "report_template.html")
+    page = re.sub("@@([A-Z]+)@@", lambda match: parts[match[1]], template)
+    with replace_file(path) as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _describe_options(config: Config) -> list[dict[str, Any]]:
+def _describe_options(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the table of options, changed ones first."""
     table = []
+    values = dict(flatten_options(options))
     for option in all_options():
-        value: Any = config
-        for part in option.name.split("."):
-            value = getattr(value, part)
+        # An option that is younger than the run had its default.
+        value = values.get(option.name, option.default)
         cells = [option.name, _value_text(value), _value_text(option.default), option.facts.doc]
         table.append({"cells": cells, "changed": value != option.default})
     return sorted(table, key=lambda row: not row["changed"])

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import datetime
 import operator
 import statistics
 import time
@@ -15,12 +16,20 @@ import numpy as np
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
+from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.reporting import console, sample_files
 from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.html_report import HTMLReport
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, write_summary_file
-from jax_ppo.runtime import compilation, device_speed, distributed, stragglers, work_directory
+from jax_ppo.runtime import (
+    compilation,
+    device_speed,
+    distributed,
+    signals,
+    stragglers,
+    work_directory,
+)
 from jax_ppo.runtime.device_memory import measure_device_memory
 from jax_ppo.training.progress import Progress
 
@@ -103,7 +112,7 @@ class Journal:
             command_line.write_config(config, workdir)
             work_directory.fetch_folder(workdir, sample_files.FOLDER)
             sample_files.drop_samples_after(workdir, progress.step)
-            self._report.add_logged_samples()
+            self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._skipped_in_a_row = 0
         self._last_step = progress.step
@@ -120,9 +129,22 @@ class Journal:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.__exit__(*error)
-        self._log.__exit__(*error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._bar.__exit__(kind, error, trace)
+        # The report says when and why the run ended; a full disk has its own message.
+        with contextlib.suppress(OSError):
+            if distributed.is_main():
+                self._write_report(
+                    self._last_step, f", ended {_now()}: {self._describe_end(error)}"
+                )
+        self._log.__exit__(kind, error, trace)
+
+    def _describe_end(self, error: BaseException | None) -> str:
+        if received := signals.received_signal():
+            return f"stopped by {received.name}"
+        if error is not None:
+            return f"{type(error).__name__}: {printable_lines(shorten(str(error), 500))}"
+        return "complete"
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure the host's seconds in the block, and report them with the next step."""
@@ -275,7 +297,7 @@ class Journal:
         """
         if distributed.is_main():
             sample_files.write_samples(self._workdir, kind, step, records)
-            self._report.add_samples(kind, step, records)
+            self._report.samples.add(kind, step, records)
             self._write_report(step)
 
     def write_evaluation(
@@ -368,10 +390,14 @@ class Journal:
             self._next_plot = now + (now - started) / MAX_PLOT_SHARE
         self._write_report(step)
 
-    def _write_report(self, step: int) -> None:
+    def _write_report(self, step: int, end: str = "") -> None:
+        """Write the report of a run that has this many steps, and has ended if `end` is given."""
         status = f"{step} of {self._total_steps} steps" if self._total_steps else "no training"
-        if self._last_seconds and step < self._total_steps:
-            status += f", about {self._seconds_left(step) / 60:,.0f} min left"
+        if not end:
+            end = f" at {_now()}"
+            if self._last_seconds and step < self._total_steps:
+                end += f", about {self._seconds_left(step) / 60:,.0f} min left"
+        status += end
         if self.progress.evaluations:
             latest = self.progress.evaluations[-1]
             figures = [
@@ -381,3 +407,7 @@ class Journal:
             ]
             status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
         self._report.write(status, self.progress)
+
+
+def _now() -> str:
+    return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")

@@ -162,7 +162,7 @@ def open_mlflow(
         tags = {tag: "true" for tag in _parse_tags(options.tags)}
         run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
         id_file.write_text(run_id)
-        for option, value in _flatten(config_dict):
+        for option, value in flatten_options(config_dict):
             client.log_param(run_id, option, str(value)[:_MAX_PARAMETER])
 
     def write(step: int, metrics: dict[str, float]) -> None:
@@ -185,12 +185,12 @@ def _parse_tags(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _flatten(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten_options(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return dotted names and values."""
     flat = []
     for name, value in options.items():
         if isinstance(value, dict):
-            flat += _flatten(value, f"{prefix}{name}.")
+            flat += flatten_options(value, f"{prefix}{name}.")
         else:
             flat.append((prefix + name, value))
     return flat

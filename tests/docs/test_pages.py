@@ -10,7 +10,7 @@ import doc_pages
 import pytest
 
 import museum
-from jax_ppo import check, plan, prepare
+from jax_ppo import check, plan, prepare, report
 from jax_ppo.config import command_line, schema
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
@@ -158,6 +158,8 @@ def check_module(name: str, arguments: list[str]) -> None:
         plan.read_plan_arguments([name, *arguments])
     elif name == "prepare":
         prepare.read_prepare_arguments([name, *arguments])
+    elif name == "report":
+        report.read_report_arguments([name, *arguments])
     elif name == "check":
         check.read_check_arguments([name, *arguments])
     elif name in RUNNABLE and "--help" not in arguments:

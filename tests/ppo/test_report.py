@@ -1,6 +1,8 @@
 """What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
 
+import contextlib
 import json
+import signal
 import sys
 import time
 import types
@@ -90,6 +92,19 @@ def test_a_collapse_is_said_once_and_counted_also_after_a_resume(
     assert text.endswith("(7 times, last in step 5)")
 
 
+@pytest.mark.parametrize("end", ["complete", "ValueError: bad luck", "stopped by SIGTERM"])
+def test_the_report_says_when_and_why_a_run_ended(end, tmp_path, monkeypatch):
+    if "SIGTERM" in end:
+        monkeypatch.setattr(journal.signals, "received_signal", lambda: signal.SIGTERM)
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=9)
+    with contextlib.suppress(ValueError):
+        with report.Reporter(run, tmp_path, Progress(step=3), Compilations()):
+            if "ValueError" in end:
+                raise ValueError("bad luck")
+    status = json.loads((tmp_path / "report.json").read_text())["status"]
+    assert status.startswith("3 of 9 steps, ended 2") and status.endswith(f": {end}")
+
+
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
     skipped = {"critic/skipped": 1.0}
     report_steps(
@@ -153,9 +168,13 @@ def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch
     assert written == [3, 6]
     monkeypatch.undo()
     reported = []
-    monkeypatch.setattr(report.Reporter, "_write_report", lambda self, step: reported.append(step))
+    monkeypatch.setattr(
+        report.Reporter,
+        "_write_report",
+        lambda self, step, end="": reported.append((step, bool(end))),
+    )
     report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
-    assert reported[:2] == [3, 6]
+    assert reported == [(3, False), (6, False), (7, True)]
 
 
 # The pause after a drawing is longer than any machine takes for the steps, or shorter.

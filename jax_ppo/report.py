@@ -1,0 +1,65 @@
+"""Compare runs: `python -m jax_ppo.report RUN RUN ... [--out=FILE]`.
+
+Writes a page with the curves of several runs in the same plots, their warnings, the options in
+which they differ and their responses. It reads what the runs have written, also while they run.
+"""
+
+import sys
+from pathlib import Path
+
+from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.storage.paths import expand_local_path
+
+USAGE = """\
+usage: python -m jax_ppo.report RUN [RUN ...] [--out=FILE]
+
+RUN    the work directory of a run
+--out  the page to write (comparison.html)
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`.
+
+    Raises:
+      SystemExit: with a one-line message on a user error.
+    """
+    print_any_text()
+    if len(arguments) < 2 or {"--help", "-h", "-help"} & set(arguments[1:]):
+        print(USAGE, end="")
+        return
+    from jax_ppo.reporting import html_report
+
+    try:
+        runs, out = read_report_arguments(arguments)
+        html_report.write_comparison(runs, out)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"report: {out}")
+
+
+def read_report_arguments(arguments: list[str]) -> tuple[list[Path], Path]:
+    """Return the work directories and the file to write.
+
+    Args:
+      arguments: `sys.argv`.
+
+    Raises:
+      UserError: an argument is no option, or no run is named.
+    """
+    out = "comparison.html"
+    runs = []
+    for word in arguments[1:]:
+        if word.startswith("--out="):
+            out = word.removeprefix("--out=")
+        elif word.startswith("-"):
+            raise UserError(f"{word}: no such option; expected RUN or --out=FILE")
+        else:
+            runs.append(expand_local_path(word, "report: RUN"))
+    if not runs:
+        raise UserError("report: name the work directory of at least one run")
+    return runs, expand_local_path(out, "--out")
+
+
+if __name__ == "__main__":
+    main(sys.argv)
