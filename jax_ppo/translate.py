@@ -1,16 +1,17 @@
 """Translate: `python -m jax_ppo.translate verl 'python3 -m verl.trainer.main_ppo ...'`.
 
 Prints the jax_ppo.train command that corresponds to a command of verl, TRL (`trl`) or OpenRLHF
-(`openrlhf`), and the settings without a counterpart. Without a second argument the command is read
-from the standard input.
+(`openrlhf`), and the settings without a counterpart, also for their SFT and reward models. A shell
+script may be named instead. Without a second argument the command is read from the standard input.
 """
 
+import shlex
 import sys
 
 from jax_ppo.config import translation
 from jax_ppo.errors import UserError, print_any_text
 
-USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND']   (or COMMAND as input)"
+USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIPT.sh | < COMMAND]"
 
 
 def main(arguments: list[str]) -> None:
@@ -21,16 +22,18 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     framework, *rest = words
-    text = " ".join(rest) if rest else sys.stdin.read()
+    text = rest[0] if len(rest) == 1 else shlex.join(rest) if rest else sys.stdin.read()
     try:
         translated = translation.translate(framework, text)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(translated.command(translation.BASE_CONFIGS[framework]))
-    if translated.notes:
-        print("\nTo look at:")
-        for note in translated.notes:
-            print(f"- {note}")
+    print(translated.command())
+    for title, lines in (
+        ("To look at", translated.notes),
+        ("Not in the command", translated.remarks),
+    ):
+        if lines:
+            print(f"\n{title}:", *lines, sep="\n- ")
 
 
 if __name__ == "__main__":

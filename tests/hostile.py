@@ -230,8 +230,8 @@ SHELL_TEXTS = (
 def peer_options(r: random.Random, folder: Path) -> None:
     """Options of other frameworks, given to our command or in a command to translate."""
     from jax_ppo.config.peer_options import FRAMEWORKS
+    from jax_ppo.config.peer_commands import PEERS
     from jax_ppo.config.schema import all_options
-    from jax_ppo.config.translation import BASE_CONFIGS
 
     framework = r.choice(list(FRAMEWORKS))
     answers = {name: x for name, x in FRAMEWORKS[framework].items() if not name.endswith("*")}
@@ -241,7 +241,7 @@ def peer_options(r: random.Random, folder: Path) -> None:
     if r.random() < 0.3:
         # No option of any framework has these letters.
         name, answer = f"{name[:1]}qq{name[1:]}", ""
-    if framework.lower() in BASE_CONFIGS and r.random() < 0.7:
+    if framework.lower() in PEERS and r.random() < 0.7:
         translate_peer_option(r, framework.lower(), name, value, answer, folder)
     elif name not in {option.name for option in all_options()}:
         refuse_peer_option(r, name, value, answer)
@@ -267,15 +267,16 @@ def translate_peer_option(
 ) -> None:
     """Expect the value in our option, or a note, and a command that a shell passes on unchanged."""
     from jax_ppo.config.command_line import read_command_line
+    from jax_ppo.config.peer_commands import EXAMPLES
     from jax_ppo.config.schema import all_options
-    from jax_ppo.config.translation import BASE_CONFIGS, translate
+    from jax_ppo.config.translation import translate
     from jax_ppo.errors import UserError
 
     written = name.replace("_", "-") if r.random() < 0.2 else name
     flag = f"{written}=" if framework == "verl" else f"--{written}{r.choice((' ', '='))}"
     if value.startswith("--"):
         flag = f"{flag[:-1]}="
-    program = "python3 -m main"
+    program = re.sub(r"(\.py|_ppo|_ray) .*", r"\1", EXAMPLES[framework])
     translated = translate(framework, f"{program} {flag}{shlex.quote(value)}")
     unset = translate(framework, program).options
     for note in translated.notes:
@@ -306,13 +307,13 @@ def translate_peer_option(
         if not is_same:
             raise Wrong(f"{name}={value!r:.100} became {option.name}={ours!r:.100}")
     # A shell without variables passes our options on, and runs nothing else.
-    base = BASE_CONFIGS[framework]
-    script = translated.command(base).replace("python -m jax_ppo.train", "printf '%s\\0'", 1)
+    base = translated.program.base
+    script = translated.command().replace("python -m jax_ppo.train", "printf '%s\\0'", 1)
     shell = ["/bin/sh", "-c", script.encode(errors="surrogatepass")]
     output = subprocess.run(shell, cwd=folder, env={}, capture_output=True, check=True).stdout
     arguments = output.decode(errors="surrogatepass").split("\0")[:-1]
     expected_arguments = [f"--config={base}"]
-    for ours, text in translated.options.items():
+    for ours, text in {**translated.options, **translated.defaults}.items():
         text = re.sub(r"\$(\w+|\{\w+\})", "", text)
         expected_arguments.append(f"--config.{ours}={text}")
     if arguments != expected_arguments or list(folder.iterdir()):

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from jax_ppo.config import command_line
-from jax_ppo.config.translation import BASE_CONFIGS, translate
+from jax_ppo.config.translation import translate
 
 MEGATRON = """python3 -m verl.trainer.main_ppo --config-path=./config
     --config-name='ppo_megatron_trainer' algorithm.adv_estimator=gae
@@ -117,7 +117,7 @@ def test_every_option_is_translated_or_has_a_reason_and_the_command_is_accepted(
     # What is refused would be a note about an option of ours.
     expected = 1 if framework == "trl" else 0
     assert sum(note.startswith("config.") for note in translated.notes) == expected
-    words = shlex.split(translated.command(BASE_CONFIGS[framework]).replace("\\\n", ""))
+    words = shlex.split(translated.command().replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
     assert config.model.path in ("m", "tuned")
 

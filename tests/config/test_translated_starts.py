@@ -9,7 +9,7 @@ import test_translated_examples as examples
 
 from jax_ppo import train
 from jax_ppo.config import command_line
-from jax_ppo.config.translation import BASE_CONFIGS, translate
+from jax_ppo.config.translation import translate
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -84,7 +84,7 @@ def test_a_translated_command_trains(name, inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     framework, text = COMMANDS[name]
     translated = translate(framework, text)
-    words = shlex.split(translated.command(BASE_CONFIGS[framework]).replace("\\\n", ""))
+    words = shlex.split(translated.command().replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
     has_judge = bool(config.reward.model_path)
     small = SIZES | {

@@ -1,5 +1,6 @@
 """Commands of verl's, TRL's and OpenRLHF's documentation become commands that start here."""
 
+import random
 import re
 import shlex
 
@@ -7,7 +8,9 @@ import pytest
 
 from jax_ppo import translate as translate_command
 from jax_ppo.config import command_line
-from jax_ppo.config.translation import BASE_CONFIGS, translate
+from jax_ppo.config.loading import parse_option
+from jax_ppo.config.peer_commands import PEERS, answer_of, is_known
+from jax_ppo.config.translation import translate
 from jax_ppo.errors import UserError
 
 # The example of verl's quick start, with what its other examples add.
@@ -52,6 +55,202 @@ TRL = """accelerate launch ppo_tldr.py --dataset_name trl-lib/tldr --output_dir 
 OPENRLHF = """python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/a
    --rollout.n_samples_per_prompt 2 --train.max_epochs 1 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6
    --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.zero_stage 3 --ds.packing_samples"""
+
+
+PROGRAMS = {
+    "verl": "python3 -m verl.trainer.main_ppo",
+    "trl": "accelerate launch ppo_tldr.py",
+    "openrlhf": "python3 -m openrlhf.cli.train_ppo_ray",
+}
+WORDS = ("python", "ppo", "learning rate", "=", "a=1", "A.b=2", "--", "$@", "|", "lr", "#", "-x")
+NO_COMMANDS = (
+    *(
+        "",
+        " ",
+        "\n",
+        "PPOConfig(learning_rate=1e-6, batch_size=8)",
+        "import trl",
+        "ppo_trainer.yaml",
+    ),
+    *(
+        "no_such_script.sh",
+        "bash no_such_script.sh",
+        "python3 my_own.py",
+        "x" * 5000,
+        "config: {a: 1}",
+    ),
+    *("trainer = PPOTrainer(args=PPOConfig(output_dir='x'))", "./run.py", "train.py --my_flag 1"),
+)
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_text_without_a_program_and_an_option_is_refused(framework):
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(WORDS, k=generator.randrange(1, 6))) for _ in range(200)]
+    for text in (*NO_COMMANDS, *texts):
+        with pytest.raises(UserError) as caught:
+            translate(framework, text)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_another_frameworks_command_and_another_method_are_refused(framework):
+    for other in {*PROGRAMS} - {framework, "trl"}:
+        with pytest.raises(UserError, match=f"python -m jax_ppo.translate {other}"):
+            translate(framework, PROGRAMS[other])
+    method = {"verl": "-m verl.trainer.main_eval", "trl": "dpo.py --beta 0.1"}
+    with pytest.raises(UserError, match="nothing here does the same"):
+        translate(framework, f"python {method.get(framework, '-m openrlhf.cli.train_dpo')}")
+
+
+@pytest.mark.parametrize("value", ["7", "text", "a/b"])
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework, value):
+    """In one command of all: each is in the result or in a note, and no name is unknown."""
+    peer = PEERS[framework]
+    data = {name for group in peer.DATA for part in group[1:] for name in part}
+    for program in (x for x in peer.PROGRAMS if x.base):
+        tables = {**peer.OPTIONS, **program.options}
+        names = {name.replace("*", "x") for name in tables} - data
+        flags = [f"{'' if framework == 'verl' else '--'}{name}={value}" for name in names]
+        start = "python -m " + re.split(r"[|(]", program.names)[0]
+        translated = translate(framework, f"{start} {' '.join(flags)}")
+        notes = "\n".join(translated.notes)
+        assert "there is no such option" not in notes
+        for name in names:
+            answer = answer_of(program, framework, name)
+            # `sft` and `reward_model` have the actor's options under other names.
+            targets = {
+                ours
+                for target in re.findall(r"config\.([\w.]*\w)", answer)
+                for ours in (target, re.sub(r"^\w+\.(ppo_)?", "supervised.", target))
+            }
+            is_noted = any(f"{noted}=" in notes for noted in {name, *targets})
+            assert is_noted or targets & translated.options.keys(), name
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "start"),
+    [
+        ("verl", PROGRAMS["verl"], "train --config=gsm8k"),
+        ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer", "sft --config=hh_rlhf_sft"),
+        ("trl", "python examples/scripts/ppo/ppo.py", "train --config=hh_rlhf"),
+        ("trl", "trl grpo --beta 0.1", "train --config=gsm8k_grpo"),
+        ("trl", "python my_rloo.py --beta 0.1", "train --config=gsm8k_grpo"),
+        ("trl", "trl sft", "sft --config=hh_rlhf_sft"),
+        ("trl", "accelerate launch reward_modeling.py", "reward_model --config=hh_rlhf_reward"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_sft", "sft --config=hh_rlhf_sft"),
+        ("openrlhf", "-m openrlhf.cli.train_rm", "reward_model --config=hh_rlhf_reward"),
+    ],
+)
+def test_a_command_becomes_one_of_the_same_task(framework, text, start):
+    lr = "optim.lr=3e-4" if "sft" in start else "actor_rollout_ref.actor.optim.lr=3e-4"
+    flag = {"verl": lr, "trl": "--learning_rate 3e-4"}.get(framework, "--adam.lr 3e-4")
+    translated = translate(framework, f"{text} {flag}")
+    assert translated.command().startswith(f"python -m jax_ppo.{start} ")
+    name = "actor" if start.startswith("train") else "supervised"
+    assert translated.options[f"{name}.optim.lr"] == "3e-4"
+    words = shlex.split(translated.command().replace("\\\n", ""))
+    command_line.read_command_line([start, *words[3:]], start.split()[0])
+
+
+def test_a_script_of_a_user_is_said_to_be_unseen():
+    notes = translate("trl", "python train_ppo.py --learning_rate 1e-6").notes
+    assert notes[0] == (
+        "train_ppo.py: its contents are not seen; its options were read as those of ppo"
+    )
+    assert not [note for note in translate("trl", "python ppo.py").notes if "not seen" in note]
+
+
+def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "#!/bin/bash\nset -x\nexport LR=3e-7\nSIZE=${SIZE:-64}  # a comment\nHOST=$(hostname)\n"
+        "DATA=(\n    data.train_files=$HOME/a.parquet\n    data.train_batch_size=$SIZE\n)\n"
+        "python3 -m verl.trainer.main_ppo \\\n    actor_rollout_ref.actor.optim.lr=${LR} \\\n"
+        '    trainer.experiment_name=$HOST "${DATA[@]}" $@\n'
+        "python3 eval.py data.train_batch_size=1\n"
+    )
+    for text in (str(script), f"bash {script}"):
+        translated = translate("verl", text)
+        assert translated.options == {
+            "data.train_files": "$HOME/a.parquet",
+            "data.train_batch_size": "${SIZE:-64}",
+            "actor.optim.lr": "3e-7",
+            "experiment_name": "$HOST",
+            "data.val_files": "",
+        }
+        assert "$@: what the shell puts in its place is not seen" in translated.notes
+        assert not [note for note in translated.notes if "DATA[@]" in note]
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_every_default_is_carried_or_listed(framework):
+    """A program's default is the base's value, an option of the command, or a remark."""
+    for program in (x for x in PEERS[framework].PROGRAMS if x.base):
+        for name, value in program.defaults.items():
+            assert is_known(program, framework, name), name
+            targets = re.findall(
+                r"config\.([\w.]*\w)", answer_of(program, framework, name) or f"config.{name}"
+            )
+            assert targets, f"{name}={value} is neither translated nor answered"
+        assert all(parse_option(name, value) is not None for name, value in program.always.items())
+
+
+def test_trls_defaults_reach_the_configuration():
+    command = "python ppo.py --dataset_name a/b --reward_model_path judge --sft_model_path m"
+    words = shlex.split(translate("trl", command).command().replace("\\\n", ""))
+    config, _ = command_line.read_command_line(["train", *words[3:]])
+    assert config.data.train_files == "hf:a/b:train" and config.data.val_files == ""
+    assert config.critic.path == config.reward.model_path == "judge" and config.critic.keep_head
+    assert (config.actor.ppo_epochs, config.rollout.temperature) == (4, 0.7)
+    assert (config.critic.value_loss_coef, config.critic.cliprange_value) == (0.1, 0.2)
+    assert (config.actor.optim.lr, config.actor.optim.lr_schedule) == (3e-6, "linear")
+    assert (config.data.train_batch_size, config.data.max_response_length) == (8, 53)
+    assert (config.actor.clip_ratio_c, config.reward.normalize) == (0, "none")
+    assert (config.reward.missing_eos_penalty, config.trainer.total_epochs) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "files"),
+    [
+        ("trl", "--dataset_name a/b --dataset_config main", ("hf:a/b/main:train", "")),
+        ("trl", "--dataset_name a/b --eval_strategy steps", ("hf:a/b:train", "hf:a/b:test")),
+        ("trl", "--dataset_name a/b --dataset_train_split x", ("hf:a/b:x", "")),
+        ("openrlhf", "--prompt_data ./x.jsonl --eval_dataset c/d", ("./x.jsonl", "hf:c/d:train")),
+        (
+            "openrlhf",
+            "--data.prompt_dataset a/b,c.parquet --data.prompt_probs 0.3,0.7",
+            ("hf:a/b:train*0.3,c.parquet*0.7", ""),
+        ),
+    ],
+)
+def test_names_of_data_sets_become_addresses_on_the_hub(framework, words, files):
+    options = translate(framework, f"{PROGRAMS[framework]} {words}").options
+    assert (options["data.train_files"], options["data.val_files"]) == files
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("actor.optim.warmup_steps=5", "--config.actor.optim.lr_warmup_steps=5"),
+        (
+            "actor.fsdp_config.gradient_checkpointing=False",
+            "--config.model.gradient_checkpointing=",
+        ),
+        ("trainer.node_rank=0", "trainer.node_rank=0: the launcher starts the processes"),
+        ("master_addr=x", "master_addr=x: the launcher starts the processes"),
+        ("actor.megatron_config.a.b=1", "actor.megatron_config.a.b=1: Megatron is not used"),
+        ("critic.model.fsdp_config.param_offload=True", "--config.critic.param_offload=true"),
+    ],
+)
+def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
+    translate_command.main(["translate", "verl", f"{PROGRAMS['verl']} {name}"])
+    assert answer in capsys.readouterr().out
+
+
+def test_a_weight_of_zero_turns_its_loss_off():
+    assert translate("trl", "trl grpo --beta 0.0").options["actor.use_kl_loss"] == "False"
 
 
 def test_verls_replay_of_routing():
@@ -128,7 +327,7 @@ def test_commands_of_trl_and_openrlhf():
 
 @pytest.mark.parametrize(("framework", "text"), [("verl", VERL), ("openrlhf", OPENRLHF)])
 def test_what_is_printed_is_read_by_our_command(framework, text):
-    command = translate(framework, text).command(BASE_CONFIGS[framework])
+    command = translate(framework, text).command()
     assert re.search(r" \\\n    --config\.", command)
     words = shlex.split(command.replace("$HOME", "/root").replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
@@ -136,13 +335,22 @@ def test_what_is_printed_is_read_by_our_command(framework, text):
 
 
 def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
-    translate_command.main(["translate", "verl", "data.train_batch_size=8 trainer.nnodes=2"])
+    translate_command.main(["translate", "verl", "data.train_batch_size=8", "trainer.nnodes=2"])
     assert capsys.readouterr().out == (
-        "python -m jax_ppo.train --config=gsm8k \\\n    --config.data.train_batch_size=8\n\n"
+        "python -m jax_ppo.train --config=gsm8k \\\n    --config.data.train_batch_size=8 \\\n"
+        "    --config.data.filter_overlong_prompts=false \\\n"
+        "    --config.actor.ppo_mini_batch_size=256 \\\n"
+        "    --config.trainer.total_epochs=30 \\\n    --config.trainer.save_freq=0 \\\n"
+        "    --config.trainer.test_freq=0\n\n"
         "To look at:\n"
         "- trainer.nnodes=2: the launcher starts the processes: see docs/launching.md\n"
-        "- config.actor.ppo_mini_batch_size=64: must divide config.data.train_batch_size=8; "
-        "the nearest divisor is 8\n"
+        "- config.actor.ppo_mini_batch_size=256: must divide config.data.train_batch_size=8; "
+        "the nearest divisor is 8\n\n"
+        "Not in the command:\n"
+        "- the last 5 options, from config.data.filter_overlong_prompts on: defaults of verl, "
+        "unlike those of gsm8k\n"
+        "- config.model.path=Qwen/Qwen2.5-0.5B-Instruct, config.data.train_files="
+        "hf:openai/gsm8k/main/train-00000-of-00001.parquet: set by gsm8k, not by the command\n"
     )
 
 
@@ -167,27 +375,36 @@ def test_what_is_no_command_is_one_line(framework, text, message):
 def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
     """Regression: a value with a dollar sign was put into double quotes as it is."""
     translated = translate("verl", f"trainer.experiment_name={shlex.quote(value)}")
-    assert translated.command("gsm8k").endswith(f"--config.experiment_name={quoted}")
+    assert f"--config.experiment_name={quoted} \\\n" in translated.command()
     assert "config.experiment_name: a " in translated.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("framework", "command", "note"),
+    ("framework", "words", "note"),
     [
-        ("verl", "python3 -m main tr\\ ainer.x=1 ", "tr ainer.x=1: there is no such option"),
-        ("verl", "A=1 python3 -m main hybrid_engin=1", "hybrid_engin=1: there is no such option"),
+        ("verl", "tr\\ ainer.x=1 ", "tr ainer.x=1: there is no such option"),
+        ("verl", "hybrid_engin=1", "hybrid_engin=1: there is no such option"),
+        ("verl", "hybrid_engine", "hybrid_engine: not an option, and not read"),
+        ("verl", '"$@"', "$@: what the shell puts in its place is not seen"),
         ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
         ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
+        ("trl", "--config ppo.yaml", "config=ppo.yaml: the options in the file are not seen"),
+        ("trl", "ppo.yaml", "ppo.yaml: not an option, and not read"),
         ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: managers are verl's"),
+        ("verl", "actor.optim.warmup_steps=x", "config.actor.optim.lr_warmup_steps='x': expected"),
         ("trl", "--run_name '\x1b[2J'", "config.experiment_name='\\x1b[2J': expected printable"),
         ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
+        ("verl", "custom_reward_function.name=f", "custom_reward_function.name=f: without"),
+        ("openrlhf", "--prompt_data imdb", "prompt_data=imdb: files in config.data.train_files"),
+        ("trl", "--max_steps none 2>&1 | tee x=1", "max_steps=none: config.trainer.total_training"),
     ],
 )
-def test_nothing_is_lost_without_a_note(framework, command, note):
-    translated = translate(framework, command)
-    assert [text for text in translated.notes if text.startswith(note)], translated.notes
-    unset = translate(framework, "").options
-    assert translated.options == unset and len(translated.notes) == 1
+def test_nothing_is_lost_without_a_note(framework, words, note):
+    translated = translate(framework, f"{PROGRAMS[framework]} {words}")
+    unset = translate(framework, PROGRAMS[framework])
+    new = [text for text in translated.notes if text not in unset.notes]
+    assert len(new) == 1 and new[0].startswith(note), translated.notes
+    assert translated.options == unset.options
 
 
 def test_numbers_of_thousands_of_digits_and_commas_in_texts_are_kept():

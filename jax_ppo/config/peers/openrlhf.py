@@ -1,6 +1,7 @@
 """Options of OpenRLHF."""
 
 from jax_ppo.config.peers import answers
+from jax_ppo.config.peers.programs import DataOptions, Program
 
 OPTIONS = {
     "max_len": answers.LENGTHS,
@@ -278,4 +279,127 @@ OPTIONS = {
     "vllm.tensor_parallel_size": "config.rollout.mesh.model",
     "vllm.enable_sleep": answers.NO_SERVER,
     "vllm.enable_prefix_caching": "the samples of a prompt share its prefill",
+    "algo.advantage.is_correction_type": "config.algorithm.rollout_is is token or sequence",
+    "train.partial_rollout_enable": "config.rollout.one_step_off is one batch ahead",
+    "data.image_key": answers.TEXT_ONLY,
+    "data.max_images_per_prompt": answers.TEXT_ONLY,
+    "actor.freeze_visual_encoder": answers.TEXT_ONLY,
+    "critic.adam.betas": "config.critic.optim.beta1 and config.critic.optim.beta2",
+    "critic.adam.weight_decay": "config.critic.optim.weight_decay",
+    "critic.lr_scheduler": "config.critic.optim.lr_schedule",
+    "critic.min_lr_ratio": "config.critic.optim.min_lr_ratio",
+    "critic.lr_warmup_ratio": "config.critic.optim.lr_warmup_steps, in steps",
+    "critic.max_norm": "config.critic.grad_clip",
+    "data.dataset": answers.FILES,
+    "data.dataset_probs": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
+    "data.dataset_split": answers.FILES,
+    "dataset_split": answers.FILES,
+    "data.multiturn": "chats are read as they are: config.data.prompt_key",
+    "data.output_key": "config.supervised.response_key",
+    "output_key": "config.supervised.response_key",
+    "data.prompt_key": "config.data.prompt_key",
+    "prompt_key": "config.data.prompt_key",
+    "data.chosen_key": answers.PREFERENCES,
+    "data.rejected_key": answers.PREFERENCES,
+    "chosen_key": answers.PREFERENCES,
+    "rejected_key": answers.PREFERENCES,
+    "model.model_name_or_path": "config.model.path",
+    "model.gradient_checkpointing_enable": "config.model.gradient_checkpointing",
+    "model.aux_loss_coef": "config.actor.router_aux_loss_coef",
+    "model.margin_loss_enable": "pairs have no margin",
+    "model.loss_type": "pairs are compared by the logistic loss",
+    "optim": answers.ADAMW,
+    "adam.lr": answers.LR,
+    "learning_rate": answers.LR,
+    "adam.betas": answers.BETAS,
+    "adam.weight_decay": "config.actor.optim.weight_decay",
+    "min_lr_ratio": "config.actor.optim.min_lr_ratio",
+    "master_addr": answers.LAUNCHER,
+    "local_rank": answers.LAUNCHER,
 }
+_SUPERVISED_OPTIONS = {
+    "train.batch_size": "config.data.train_batch_size",
+    "train_batch_size": "config.data.train_batch_size",
+    "train.max_epochs": "config.trainer.total_epochs",
+    "max_epochs": "config.trainer.total_epochs",
+    # The template of a whole transcript, in two forms that differ from ours.
+    "data.input_template": "config.data.prompt_template, a text with {prompt}",
+}
+_SCHEDULED = {"lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": "0.1"}
+_SUPERVISED = _SCHEDULED | {
+    "train.batch_size": "128",
+    "adam.betas": "0.9,0.95",
+    "adam.weight_decay": "0.0",
+    "lr_warmup_ratio": "0.03",
+    "ckpt.save_steps": "-1",
+    "eval.steps": "-1",
+    "train.seed": "42",
+}
+_ACTOR_AND_CRITIC = {
+    f"{role}.{name}": value
+    for role in ("actor", "critic")
+    for name, value in {
+        **_SCHEDULED,
+        "lr_warmup_ratio": "0.03",
+        "adam.betas": "0.9,0.95",
+        "adam.weight_decay": "0.0",
+    }.items()
+}
+PROGRAMS = (
+    Program(
+        "train_ppo_ray|ppo",
+        "hh_rlhf",
+        # The name of an optimizer; elsewhere they are sections of options.
+        options={"actor.optim": answers.ADAMW, "critic.optim": answers.ADAMW},
+        defaults={
+            **_ACTOR_AND_CRITIC,
+            "actor.adam.lr": "1e-6",
+            "critic.adam.lr": "9e-6",
+            "rollout.batch_size": "1024",
+            "train.batch_size": "128",
+            "train.max_epochs": "1",
+            "train.num_episodes": "1",
+            "data.max_len": "2048",
+            "critic.value_clip": "0.5",
+            "algo.advantage.lambd": "1",
+            "algo.kl.init_coef": "0.01",
+            "algo.kl.estimator": "k1",
+            "ckpt.save_steps": "-1",
+            "eval.steps": "-1",
+            "train.seed": "42",
+            "data.apply_chat_template": "False",
+        },
+        always={
+            "actor.clip_ratio_c": "0",
+            "reward.normalize": "none",
+            "reward.missing_eos_penalty": "0",
+            "reward.clip": "10",
+        },
+    ),
+    Program(
+        "train_sft|sft",
+        "hh_rlhf_sft",
+        "sft",
+        options=_SUPERVISED_OPTIONS,
+        defaults=_SUPERVISED | {"adam.lr": "5e-6", "train.max_epochs": "2", "data.max_len": "2048"},
+        always={"supervised.optim.lr_warmup_steps": "0"},
+    ),
+    Program(
+        "train_rm|rm",
+        "hh_rlhf_reward",
+        "reward_model",
+        options=_SUPERVISED_OPTIONS,
+        defaults=_SUPERVISED | {"adam.lr": "9e-6", "train.max_epochs": "1", "data.max_len": "512"},
+        always={"supervised.optim.lr_warmup_steps": "0", "supervised.center_coef": "0"},
+    ),
+    Program("(train_)?(dpo|kto|kd|prm)|serve_rm|lora_combiner|batch_inference|interactive_chat"),
+)
+DATA = (
+    DataOptions(
+        "data.train_files",
+        ("data.prompt_dataset", "prompt_data", "data.dataset", "dataset"),
+        ("data.prompt_split", "prompt_split", "data.dataset_split", "dataset_split"),
+        weights=("data.prompt_probs", "prompt_data_probs", "data.dataset_probs", "dataset_probs"),
+    ),
+    DataOptions("data.val_files", ("eval.dataset", "eval_dataset"), ("eval.split", "eval_split")),
+)

@@ -1,6 +1,9 @@
 """Options of TRL."""
 
+import dataclasses
+
 from jax_ppo.config.peers import answers
+from jax_ppo.config.peers.programs import DataOptions, Program
 
 OPTIONS = {
     "auto_find_batch_size": "micro-batches are automatic",
@@ -72,7 +75,10 @@ OPTIONS = {
     "save_steps": "config.trainer.save_freq",
     "save_total_limit": "config.trainer.max_checkpoints",
     "eval_steps": "config.trainer.test_freq",
-    "eval_strategy": "config.trainer.test_freq",
+    "eval_strategy": "config.trainer.test_freq is how often",
+    "save_strategy": "config.trainer.save_freq is how often",
+    "logging_first_step": "every step is logged",
+    "logging_strategy": "every step is logged",
     "logging_steps": "every step is logged",
     "report_to": "config.trainer.logger",
     "run_name": "config.experiment_name",
@@ -95,7 +101,7 @@ OPTIONS = {
     "num_generations_eval": "config.rollout.val_kwargs.n",
     "beta": answers.KL_LOSS,
     "num_iterations": "config.actor.ppo_epochs",
-    "epsilon": "config.actor.clip_ratio_low",
+    "epsilon": "config.actor.clip_ratio",
     "epsilon_high": "config.actor.clip_ratio_high",
     "delta": "config.actor.clip_ratio_c",
     "loss_type": "config.actor.loss_agg_mode",
@@ -118,4 +124,124 @@ OPTIONS = {
     "ds3_gather_for_generation": "config.rollout.mesh.* is the layout for decoding",
     "exp_name": "config.experiment_name",
     "world_size": answers.LAUNCHER,
+    "config": answers.PARSED_FILE,
+    "reward_funcs": "config.reward.function=FILE.py:NAME or config.reward.terms",
+    "reward_model_name_or_path": "config.reward.model_path",
+    "dataset_config": answers.FILES,
+    "dataset_num_proc": "prompts are tokenized once",
+    "dataset_streaming": answers.FILES,
+    "dataset_text_field": "config.data.prompt_key",
+    "max_seq_length": answers.LENGTHS,
+    "packing": "config.packing.enabled",
+    "packing_strategy": answers.PACKED,
+    "padding_free": answers.PACKED,
+    "eos_token": "always the end tokens of model and tokenizer",
+    "pad_token": "rows are packed without pad tokens",
+    "optim": answers.ADAMW,
+    "deepspeed": "config.mesh.fsdp splits parameters",
+    "fsdp": "config.mesh.fsdp splits parameters",
+    "remove_unused_columns": "rows are read in the forms of docs/data-and-rewards.md",
+    "no_remove_unused_columns": "rows are read in the forms of docs/data-and-rewards.md",
+    "load_in_8bit": "weights are not quantized in training; config.model.lora.rank saves memory",
+    "center_rewards_coefficient": "config.supervised.center_coef",
+    "completion_only_loss": "sft trains the responses alone",
+    "assistant_only_loss": "sft trains the responses alone",
+    "model_revision": "OWNER/NAME@REVISION in config.model.path",
 }
+
+# Defaults of transformers' TrainingArguments, which every trainer of TRL inherits.
+_TRAINING = {
+    "per_device_train_batch_size": "8",
+    "gradient_accumulation_steps": "1",
+    "num_train_epochs": "3",
+    "lr_scheduler_type": "linear",
+    "weight_decay": "0.0",
+    "save_steps": "500",
+    "seed": "42",
+}
+_PPO = Program(
+    "ppo",
+    "hh_rlhf",
+    defaults=_TRAINING
+    | {
+        "learning_rate": "3e-6",
+        "num_mini_batches": "1",
+        "num_ppo_epochs": "4",
+        "response_length": "53",
+        "temperature": "0.7",
+        "missing_eos_penalty": "0",
+        "whiten_rewards": "False",
+        "kl_coef": "0.05",
+        "kl_estimator": "k1",
+        "cliprange": "0.2",
+        "cliprange_value": "0.2",
+        "vf_coef": "0.1",
+        "gamma": "1.0",
+        "lam": "0.95",
+    },
+    # The value model is the reward model with its head; the loss has no dual clip.
+    always={
+        "critic.keep_head": "true",
+        "actor.clip_ratio_c": "0",
+        "reward.normalize": "none",
+    },
+)
+_SAMPLES = _TRAINING | {
+    "learning_rate": "1e-6",
+    "max_completion_length": "512",
+    "temperature": "1.0",
+    "num_iterations": "1",
+    "epsilon": "0.2",
+}
+_GRPO = Program(
+    r"grpo(_\w+)?",
+    "gsm8k_grpo",
+    defaults={**_SAMPLES, "num_generations": "8", "loss_type": "dapo", "scale_rewards": "group"},
+    always={"actor.use_kl_loss": "false", "actor.clip_ratio_c": "0"},
+)
+PROGRAMS = (
+    _PPO,
+    dataclasses.replace(_PPO, names="ppo_tldr"),
+    _GRPO,
+    dataclasses.replace(_GRPO, names="gspo", always={**_GRPO.always, "actor.policy_loss": "gspo"}),
+    dataclasses.replace(
+        _GRPO,
+        names=r"rloo(_\w+)?",
+        defaults={**_SAMPLES, "num_generations": "2", "beta": "0.05"},
+        always={"algorithm.adv_estimator": "rloo", "actor.clip_ratio_c": "0"},
+    ),
+    Program(
+        r"sft(_\w+)?",
+        "hh_rlhf_sft",
+        "sft",
+        defaults=_TRAINING | {"learning_rate": "2e-5", "max_length": "1024"},
+        always={"supervised.optim.lr_warmup_steps": "0"},
+    ),
+    Program(
+        "reward(_modeling)?",
+        "hh_rlhf_reward",
+        "reward_model",
+        defaults=_TRAINING | {"learning_rate": "1e-4", "max_length": "1024"},
+        always={"supervised.optim.lr_warmup_steps": "0", "supervised.center_coef": "0"},
+    ),
+    Program(
+        r"(online_)?dpo(_\w+)?|kto|orpo|cpo|bco|gkd|gold|prm|xpo|nash_md|tpo|ssd|sdft|sdpo|vllm_serve"
+    ),
+)
+DATA = (
+    DataOptions(
+        "data.train_files",
+        ("dataset_name",),
+        ("dataset_train_split",),
+        "train",
+        ("dataset_config",),
+    ),
+    DataOptions(
+        "data.val_files",
+        ("dataset_name",),
+        ("dataset_test_split",),
+        "test",
+        ("dataset_config",),
+        only_with=("dataset_test_split", "eval_strategy"),
+    ),
+)

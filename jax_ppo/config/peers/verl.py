@@ -1,6 +1,7 @@
 """Options of verl."""
 
 from jax_ppo.config.peers import answers
+from jax_ppo.config.peers.programs import Program
 
 OPTIONS = {
     "data.reward_fn_key": "always the column data_source",
@@ -32,6 +33,8 @@ OPTIONS = {
     "actor.shuffle": "mini-batches are always shuffled",
     "actor.optim.lr_scheduler_type": "config.actor.optim.lr_schedule",
     "actor.optim.warmup_style": "config.actor.optim.lr_schedule",
+    "actor.optim.warmup_steps": "config.actor.optim.lr_warmup_steps",
+    "critic.optim.warmup_steps": "config.critic.optim.lr_warmup_steps",
     "actor.optim.lr_warmup_steps_ratio": "config.actor.optim.lr_warmup_steps, in steps",
     "actor.optim.betas": answers.BETAS,
     "actor.optim.clip_grad": "config.actor.grad_clip",
@@ -56,6 +59,7 @@ OPTIONS = {
     "actor.fsdp_config.dtype": "config.model.dtype",
     "actor.fsdp_config.ulysses_sequence_parallel_size": "config.mesh.context",
     "actor.fsdp_config.qat.*": answers.NO_QUANTIZED_TRAINING,
+    "actor.fsdp_config.gradient_checkpointing": "config.model.gradient_checkpointing",
     "actor.fsdp_config.*": answers.NO_FSDP_ENGINE,
     "actor.qat.*": answers.NO_QUANTIZED_TRAINING,
     "actor.profiler.*": answers.PROFILER,
@@ -66,6 +70,13 @@ OPTIONS = {
     "critic.megatron.override_transformer_config.*": answers.MODEL_FOLDER,
     "critic.megatron.*": answers.NO_MEGATRON,
     "critic.fsdp.*": answers.NO_FSDP_ENGINE,
+    "critic.model.fsdp_config.param_offload": "config.critic.param_offload",
+    "critic.model.fsdp_config.optimizer_offload": "config.critic.optimizer_offload",
+    "critic.model.fsdp_config.*": answers.NO_FSDP_ENGINE,
+    "megatron_config.*": answers.NO_MEGATRON,
+    "actor.megatron_config.*": answers.NO_MEGATRON,
+    "critic.megatron_config.*": answers.NO_MEGATRON,
+    "ref.megatron_config.*": answers.NO_MEGATRON,
     "critic.profiler.*": answers.PROFILER,
     "critic.checkpoint.*": answers.WHOLE_CHECKPOINT,
     "critic.model.trust_remote_code": answers.NO_CODE,
@@ -209,6 +220,13 @@ OPTIONS = {
     "trainer.default_local_dir": answers.WORKDIR,
     "trainer.default_hdfs_dir": answers.WORKDIR,
     "trainer.nnodes": answers.LAUNCHER,
+    "trainer.node_rank": answers.LAUNCHER,
+    "trainer.master_addr": answers.LAUNCHER,
+    "trainer.master_port": answers.LAUNCHER,
+    "node_rank": answers.LAUNCHER,
+    "master_addr": answers.LAUNCHER,
+    "master_port": answers.LAUNCHER,
+    "nccl_timeout": answers.LAUNCHER,
     "trainer.n_gpus_per_node": answers.LAUNCHER,
     "trainer.device": "JAX uses the accelerator that it finds",
     "trainer.val_only": "python -m jax_ppo.evaluate",
@@ -217,6 +235,63 @@ OPTIONS = {
     "trainer.validation_data_dir": "rollouts/ in the work directory",
     "trainer.balance_batch": "rows are packed to equal lengths",
     "trainer.ray_wait_register_center_timeout": answers.ONE_PROGRAM,
+    "trainer.use_legacy_worker_impl": answers.ONE_PROGRAM,
+    "trainer.max_ckpt_to_keep": "config.trainer.max_checkpoints",
+    "trainer.resume_from_path": "config.trainer.resume; the newest checkpoint of --workdir",
+    "trainer.seed": "config.seed",
+    "trainer.checkpoint.*": answers.WHOLE_CHECKPOINT,
+    "model.use_fused_kernels": "the kernels are compiled by XLA",
+    "model.fused_kernel_options.*": "the kernels are compiled by XLA",
+    "model.enable_activation_offload": "config.model.gradient_checkpointing recomputes activations",
+    "model.override_config.*": answers.MODEL_FOLDER,
+    "model.mtp.*": answers.MODEL_FOLDER,
+    "model.torch_dtype": "config.model.dtype",
+    "model.lora.target_modules": "config.model.lora.targets",
+    "model.lora.dropout": answers.NO_DROPOUT,
+    "model.exclude_modules": "config.model.lora.targets names the projections with adapters",
+    "critic.model.override_config.*": answers.MODEL_FOLDER,
+    "critic.model.enable_activation_offload": (
+        "config.model.gradient_checkpointing recomputes activations"
+    ),
+    "critic.forward_max_token_len_per_gpu": answers.PACKED,
+    "actor.entropy_from_logits_with_chunking": "logits are never built for a whole batch",
+    "ref.entropy_from_logits_with_chunking": "logits are never built for a whole batch",
+    "ref.entropy_checkpointing": "logits are never built for a whole batch",
+    "ref.use_torch_compile": "everything is compiled",
+    "actor.freeze_vision_tower": answers.TEXT_ONLY,
+    "actor.optim.override_optimizer_config.*": answers.ADAMW,
+    "critic.optim.override_optimizer_config.*": answers.ADAMW,
+    "rollout.max_model_len": answers.LENGTHS,
+    "rollout.layered_summon": answers.NO_SERVER,
+    "rollout.disable_log_stats": answers.NO_SERVER,
+    "rollout.multi_stage_wake_up": answers.NO_SERVER,
+    "rollout.skip_tokenizer_init": answers.NO_SERVER,
+    "rollout.cudagraph_capture_sizes": "everything is compiled",
+    "rollout.expert_parallel_size": "config.mesh.expert, for all roles",
+    "rollout.calculate_log_probs": "config.algorithm.rollout_is compares them",
+    "rollout.n_gpus_per_node": answers.ONE_PROGRAM,
+    "rollout.nnodes": answers.ONE_PROGRAM,
+    "rollout.multi_turn.format": answers.ENVIRONMENT,
+    "async_training.*": "config.rollout.one_step_off is one batch ahead",
+    "data.sampler.*": "config.data.curriculum and config.data.shuffle set the order",
+    "data.dataloader_num_workers": "prompts are tokenized once",
+    "data.custom_cls.name": "write rows in a form of docs/data-and-rewards.md",
+    "data.apply_chat_template_kwargs.*": answers.TEMPLATE,
+    "reward_model.use_reward_loop": answers.ONE_REWARD_PROGRAM,
+    "reward_model.micro_batch_size_per_gpu": "config.reward.micro_batch_size_per_device",
+    "reward_model.model.*": answers.ONE_REWARD_PROGRAM,
+    "reward_model.sandbox_fusion.*": answers.NO_SANDBOX,
+    "reward_model.overlong_buffer.enable": "config.reward.overlong_buffer_len above 0",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": (
+        "config.reward.overlong_buffer_len above 0"
+    ),
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len": "config.reward.overlong_buffer_len",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": (
+        "config.reward.overlong_penalty_factor"
+    ),
+    "reward_model.reward_kwargs.overlong_buffer_cfg.log": "metrics are always logged",
+    "reward_model.reward_kwargs.max_resp_len": "config.data.max_response_length",
+    "reward_model.reward_kwargs.*": answers.REWARD_MANAGER,
 }
 # Megatron's optimizers and schedules, of both roles.
 for _role in ("actor", "critic"):
@@ -231,3 +306,76 @@ for _role in ("actor", "critic"):
     OPTIONS[f"{_role}.optim.main_grads_dtype"] = f"config.{_role}.optim.gradient_dtype"
     OPTIONS[f"{_role}.optim.min_lr"] = f"config.{_role}.optim.min_lr_ratio is a share of lr"
     OPTIONS[f"{_role}.optim.lr_warmup_init"] = "the warm-up begins at 0"
+
+_SFT_OPTIONS = {
+    "data.max_length": answers.LENGTHS,
+    "data.response_key": "config.supervised.response_key",
+    "data.prompt_dict_keys": "config.data.prompt_key names a column",
+    "data.response_dict_keys": "config.supervised.response_key names a column or one of extra_info",
+    "data.micro_batch_size": "config.supervised.micro_batch_size_per_device, in packed rows",
+    "data.micro_batch_size_per_gpu": (
+        "config.supervised.micro_batch_size_per_device, in packed rows"
+    ),
+    "data.max_token_len_per_gpu": answers.PACKED,
+    "data.use_dynamic_bsz": answers.PACKED,
+    "data.pad_mode": answers.PACKED,
+    "data.multiturn.*": "chats are read as they are: config.data.prompt_key",
+    "data.messages_key": "config.data.prompt_key",
+    "model.partial_pretrain": "config.model.path",
+    "model.strategy": answers.MESH,
+    "model.fsdp_config.*": answers.NO_FSDP_ENGINE,
+    "optim.lr": "config.supervised.optim.lr",
+    "optim.betas": "config.supervised.optim.beta1 and config.supervised.optim.beta2",
+    "optim.weight_decay": "config.supervised.optim.weight_decay",
+    "optim.clip_grad": "config.supervised.grad_clip",
+    "optim.lr_warmup_steps": "config.supervised.optim.lr_warmup_steps",
+    "optim.lr_warmup_steps_ratio": "config.supervised.optim.lr_warmup_steps, in steps",
+    "optim.lr_scheduler": "config.supervised.optim.lr_schedule",
+    "optim.lr_scheduler_type": "config.supervised.optim.lr_schedule",
+    "optim.warmup_style": "config.supervised.optim.lr_schedule",
+    "optim.lr_decay_style": "config.supervised.optim.lr_schedule",
+    "optim.min_lr_ratio": "config.supervised.optim.min_lr_ratio",
+    "optim.min_lr": "config.supervised.optim.min_lr_ratio is a share of lr",
+    "ulysses_sequence_parallel_size": "config.mesh.context",
+    "use_remove_padding": "config.packing.enabled, on by default",
+    "engine.tensor_model_parallel_size": "config.mesh.model",
+    "engine.pipeline_model_parallel_size": "config.mesh.stage",
+    "engine.context_parallel_size": "config.mesh.context",
+    "engine.ulysses_sequence_parallel_size": "config.mesh.context",
+    "engine.fsdp_size": "config.mesh.fsdp",
+    "engine.*": answers.MESH,
+    "checkpoint.*": answers.WHOLE_CHECKPOINT,
+}
+_LESS_OFTEN = {"trainer.save_freq": "-1", "trainer.test_freq": "-1"}
+PROGRAMS = (
+    Program(
+        "main_ppo|main_dapo|main_ppo_split",
+        "gsm8k",
+        defaults={
+            "data.train_batch_size": "1024",
+            "data.filter_overlong_prompts": "False",
+            "actor.ppo_mini_batch_size": "256",
+            "trainer.total_epochs": "30",
+            **_LESS_OFTEN,
+        },
+    ),
+    Program(
+        "sft_trainer(_ray)?|fsdp_sft_trainer|sft",
+        "hh_rlhf_sft",
+        "sft",
+        options=_SFT_OPTIONS,
+        defaults={
+            "data.train_batch_size": "256",
+            "data.max_length": "1024",
+            "optim.lr": "1e-5",
+            "optim.betas": "[0.9,0.95]",
+            "optim.lr_warmup_steps_ratio": "0.1",
+            "optim.lr_scheduler": "cosine",
+            "trainer.total_epochs": "4",
+            **_LESS_OFTEN,
+        },
+        always={"supervised.optim.lr_warmup_steps": "0"},
+    ),
+    Program(r"main_eval|main_generation(_server)?|model_merger"),
+)
+DATA = ()
