@@ -229,8 +229,8 @@ SHELL_TEXTS = (
 
 def peer_options(r: random.Random, folder: Path) -> None:
     """Options of other frameworks, given to our command or in a command to translate."""
-    from jax_ppo.config.peer_options import FRAMEWORKS
     from jax_ppo.config.peer_commands import PEERS
+    from jax_ppo.config.peer_options import FRAMEWORKS
     from jax_ppo.config.schema import all_options
 
     framework = r.choice(list(FRAMEWORKS))

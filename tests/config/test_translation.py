@@ -3,6 +3,7 @@
 import random
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from jax_ppo import translate as translate_command
 from jax_ppo.config import command_line
 from jax_ppo.config.loading import parse_option
 from jax_ppo.config.peer_commands import PEERS, answer_of, is_known
+from jax_ppo.config.schema import all_options
 from jax_ppo.config.translation import translate
 from jax_ppo.errors import UserError
 
@@ -249,8 +251,74 @@ def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
     assert answer in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("framework", "words", "expected"),
+    [
+        ("verl", "actor.policy_loss.loss_mode=geo_mean", {"actor.policy_loss": "gmpo"}),
+        ("verl", "actor.policy_loss.loss_mode=gpg", {"actor.policy_loss": "reinforce"}),
+        ("verl", "trainer.resume_mode=disable", {"trainer.resume": "false"}),
+        (
+            "openrlhf",
+            "--advantage_estimator dr_grpo",
+            {
+                "algorithm.adv_estimator": "grpo",
+                "algorithm.norm_adv_by_std_in_grpo": "false",
+            },
+        ),
+        ("openrlhf", "--reward.clip_range -5 5", {"reward.clip": "5"}),
+    ],
+)
+def test_values_of_another_name_are_translated(framework, words, expected):
+    options = translate(framework, f"{PROGRAMS[framework]} {words}").options
+    assert {name: options.get(name) for name in expected} == expected
+
+
 def test_a_weight_of_zero_turns_its_loss_off():
     assert translate("trl", "trl grpo --beta 0.0").options["actor.use_kl_loss"] == "False"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+# Names in the page's left column that are arguments in Python, or values.
+NO_OPTIONS = {"value_model", "peft_config", "rollout.val_kwargs"}
+
+
+def rows_of_the_page():
+    """Yield framework, its options and ours of each row of the page's tables."""
+    known = {option.name for option in all_options()}
+    framework = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## From "):
+            framework = line.removeprefix("## From ").lower()
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")]
+        if not line.startswith("| ") or len(cells) != 2 or not framework or not cells[0]:
+            continue
+        section = ""
+        names = []
+        for text in cells[0]:
+            name = re.split(r"[ =(]", text.removeprefix("--").removeprefix("actor_rollout_ref."))[0]
+            # The first name of a row has the section of those that follow.
+            names.append(name if "." in name or not section else f"{section}{name}")
+            section = section or name.rpartition(".")[0] + "." * ("." in name)
+        is_same = "the same" in line.split(" | ")[1]
+        ours = {re.split(r"[ =]", text)[0] for text in cells[1]}
+        yield framework, names, (ours & known) | {name for name in names if is_same}, line
+
+
+def test_the_page_says_what_the_translator_does():
+    """Each row's options are in the tables, and the row names their counterparts."""
+    known = {option.name for option in all_options()}
+    count = 0
+    for framework, names, ours, line in rows_of_the_page():
+        if names[0] in ("PPOConfig", "train_ppo_ray", "verl"):
+            continue
+        program = PEERS[framework].PROGRAMS[0]
+        for name in set(names) - NO_OPTIONS:
+            count += 1
+            assert is_known(program, framework, name), (name, line)
+            answer = answer_of(program, framework, name) or f"config.{name}"
+            targets = known & set(re.findall(r"config\.([\w.]*\w)", answer))
+            assert targets <= ours or "none" in line, (name, answer, line)
+    assert count > 150
 
 
 def test_verls_replay_of_routing():
@@ -395,7 +463,7 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
         ("trl", "--run_name '\x1b[2J'", "config.experiment_name='\\x1b[2J': expected printable"),
         ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
         ("verl", "custom_reward_function.name=f", "custom_reward_function.name=f: without"),
-        ("openrlhf", "--prompt_data imdb", "prompt_data=imdb: files in config.data.train_files"),
+        ("openrlhf", "--prompt_data imdb", "prompt_data=imdb: config.data.train_files=hf:"),
         ("trl", "--max_steps none 2>&1 | tee x=1", "max_steps=none: config.trainer.total_training"),
     ],
 )
