@@ -41,6 +41,6 @@ NO_DISTILLATION = "there is no teacher; config.actor.use_kl_loss keeps close to 
 NO_DROPOUT = "adapters have no dropout"
 NO_EMA = "there is no moving average of the weights"
 WHOLE_CHECKPOINT = "checkpoints contain everything that a resumed run needs"
-TEMPLATE = "a template has no arguments; config.data.chat_template applies it"
+TEMPLATE = "config.data.chat_template_kwargs holds all of them in one JSON object"
 PREFERENCES = "the columns are chosen and rejected"
 PARSED_FILE = "the options in the file are not seen: write them as options of the command"
