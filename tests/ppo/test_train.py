@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
+import metrics_page
 from jax_ppo.config import loading, schema
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
@@ -199,6 +200,9 @@ def test_a_run_writes_what_it_should(undisturbed):
         "update/padding",
     }
     assert expected <= rows[0].keys()
+    with open(workdir / "training_metrics.csv") as file:
+        header = set(file.readline().strip().split(","))
+    assert metrics_page.unknown(header) == {"step"}
     steps = read_step_rows(workdir)
     assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
     assert [int(row["step"]) for row in steps] == list(range(1, 9))

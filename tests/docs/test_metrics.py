@@ -1,0 +1,125 @@
+"""docs/metrics.md has a row for every metric that a run can log, and for nothing else."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import doc_pages
+import jax.numpy as jnp
+import numpy as np
+
+import metrics_page
+from jax_ppo.kernels import importance
+from jax_ppo.ppo import evaluation_statistics
+from jax_ppo.ppo.report import COLUMNS, PANELS
+from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
+
+GROUPS = "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds"
+NAME = re.compile(rf"({GROUPS}|train|update)/[a-z_]+(/[a-z_]+)?")
+TEMPLATE = re.compile(rf"({GROUPS}|train|update|\{{(self\.name|role)\}})/[\w{{}}.]+")
+PRODUCERS = ("ppo", "supervised", "reporting", "runtime")
+ROLES = ("actor", "critic")
+
+
+def syntax() -> Iterator[ast.AST]:
+    """Yield the syntax of the packages that make metrics."""
+    for package in PRODUCERS:
+        for path in (doc_pages.ROOT / "jax_ppo" / package).rglob("*.py"):
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def evaluation_figures() -> set[str]:
+    """Return the figures of two sources, with and without defined correctness."""
+    figures: set[str] = {"accuracy", "reward_mean", "response_length", "rule_failures"}
+    scores = np.ones((2, 2))
+    for correct in (scores, np.full((2, 2), np.nan)):
+        answers = np.full((2, 2), "1", object)
+        figures |= evaluation_statistics.describe_prompts(
+            scores, correct, answers, ["one", "one"]
+        ).keys()
+    figures = {re.sub(r"@\d+", "@K", name) for name in figures}
+    return {f"eval/{name}" for name in figures} | {"eval/SOURCE/NAME", "eval/greedy/NAME"}
+
+
+def supervised_figures() -> set[str]:
+    made = {*LANGUAGE.names, *PREFERENCE.names, "router_loss"}
+    return {f"train/{name}" for name in made | {"lr", "grad_norm", "skipped", "tokens"}}
+
+
+def phases() -> set[str]:
+    """Return the seconds of each `phase("NAME")`."""
+    return {
+        f"seconds/{node.args[0].value}"
+        for node in syntax()
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "phase"
+        and isinstance(node.args[0], ast.Constant)
+    }
+
+
+def both(name: str) -> set[str]:
+    return {f"{role}/{name}" for role in ROLES}
+
+
+# What the formatted names in the package stand for. A new one has to be added here.
+EXPANSIONS = {
+    "actor/{name}": {"actor/NAME"},  # a policy loss of the user's
+    "advantages/{key}": {"advantages/NAME"},
+    "critic/{name}": set(),  # read, not made
+    "eval/{name}": evaluation_figures()
+    | {f"eval/{name}" for name in {*LANGUAGE.names, *PREFERENCE.names}},
+    "reward/{name}": {"reward/NAME", "reward/rule_failures", "reward/model_inputs_cut"},
+    "rollout/{name}": {
+        f"rollout/{name}" for name in importance.mismatch(jnp.zeros(2), jnp.zeros(2), jnp.ones(2))
+    },
+    "seconds/{name}": phases(),
+    "train/{name}": supervised_figures(),
+    "update/{name}": {"update/loss", "update/skipped"},
+    "{role}/loss": both("loss"),
+    "{role}/router_loss": both("router_loss"),
+    "{self.name}/grad_norm": both("grad_norm"),
+    "{self.name}/skipped": both("skipped"),
+    "{self.name}/steps_taken": {"actor/steps_taken"},  # critics have no target_kl
+}
+
+
+def constants() -> set[str]:
+    """Return the names that stand in the package as they are logged."""
+    return {
+        node.value
+        for node in syntax()
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and NAME.fullmatch(node.value)
+    }
+
+
+def templates() -> set[str]:
+    """Return the names that the package formats."""
+    found = set()
+    for node in syntax():
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+                for part in node.values
+            ]
+            if TEMPLATE.fullmatch(text := "".join(parts)):
+                found.add(text)
+    return found
+
+
+def test_the_test_knows_what_each_formatted_name_stands_for():
+    assert templates() == EXPANSIONS.keys()
+
+
+def test_every_metric_stands_on_the_page_once_and_no_other_does():
+    named = {name for name in constants() if not name.startswith("eval/greedy/")}
+    made = {"tokens_per_second", *named}.union(*EXPANSIONS.values())
+    assert sorted(metrics_page.documented()) == sorted(made)
+
+
+def test_what_the_console_and_the_curves_show_stands_on_the_page():
+    shown = {column.metric for column in COLUMNS}
+    shown |= {name for panel in PANELS for name in panel.curves.values()}
+    assert metrics_page.unknown(shown) == set()
+    assert metrics_page.unknown({"actor/los", "eval/pass@k"}) == {"eval/pass@k"}
