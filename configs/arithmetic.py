@@ -5,7 +5,7 @@
 Trains a tokenizer and a small Llama, which learns to solve word problems in GSM8K's form step by
 step, and then to give the answer at once, which is usually wrong. PPO discovers which of the two
 pays; its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled
-at temperature 1, to rise from about 0.3 or 0.4 to above 0.9, in 35 to 70 seconds on 2 cores.
+at temperature 1, to rise from 0.32-0.42 to 0.92-0.97, in 35 to 70 seconds on 2 cores.
 """
 
 from ml_collections import ConfigDict

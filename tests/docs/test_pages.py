@@ -31,6 +31,12 @@ def test_the_readme_has_at_most_1200_words():
     assert len(words) <= 1200
 
 
+def test_the_first_run_is_promised_the_same_figures_everywhere():
+    for name in ("README.md", "docs/getting-started.md", "configs/arithmetic.py"):
+        text = " ".join((doc_pages.ROOT / name).read_text().split())
+        assert "rise" in text and "from 0.32-0.42 to 0.92-0.97" in text, name
+
+
 @each_page
 def test_links_lead_to_files_and_headings_that_exist(page):
     for target in doc_pages.links(page):
