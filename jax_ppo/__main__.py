@@ -16,7 +16,7 @@ COMMANDS = {
     "plan": "predict memory and time of a training step, without the machine",
     "report": "compare runs in one page",
     "translate": "translate a verl, TRL or OpenRLHF command",
-    "config": "print the table of options",
+    "config": "print all options",
 }
 USAGE = """\
 jax_ppo {version}: PPO for language models in JAX
@@ -28,9 +28,9 @@ usage: {program} COMMAND --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--work
 {program} COMMAND --help prints the options.
 
 to begin with:
-  {program} train --config=arithmetic          PPO from scratch, in minutes, without a download
-  {program} check FILE --config=gsm8k          describe your own data
-  {program} train --config=gsm8k:smoke         a recipe with a small model; then without :smoke
+  {program} train --config=arithmetic      PPO from scratch, in minutes, without a download
+  {program} check FILE --config=gsm8k      describe your own data
+  {program} train --config=gsm8k:smoke     a recipe with a small model; then without :smoke
 """
 
 

@@ -32,7 +32,7 @@ def test_a_command_gets_its_options(capsys):
         commands.main(["reward_model", "--help"])
     assert "usage: python -m jax_ppo.reward_model" in capsys.readouterr().out
     commands.main(["config"])
-    assert "\nactor.optim.lr  " in capsys.readouterr().out
+    assert "\nactor.optim.lr = " in capsys.readouterr().out
     commands.main(["--version"])
     assert capsys.readouterr().out == f"{jax_ppo.__version__}\n"
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ppo.config` prints the table of options; with `--markdown`, docs/options.md."""
+"""`python -m jax_ppo.config` prints all options; with `--markdown`, docs/options.md."""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""Print the options: a table for the terminal, and the reference page docs/options.md."""
+"""Print the options: a list for the terminal, and the reference page docs/options.md."""
 
+import functools
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 
 from jax_ppo.config.loading import BOUNDS
@@ -9,6 +11,9 @@ from jax_ppo.config.option import COMMANDS, Option
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import print_any_text
 
+# Columns of a line in the terminal, and what precedes a meaning.
+WIDTH = 100
+INDENT = " " * 6
 HEADER = """\
 # Options
 
@@ -26,7 +31,7 @@ Numbers must be finite and fit into 32 bits: infinity and NaN are rejected.
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table of options or, with `--markdown`, the reference page."""
+    """Print the list of options or, with `--markdown`, the reference page."""
     if arguments == ["--markdown"]:
         print(options_markdown(), end="")
     elif not arguments:
@@ -36,13 +41,19 @@ def main(arguments: list[str]) -> None:
 
 
 def print_options() -> None:
-    """Print a table of all options for the terminal."""
-    rows = [
-        f"{option.name:48s} {option.default!r:>16}  {option.facts.doc}" for option in all_options()
-    ]
+    """Print all options for the terminal: name, default, permitted values and meaning."""
+    lines = []
+    wrap = functools.partial(
+        textwrap.fill, width=WIDTH, subsequent_indent=INDENT, break_on_hyphens=False
+    )
+    for option in all_options():
+        heading = f"{option.name} = {_default(option)}   [{_values(option)}]"
+        for text, indent in ((heading, ""), (option.facts.doc, INDENT)):
+            plain = text.replace("`", "")
+            lines.append(wrap(plain, initial_indent=indent))
     print_any_text()
     try:
-        print("\n".join(rows), flush=True)
+        print("\n".join(lines), flush=True)
     except BrokenPipeError:  # `--help | head` stops reading early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,9 +1,11 @@
-"""The reference page docs/options.md and the table of options in the terminal."""
+"""The reference page docs/options.md and the list of options in the terminal."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
+from jax_ppo.__main__ import COMMANDS, main
 from jax_ppo.config import reference
 from jax_ppo.config.schema import all_options
 
@@ -31,7 +33,32 @@ def test_a_row_states_every_fact():
     assert "`none`, `running`, `reference`" in fixed and "**Fixed**" in fixed
 
 
-def test_the_terminals_table_and_the_page_are_printed_by_one_command():
-    for arguments, expected in (([], "actor.optim.lr  "), (["--markdown"], "| `actor.optim.lr` |")):
+def test_the_terminals_list_and_the_page_are_printed_by_one_command():
+    for arguments, expected in (
+        ([], "actor.optim.lr = "),
+        (["--markdown"], "| `actor.optim.lr` |"),
+    ):
         command = [sys.executable, "-m", "jax_ppo.config", *arguments]
         assert expected in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(capsys):
+    reference.print_options()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    text = " ".join(line.strip() for line in lines)
+    for option in all_options():
+        row = next(
+            row for row in reference.options_markdown().splitlines() if f"| `{option.name}`" in row
+        )
+        values = row.replace(r"\|", "/").split(" | ")[2].replace("`", "")
+        assert f"[{values}] {option.facts.doc}".replace("`", "") in text, option.name
+    assert "data.train_batch_size = 64   [int (prompts), at least 1]" in lines
+
+
+def test_the_helps_of_all_commands_fit_into_100_columns(capsys):
+    for command in COMMANDS:
+        with contextlib.suppress(SystemExit):
+            main([command, "--help"])
+    main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
