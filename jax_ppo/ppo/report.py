@@ -1,5 +1,6 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -307,12 +308,14 @@ class Reporter(journal.Journal):
         """
         run = self._run
         architecture = run.nets.actor.architecture
+        # Elsewhere, too, a response ends where this run has ended it.
+        eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
         lora = run.nets.actor.lora
         # A critic's head on a shared trunk is not part of the policy.
         actor = heads.without_scalar_head(state.actor)
         export = functools.partial(
             export_checkpoint,
-            architecture=architecture,
+            architecture=dataclasses.replace(architecture, eos_ids=eos_ids),
             folder=self._workdir / ACTOR,
             dtype=run.config.trainer.export_dtype,
             source_folder=run.folders.actor,

@@ -251,6 +251,7 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         nets=tiny.networks(config),
         folders=types.SimpleNamespace(actor=tmp_path / "no_source"),
         tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
+        sampling=types.SimpleNamespace(eos_ids=(7, 9)),
     )
     state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
     with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
@@ -259,6 +260,9 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
     exported = json.loads((tmp_path / "actor" / "config.json").read_text())
     assert dtype in (exported.get("dtype"), exported.get("torch_dtype"))
+    # Each token that ended a response of the run.
+    generation = json.loads((tmp_path / "actor" / "generation_config.json").read_text())
+    assert {7, 9} <= set(exported["eos_token_id"]) == set(generation["eos_token_id"])
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_generation_defaults_come_along_but_the_ends_are_the_architectures(tmp_p
     }
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert theirs.eos_token_id == [5, 9]
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [5, 9]
 
 
 def test_the_tokenizer_may_come_from_another_folder(tmp_path):
