@@ -222,10 +222,11 @@ class Data:
 
     train_files: str = option(
         "",
-        "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet), `arithmetic:COUNT`, "
-        "`sums:COUNT`, `stories:COUNT`, `hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate "
-        "several with commas; FILE[START:END] selects some of a file's rows; with a weight for "
-        "each, as in a.jsonl*0.7,b.csv*0.3, sources are mixed in these shares",
+        "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet; data/*.parquet), "
+        "`arithmetic:COUNT`, `sums:COUNT`, `stories:COUNT`, `hf:OWNER/NAME/FILE` or "
+        "`tfds:NAME/SPLIT`; separate several with commas; FILE[START:END] selects some of a file's "
+        "rows; with a weight for each, as in a.jsonl*0.7,b.csv*0.3, sources are mixed in these "
+        "shares",
         is_list=True,
     )
     val_files: str = option(
@@ -1435,11 +1436,17 @@ class Trainer:
         requires=(HAS_CRITIC, CRITIC_HAS_TRUNK),
     )
     test_freq: int = option(
-        10, "steps between evaluations; 0: only the last step", unit="steps", at_least=0
+        10,
+        "steps between evaluations; 0: only the last step; -1: never",
+        unit="steps",
+        at_least=-1,
     )
     val_before_train: bool = option(True, "evaluate before the first step")
     save_freq: int = option(
-        50, "steps between checkpoints; 0: only the last step", unit="steps", at_least=0
+        50,
+        "steps between checkpoints; 0: only the last step; -1: never (but before a preemption)",
+        unit="steps",
+        at_least=-1,
     )
     max_checkpoints: int = option(
         2, "number of recent checkpoints to keep, besides the best one", at_least=1

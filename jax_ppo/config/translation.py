@@ -324,8 +324,6 @@ def _convert(option: Option, value: str) -> str:
         text = ",".join(items)
     elif quoted := _QUOTED.fullmatch(value):
         text = quoted[2]
-    if option.name in ("trainer.test_freq", "trainer.save_freq") and text == "-1":
-        return "0"
     if option.name == "reward.clip" and (limits := re.fullmatch(r"-([\d.]+),(\1)", text)):
         return limits[1]
     text = _VALUES.get(option.name, {}).get(text, text)

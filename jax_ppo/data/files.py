@@ -1,6 +1,7 @@
 """Reading rows of JSONL, JSON, CSV and Parquet files, each with its location for messages."""
 
 import csv
+import glob
 import gzip
 import json
 import re
@@ -44,13 +45,34 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     path = Path(path)
     require_file(path, option)
-    if path.name.endswith(".parquet"):
+    name = path.name.lower()
+    if name.endswith(".parquet"):
         return _read_parquet_rows(path)
-    if path.name.endswith(".csv"):
+    if name.endswith(".csv"):
         return _read_csv_rows(path)
-    if path.name.endswith(".json"):
+    if name.endswith(".json"):
         return _read_json_rows(path)
     return _read_jsonl_rows(path)
+
+
+def has_suffix(name: str) -> bool:
+    """Return whether a name ends like a file that can be read, in upper or lower case."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def find_matching_files(pattern: Path, option: str) -> list[Path]:
+    """Return the files that can be read of a pattern with `*` or `?`, sorted by their paths.
+
+    Raises:
+      UserError: there is none.
+    """
+    matches = [Path(name) for name in sorted(glob.glob(str(pattern))) if has_suffix(name)]
+    if not matches:
+        raise UserError(
+            f"{option}: no file matches {pattern} and ends in {', '.join(SUFFIXES)} (looked from "
+            f"{Path.cwd()})"
+        )
+    return matches
 
 
 def require_file(path: Path, option: str) -> None:
@@ -59,23 +81,36 @@ def require_file(path: Path, option: str) -> None:
         raise _missing_file_error(path, option)
 
 
+def folder_error(path: Path, option: str) -> UserError:
+    """Return the error of a folder in the place of a file, with a pattern of its files."""
+    readable = sorted(file.name for file in path.iterdir() if has_suffix(file.name))
+    if not readable:
+        return UserError(
+            f"{option}: {path} is a folder without files that end in {', '.join(SUFFIXES)}"
+        )
+    # Not read as a whole, since it may hold held-out files too.
+    suffix = next(suffix for suffix in SUFFIXES if readable[0].lower().endswith(suffix))
+    return UserError(
+        f"{option}: {path} is a folder, with {shorten(', '.join(readable))}; name one of these, or "
+        f"{path}/*{readable[0][-len(suffix) :]} for all of a kind"
+    )
+
+
 def _missing_file_error(path: Path, option: str) -> UserError:
     if path.is_dir():
-        return UserError(
-            f"{option}: {path} is a folder; expected a file that ends in {', '.join(SUFFIXES)}"
-        )
+        return folder_error(path, option)
     folder = path.parent
     if not folder.is_dir():
         return UserError(
             f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
         )
     # Only files that could be read are suggested.
-    siblings = [file.name for file in folder.iterdir() if file.name.endswith(SUFFIXES)]
+    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name)]
     return UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
 def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    is_gzipped = path.name.endswith(".gz")
+    is_gzipped = path.name.lower().endswith(".gz")
     kind = "gzipped text" if is_gzipped else "text"
     number = 0
     try:

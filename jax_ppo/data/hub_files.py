@@ -10,7 +10,7 @@ use: SPLIT.jsonl, SPLIT-00000-of-00002.parquet, or anything in a folder SPLIT.
 import re
 from pathlib import Path, PurePosixPath
 
-from jax_ppo.data.files import SUFFIXES
+from jax_ppo.data.files import SUFFIXES, has_suffix
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import hub
 
@@ -35,7 +35,7 @@ def fetch_hub_files(location: str, option: str) -> list[Path]:
       UserError: the location has another form, or there is no such file or split.
       HubError: the data set is unavailable.
     """
-    if location.endswith(SUFFIXES):
+    if has_suffix(location):
         if match := _FILE.fullmatch(location):
             return [_fetch_file(match[1], match[2], option)]
     elif match := _SPLIT.fullmatch(location):
@@ -54,7 +54,8 @@ def _fetch_file(repository: str, path: str, option: str) -> Path:
     snapshot = hub.download_snapshot(repository, [path], option, repo_type="dataset")
     if path not in snapshot.names:
         raise UserError(
-            f"{option}: the data set {repository} on the hub has no file {path}."
+            f"{option}: the data set {repository} on the hub has no file {path}; all files of a "
+            f"split are hf:{repository}[/FOLDER][:SPLIT]."
             f"{did_you_mean(path, snapshot.names)}"
         )
     return snapshot.folder / path
@@ -62,7 +63,7 @@ def _fetch_file(repository: str, path: str, option: str) -> Path:
 
 def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[Path]:
     names = hub.download_snapshot(repository, _SMALL_FILES, option, repo_type="dataset").names
-    readable = [PurePosixPath(name) for name in sorted(names) if name.endswith(SUFFIXES)]
+    readable = [PurePosixPath(name) for name in sorted(names) if has_suffix(name)]
     inside = [path for path in readable if not folder or path.is_relative_to(folder)]
     chosen = [path for path in inside if _split_of(path) == split]
     if not chosen:

@@ -1,6 +1,7 @@
 """The sources that `data.train_files` and `data.val_files` can name, and their examples.
 
     a.jsonl, a.json, a.csv, a.parquet       files; JSONL may be gzipped
+    data/*.parquet                          the files that match, sorted by name
     gs://BUCKET/a.jsonl, s3://BUCKET/...    such files in a bucket
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
@@ -15,6 +16,7 @@ of any file, selects a slice of its rows, counted from 0 as in Python.
 """
 
 import dataclasses
+import glob
 import itertools
 import logging
 import os
@@ -126,10 +128,37 @@ def source_weights(spec: str, option: str) -> tuple[float, ...] | None:
     return tuple(known)
 
 
+def _split_sources(spec: str) -> Iterator[str]:
+    """Yield the sources between commas; a comma in the path of an existing file separates none."""
+    parts = spec.split(",")
+    while parts:
+        count = 1
+        if not _is_complete(parts[0]):
+            joined = (",".join(parts[:end]) for end in range(2, len(parts) + 1))
+            matches = (end for end, name in enumerate(joined, 2) if _is_complete(name, exists=True))
+            count = next(matches, 1)
+        yield ",".join(parts[:count])
+        del parts[:count]
+
+
+def _is_complete(source: str, exists: bool = False) -> bool:
+    """Return whether a text is the name of a source, and not the part before a comma in it."""
+    if weighted := _WEIGHT.fullmatch(source.strip()):
+        source = weighted[1]
+    if sliced := _SLICE.fullmatch(source.strip()):
+        source = sliced[1]
+    name = source.strip()
+    is_named = files.has_suffix(name) or _is_pattern(name)
+    if exists:
+        path = os.path.expanduser(name)
+        return is_named and (os.path.isfile(path) or any(glob.iglob(path)))
+    return is_named or name.partition(":")[0] in SCHEMES
+
+
 def _split_weights(spec: str) -> list[tuple[str, float | None]]:
     """Return the sources of a specification, each with its weight."""
     pairs: list[tuple[str, float | None]] = []
-    for source in filter(None, map(str.strip, spec.split(","))):
+    for source in filter(None, map(str.strip, _split_sources(spec))):
         if weighted := _WEIGHT.fullmatch(source):
             pairs.append((weighted[1].strip(), float(weighted[2])))
         else:
@@ -217,7 +246,7 @@ def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
     for source, _ in _split_weights(spec):
         has_files = source.partition(":")[0] not in (*GENERATED, "tfds")
         located = _locate_files(source, option) if has_files else None
-        if located is None or any(path.suffix != ".parquet" for path in located.paths):
+        if located is None or any(path.suffix.lower() != ".parquet" for path in located.paths):
             raise UserError(
                 f"{option}={shorten(source)!r}: config.data.cache_dir caches only the prompts of "
                 "Parquet files; leave it unset for other data"
@@ -252,15 +281,30 @@ def _locate_files(source: str, option: str) -> _LocatedFiles:
     scheme, colon, arguments = name.partition(":")
     if colon and scheme == "hf":
         located = hub_files.fetch_hub_files(arguments, option)
-    elif name.endswith(files.SUFFIXES) and remote.is_address(name):
+    elif remote.is_address(name) and _is_pattern(name):
+        raise UserError(
+            f"{option}={shorten(source)!r}: patterns match local files only; name each file of a "
+            "bucket, separated by commas"
+        )
+    elif files.has_suffix(name) and remote.is_address(name):
         located = [downloads.download_file(name, option)]
-    elif name.endswith(files.SUFFIXES):
-        located = [paths.expand_local_path(name, option)]
+    elif files.has_suffix(name) or _is_pattern(name):
+        path = paths.expand_local_path(name, option)
+        located = [path]
+        # A file of this very name takes precedence.
+        if _is_pattern(name) and not path.exists():
+            located = files.find_matching_files(path, option)
+    elif not remote.is_address(name) and paths.expand_local_path(name, option).is_dir():
+        raise files.folder_error(paths.expand_local_path(name, option), option)
     else:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
     return _LocatedFiles(paths=located, start=start, end=end)
+
+
+def _is_pattern(name: str) -> bool:
+    return "*" in name or "?" in name
 
 
 def _slice_bound(digits: str) -> int | None:

@@ -15,8 +15,11 @@ def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
     Args:
       completed_steps: the number of completed steps.
       total_steps: number of steps of the whole run; everything is due after the last.
-      frequency: steps between two occurrences; 0 is never, except after the last step.
+      frequency: steps between two occurrences; 0 is never, except after the last step, and -1
+        never.
     """
+    if frequency < 0:
+        return False
     # The last step always counts, so that a run ends with an evaluation and a checkpoint.
     is_multiple = frequency > 0 and completed_steps % frequency == 0
     return is_multiple or completed_steps == total_steps

@@ -147,7 +147,7 @@ def test_openrlhf_counts_mini_batches_in_samples_and_has_one_kl_coefficient():
         options["algorithm.kl_ctrl.kl_coef"] == "0.02" and options["algorithm.kl_penalty"] == "k3"
     )
     assert options["critic.path"] == options["reward.model_path"] == "r"
-    assert options["trainer.save_freq"] == "10" and options["trainer.test_freq"] == "0"
+    assert options["trainer.save_freq"] == "10" and options["trainer.test_freq"] == "-1"
     in_loss = translate("openrlhf", OPENRLHF).options
     assert in_loss["actor.kl_loss_coef"] == "0.02" and in_loss["actor.kl_loss_type"] == "k2"
     assert not [name for name in in_loss if name.startswith("algorithm.")]

@@ -357,7 +357,7 @@ def test_a_command_of_verl():
         "reward.function": "my.py:score",
         "trainer.logger": "wandb",
         "trainer.val_before_train": "false",
-        "trainer.save_freq": "0",
+        "trainer.save_freq": "-1",
         "trainer.test_freq": "10",
         "trainer.total_epochs": "15",
     }
@@ -408,8 +408,8 @@ def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
         "python -m jax_ppo.train --config=gsm8k \\\n    --config.data.train_batch_size=8 \\\n"
         "    --config.data.filter_overlong_prompts=false \\\n"
         "    --config.actor.ppo_mini_batch_size=256 \\\n"
-        "    --config.trainer.total_epochs=30 \\\n    --config.trainer.save_freq=0 \\\n"
-        "    --config.trainer.test_freq=0\n\n"
+        "    --config.trainer.total_epochs=30 \\\n    --config.trainer.save_freq=-1 \\\n"
+        "    --config.trainer.test_freq=-1\n\n"
         "To look at:\n"
         "- trainer.nnodes=2: the launcher starts the processes: see docs/launching.md\n"
         "- config.actor.ppo_mini_batch_size=256: must divide config.data.train_batch_size=8; "

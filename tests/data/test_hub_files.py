@@ -179,7 +179,7 @@ def test_a_download_that_breaks_off(fake_hub):
 def test_a_file_that_the_repository_has_not(fake_hub):
     with pytest.raises(
         UserError,
-        match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?",
+        match="train_files: .* no file main/trian.jsonl; .* Did you mean 'main/train.jsonl'?",
     ):
         sources.load_examples("hf:owner/name/main/trian.jsonl")
 

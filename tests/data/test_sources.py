@@ -477,3 +477,39 @@ def test_weights_follow_any_source(tmp_path):
     for wrong in ("stories:1*1,arithmetic:1", "stories:1*0"):
         with pytest.raises(UserError, match="a weight above 0 for each source"):
             sources.source_weights(wrong, "config.data.train_files")
+
+
+def test_patterns_upper_case_and_commas_name_files(tmp_path):
+    folder = tmp_path / "x,y"
+    folder.mkdir()
+    for name, row in zip(("b,1.jsonl", "A.JSONL", "c.Jsonl"), GSM8K, strict=True):
+        write_lines(folder / name, [row])
+    write_parquet(folder / "D.PARQUET", GSM8K)
+    (folder / "notes.txt").write_text("no data")
+
+    def truths(spec):
+        return [example.ground_truth for example in load_examples(spec)]
+
+    assert truths(f"{folder}/b,1.jsonl") == ["4"]
+    assert truths(f"{folder}/A.JSONL,{folder}/b,1.jsonl*2, {folder}/D.PARQUET[1:2]") == [
+        "1234",
+        "4",
+        "1234",
+    ]
+    assert truths(f"{folder}/*") == ["1234", "4", "1234", "-7", "4", "-7"]
+    assert truths(f"{folder}/?.[jJ]*") == ["1234", "-7"]
+    assert truths(f"{folder}/*[1:3]") == ["4", "1234"]
+    assert [e.source for e in load_examples(f"{folder}/*.jsonl,{folder}/A.JSONL")] == [0, 1]
+
+
+def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
+    with pytest.raises(UserError, match="is a folder without files that end in .jsonl"):
+        load_examples(str(tmp_path))
+    write_lines(tmp_path / "a.jsonl", GSM8K)
+    for spec in (str(tmp_path), f"{tmp_path}/"):
+        with pytest.raises(UserError, match=r"is a folder, with a.jsonl; .*/\*\.jsonl for all"):
+            load_examples(spec)
+    with pytest.raises(UserError, match="no file matches .*/z.*.jsonl"):
+        load_examples(f"{tmp_path}/z*.jsonl")
+    with pytest.raises(UserError, match="patterns match local files only"):
+        load_examples("gs://bucket/*.jsonl")

@@ -95,6 +95,8 @@ def test_no_option_of_the_model_may_change():
 def test_everything_is_due_after_the_last_step():
     assert [resume.is_due(step, 5, 2) for step in range(1, 6)] == [False, True, False, True, True]
     assert [resume.is_due(step, 5, 0) for step in range(1, 6)] == [False] * 4 + [True]
+    # verl's "never".
+    assert not any(resume.is_due(step, 5, -1) for step in range(1, 6))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from jax_ppo.config.peers import answers
 
 OPTIONS = {
-    "checkpointing.enabled": "config.trainer.save_freq=0 writes no checkpoints",
+    "checkpointing.enabled": "config.trainer.save_freq=-1 writes no checkpoints",
     "data.max_input_seq_length": "config.data.max_prompt_length",
     "policy.draft.*": "there is no draft model",
     "policy.model_name": "config.model.path",
