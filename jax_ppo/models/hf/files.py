@@ -191,12 +191,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if not (folder / INDEX_FILE).exists():
-        _refuse_pickles(folder)
-        raise UserError(
-            f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} (a hub repository "
-            "that has them only in pytorch_model.bin, a pickle, must be converted to safetensors "
-            "first)"
-        )
+        raise _missing_weights_error(folder)
     files = [folder / name for name in _read_index(folder / INDEX_FILE)]
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
@@ -229,22 +224,31 @@ def _is_file_name(name: str) -> bool:
     return len(name.encode()) <= 255
 
 
-def _refuse_pickles(folder: Path) -> None:
-    """Raise `UserError` with a remedy if the folder has its weights in pickles."""
+def _missing_weights_error(folder: Path) -> UserError:
+    """Return the error of a folder without safetensors, with the lines that convert pickles."""
     patterns = ("pytorch_model*", "*.pth", "*.pt")
     pickles = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
-    if not pickles:
-        return
+    # Pickles are not downloaded. The hub's cache has the repository's name in the path.
+    cached = re.search(r"models--([^/]+)/snapshots/\w+$", folder.as_posix())
+    source = cached[1].replace("--", "/") if cached else str(folder)
+    found = f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if pickles:
+        found = f"{folder} has its weights only in {pickles[0]}, a pickle"
+    elif not cached:
+        return UserError(found)
     config = folder / "config.json"
     loader = "AutoModelForCausalLM"
     if config.exists() and "ForSequenceClassification" in config.read_text(encoding="utf-8"):
         loader = "AutoModelForSequenceClassification"
-    raise UserError(
-        f"{folder} has its weights only in {pickles[0]}, a pickle: reading it would run whatever "
-        "code it holds, so it is not read. If you trust it, convert it once where torch is "
-        "installed, and give the folder CONVERTED, with the tokenizer's files copied into it:",
-        details=f"    model = transformers.{loader}.from_pretrained({str(folder)!r})\n"
-        '    model.save_pretrained("CONVERTED", safe_serialization=True)',
+    return UserError(
+        f"{found}. A pickle such as pytorch_model.bin is not read, because reading it would run "
+        "whatever code it holds. If you trust it, convert it once where torch is installed, and "
+        "give the folder `converted`:",
+        details=f"    import transformers\n    source = {source!r}\n"
+        + "\n".join(
+            f'    transformers.{name}.from_pretrained(source).save_pretrained("converted")'
+            for name in (loader, "AutoTokenizer")
+        ),
     )
 
 

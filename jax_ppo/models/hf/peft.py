@@ -208,13 +208,11 @@ def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head
 
 def _open_adapters(folder: Path) -> SafetensorsCheckpoint:
     if not (folder / ADAPTER_WEIGHTS).exists():
-        hint = ""
-        if (folder / ADAPTER_PICKLE).exists():
-            hint = (
-                f"; {ADAPTER_PICKLE} is a pickle, and is not read: save it again with "
-                "safe_serialization=True"
-            )
-        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}{hint}")
+        raise UserError(
+            f"{folder} has no {ADAPTER_WEIGHTS}. {ADAPTER_PICKLE} is a pickle, and is not read; if "
+            "you trust it, convert it: "
+            f'peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained("new")'
+        )
     return SafetensorsCheckpoint(folder, [folder / ADAPTER_WEIGHTS])
 
 

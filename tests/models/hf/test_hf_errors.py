@@ -1,6 +1,7 @@
 """Checkpoints that do not fit are refused before they are read; the message names the problem."""
 
 import json
+import textwrap
 
 import hf_reference as reference
 import ml_dtypes
@@ -233,8 +234,22 @@ def test_pickles_are_not_read(tmp_path):
     with pytest.raises(UserError) as caught:
         read_architecture(tmp_path)
     message = str(caught.value)
-    assert "only in pytorch_model.bin, a pickle" in message and "so it is not read" in message
-    assert f"from_pretrained('{tmp_path}')" in message and "safe_serialization=True" in message
+    assert "only in pytorch_model.bin, a pickle" in message and "is not read" in message
+    assert f"source = {str(tmp_path)!r}\n    transformers.AutoModelForCausalLM." in message
+
+
+def test_a_repository_without_safetensors_is_refused_with_the_lines_that_convert_it(tmp_path):
+    """Pickles are not downloaded, so that the folder has none."""
+    folder = tmp_path / "models--owner--reward-model" / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    named = {"architectures": ["LlamaForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(CONFIG | named))
+    with pytest.raises(UserError) as caught:
+        read_architecture(folder)
+    program = textwrap.dedent(str(caught.value).partition("\n")[2])
+    compile(program, "program", "exec")
+    assert "source = 'owner/reward-model'\n" in program
+    assert "transformers.AutoModelForSequenceClassification.from_pretrained(source)" in program
 
 
 def test_folders_that_are_not_checkpoints(tmp_path):
