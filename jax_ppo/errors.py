@@ -67,3 +67,8 @@ def shorten(text: str, width: int = 80) -> str:
     if len(text) <= width:
         return text
     return text[:width] + "..."
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 prompt", "2 prompts"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

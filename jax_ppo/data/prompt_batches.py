@@ -7,7 +7,7 @@ import numpy as np
 
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.token_rows import pad_rows
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
 
 
@@ -68,9 +68,9 @@ class PromptBatches:
         """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
-                f"{dataset.name} has {len(dataset)} prompts, and "
+                f"{dataset.name} has {counted(len(dataset), 'prompt')}, and "
                 f"config.data.train_batch_size={batch_size} asks for that many per step; set it to "
-                f"1 to {len(dataset)}, or use more data"
+                f"at most {len(dataset)}, or use more data"
             )
         if position < 0:
             raise UserError(f"position={position} in {dataset.name}: expected 0 or more")

@@ -10,7 +10,7 @@ from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
-from jax_ppo.errors import UserError, printable_lines
+from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.ppo import rule_trial
 from jax_ppo.ppo.sample_records import prompt_text
 from jax_ppo.rewards import registry, row_validation
@@ -232,7 +232,7 @@ def _find_problems(
             )
     if tokens and usable < config.data.train_batch_size:
         problems.append(
-            f"{usable} prompts are left, and config.data.train_batch_size="
+            f"{counted(usable, 'prompt')} left, and config.data.train_batch_size="
             f"{config.data.train_batch_size} asks for that many per step"
         )
     return problems

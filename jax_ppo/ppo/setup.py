@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
@@ -13,7 +14,7 @@ from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import OPTION, load_environment_class
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, counted
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
@@ -36,6 +37,7 @@ from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.setup import chat_template, count_steps
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Example
 
 OFFLOADS = (
@@ -242,10 +244,26 @@ def _report_size(run: PPORun, report: Report) -> None:
     long_warmup = notes.note_long_warmup(config, run.total_steps)
     if long_warmup is not None:
         report(f"note: {long_warmup}")
+    batch_size = config.data.train_batch_size
+    epochs = run.total_steps * batch_size / max(len(run.training), 1)
     report(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
-        f"{run.total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n}"
+        f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
+        f"{config.rollout.n} ({epochs:.3g} epochs)"
     )
+    report(f"parameters: {', '.join(_count_parameters(run))}")
+
+
+def _count_parameters(run: PPORun) -> list[str]:
+    """Return the number of parameters of each role: with adapters, of those alone."""
+    state = state_shapes(run.config, run.nets, run.mesh)
+    counts = []
+    for role in ("actor", "critic", "reference", "reward"):
+        tree = getattr(state, role)
+        if tree is not None:
+            count = sum(leaf.size for leaf in jax.tree.leaves(tree))
+            counts.append(f"{role} {count / 1e6:,.4g} million")
+    return counts
 
 
 def _sampling_options(

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import json
 import os
 import socket
 import time
@@ -209,6 +210,7 @@ def move_to_bucket(path: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(workdir: Path, report: _Report) -> Iterator[None]:
     """Create the folder and hold its lock; raise `UserError` if another run holds it."""
+    _refuse_odd(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / LOCK_FILE).open("a+")
@@ -237,6 +239,25 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
             children.discard(file)
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _refuse_odd(workdir: Path) -> None:
+    """Raise `UserError` for what cannot be a work directory."""
+    if workdir.is_symlink() and not workdir.exists():
+        raise UserError(
+            f"--workdir={workdir}: is a link to {os.readlink(workdir)}, which does not exist; make "
+            "that folder, or give another --workdir"
+        )
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir}: is a file; expected a folder, or a name for one")
+    config = {}
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+    if "model_type" in config:
+        raise UserError(
+            f"--workdir={workdir}: holds a model, whose config.json the run would replace; give "
+            "another --workdir"
+        )
 
 
 def _write_holder(file: IO[str]) -> None:

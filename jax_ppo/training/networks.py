@@ -107,11 +107,7 @@ def _validate_reference(
 ) -> None:
     """Raise `UserError` unless the reference is a policy of the actor's architecture."""
     setting = f"config.reference.path={config.reference.path!r}"
-    if holds_adapters(folder):
-        raise UserError(
-            f"{setting}: holds adapters; expected all weights, as in the folder `actor` that a run "
-            "with adapters exports, or as PEFT's merge_and_unload makes them"
-        )
+    _refuse_adapters(folder, setting)
     reference = read_architecture(folder, needs_weights)
     differences = [
         f"{field.name} {getattr(reference, field.name)} instead of {getattr(actor, field.name)}"
@@ -122,6 +118,15 @@ def _validate_reference(
     if differences:
         raise UserError(
             f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
+        )
+
+
+def _refuse_adapters(folder: Path, setting: str) -> None:
+    """Raise `UserError` for adapters where all weights are expected."""
+    if holds_adapters(folder):
+        raise UserError(
+            f"{setting}: holds adapters; expected all weights, as in the folder `actor` that a run "
+            "with adapters exports, or as PEFT's merge_and_unload makes them"
         )
 
 
@@ -182,6 +187,7 @@ def _read_critic(
             base_path=config.model.path,
         )
         return actor.clone(lora=lora)
+    _refuse_adapters(folders.critic, f"config.critic.path={options.path!r}")
     if options.keep_head:
         architecture = _read_architecture_with_head(folders.critic, needs_weights)
     else:
@@ -221,6 +227,7 @@ def _read_reward_model(
             base_path=config.model.path,
         )
         return actor.clone(lora=lora)
+    _refuse_adapters(folders.reward, f"config.reward.model_path={config.reward.model_path!r}")
     architecture = read_reward_architecture(folders.reward, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         return Deberta(architecture, jnp.dtype(config.model.dtype))

@@ -170,7 +170,7 @@ def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
     options = ("--config=gsm8k", f"--config.model.path={model}", "--config.data.val_files=")
     report, code = run_check(capsys, path, *options, "--config.data.max_prompt_length=100")
     assert code == 1 and report["problems"] == [
-        "1 prompts are left, and config.data.train_batch_size=256 asks for that many per step"
+        "1 prompt left, and config.data.train_batch_size=256 asks for that many per step"
     ]
     overrides = ("--config.data.max_prompt_length=100", "--config.data.filter_overlong_prompts=0")
     report, code = run_check(capsys, path, *options, *overrides)

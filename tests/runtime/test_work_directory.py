@@ -75,13 +75,6 @@ def test_a_disk_without_locks_is_reported(tmp_path, monkeypatch):
     assert "without file locks" in lines[0]
 
 
-def test_a_work_directory_that_is_a_file_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    for workdir in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(UserError, match=f"--workdir={workdir}: cannot be written to: "):
-            open_once(workdir)
-
-
 def test_a_read_only_work_directory_is_named(tmp_path, monkeypatch):
     def refuse(self, *arguments, **options):
         raise OSError(work_directory.errno.EROFS, "Read-only file system")
@@ -173,3 +166,27 @@ def test_an_error_of_process_0_ends_all(tmp_path, coordinator_address):
     (tmp_path / "file").write_text("")
     for (line,) in run_two([tmp_path / "file", tmp_path / "file"], coordinator_address):
         assert "cannot be written to: " in line
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "inside a file", "model"])
+def test_what_cannot_be_a_work_directory_is_named(kind, tmp_path):
+    path = tmp_path / "odd"
+    if kind == "link":
+        path.symlink_to(tmp_path / "nowhere")
+        message = "odd: is a link to .*nowhere, which does not exist"
+    elif kind == "file":
+        path.touch()
+        message = "odd: is a file; expected a folder"
+    elif kind == "inside a file":
+        path.touch()
+        path /= "inside"
+        message = "odd/inside: cannot be written to: Not a directory"
+    else:
+        path.mkdir()
+        (path / "config.json").write_text('{"model_type": "llama"}')
+        message = "odd: holds a model, whose config.json the run would replace"
+    with (
+        pytest.raises(UserError, match=message),
+        work_directory.open_work_directory(path, lambda line: None),
+    ):
+        pass

@@ -54,6 +54,7 @@ def resolve_model_folder(
         return downloads.download_folder(path, what, files)
     folder = expand_local_path(path, what)
     if folder.is_dir():
+        _refuse_run(folder, f"{what}={path!r}")
         return folder
     problem = f"{what}={path!r}: "
     remedy = f"set {what} to a folder with {holds}"
@@ -75,6 +76,15 @@ def resolve_model_folder(
             f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "
             f"where the hub can be reached, with `{command}`"
         ) from error
+
+
+def _refuse_run(folder: Path, setting: str) -> None:
+    """Raise `UserError` for the work directory of a run, whose models are in folders of it."""
+    if not (folder / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
+        return
+    models = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+    remedy = f"a model of it is {', '.join(models)}" if models else "it has exported no model"
+    raise UserError(f"{setting}: is the work directory of a run; {remedy}")
 
 
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:

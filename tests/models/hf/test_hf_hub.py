@@ -219,3 +219,16 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
         str(tmp_path / "weights.bin")
     )
     assert "config.data.x='': must be set" in refusal("", "config.data.x")
+
+
+def test_the_work_directory_of_a_run_names_its_models(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_metrics.csv").touch()
+    with pytest.raises(
+        UserError, match="config.critic.path=.*: is the work directory of a run; it"
+    ):
+        resolve_model_folder(str(tmp_path), "config.critic.path")
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"run; a model of it is {tmp_path}/actor$"):
+        resolve_model_folder(str(tmp_path), "config.critic.path")
