@@ -76,6 +76,8 @@ def test_a_disk_without_locks_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_read_only_work_directory_is_named(tmp_path, monkeypatch):
+    open_once(tmp_path / "earlier")  # imports read files, too
+
     def refuse(self, *arguments, **options):
         raise OSError(work_directory.errno.EROFS, "Read-only file system")
 
