@@ -25,6 +25,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # Arguments that a shell fills in, "$@" and "${NAME[@]}", and what ends a command.
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{(\w+)\[[@*]\]\}|\$\{@[^}]*\}")
 _END = re.compile(r"\d?&?>+\S*|\|{1,2}|&{1,2}|;")
+_MODULE = re.compile(r"(verl|openrlhf)(\.\w+)+")
+_ARITHMETIC = re.compile(r"\$\(\([^()]*\)\)")
 _READ_SUFFIXES = (".sh", ".bash", ".txt", ".slurm", ".sbatch", "")
 
 
@@ -53,7 +55,8 @@ def read_command(framework: str, text: str) -> PeerCommand:
         raise UserError(f"{framework}: expected one of {', '.join(PEERS)}")
     text = _read_script(framework, text.strip())
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
+        words = shlex.split(joined.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}") from error
     peer = PEERS[framework]
@@ -76,7 +79,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     for match in filter(None, map(_ARGUMENTS.fullmatch, values)):
         if not any(word.startswith(f"{match[1]}=(") for word in before):
             notes.append(f"{match[0]}: what the shell puts in its place is not seen")
-    values = [word for word in values if not _ARGUMENTS.fullmatch(word)]
+    values = [word for word in values if word.strip() and not _ARGUMENTS.fullmatch(word)]
     values = list(itertools.takewhile(lambda word: not _END.fullmatch(word), values))
     read = _read_hydra if framework == "verl" else _read_flags
     flags = {}
@@ -127,31 +130,38 @@ def _read_script(framework: str, text: str) -> str:
         lines = path.read_text().replace("\\\n", " ").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{text}: cannot be read: {error}") from error
+    commands = []
     for count, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        start, found = _find_program_word(framework, words)
+        _, found = _find_program_word(framework, line.split("#")[0].split())
         if found:
-            return "\n".join(lines[:count])
-    raise UserError(f"{text}: no command of {framework} in it")
+            # A message may mention the script's name, which is only like that of a program.
+            commands.append((not found[1], count))
+    if not commands:
+        raise UserError(f"{text}: no command of {framework} in it")
+    return "\n".join(lines[: min(commands)[1]])
 
 
 def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Program, bool] | None]:
     """Return the number of words up to the program, such as `accelerate launch ppo.py`, and it."""
     if words and words[0].startswith("--"):
         return 0, None
-    first = 0
+    candidates: list[tuple[int, tuple[Program, bool] | None]] = []
     for count, word in enumerate(words, 1):
         launcher = words[count - 2] if count > 1 else ""
         is_named = launcher in ("-m", "--module") or Path(launcher).name == "trl"
-        if not is_named and ("=" in word or not word.endswith((".py", ".sh"))):
+        is_file = word.endswith((".py", ".sh")) or _MODULE.fullmatch(word)
+        if not is_named and (not is_file or "=" in word or " " in word):
             continue
         owner = next((peer for peer in PEERS if peer in re.split(r"[./]", word)), framework)
         if owner != framework:
             raise UserError(f"{word}: a program of {owner}: python -m jax_ppo.translate {owner}")
-        if found := find_program(PEERS[framework].PROGRAMS, word):
-            return count, found
-        first = first or count
-    return first, None
+        candidates.append((count, find_program(PEERS[framework].PROGRAMS, word)))
+    # Exactly a program's name is better than a part of it, and that better than no program.
+    for wanted in (True, False):
+        for count, found in candidates:
+            if found and found[1] == wanted:
+                return count, found
+    return candidates[0] if candidates else (0, None)
 
 
 def _fill_in_variables(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
@@ -182,7 +192,7 @@ def _read_hydra(before: list[str], after: list[str]) -> Iterator[tuple[str, str 
     for index, word in enumerate(before + after):
         match = re.fullmatch(r"(?:--|\+{0,2})([^=]+)=(.*)", word, re.DOTALL)
         is_after = index >= len(before)
-        name = match[1].replace("-", "_") if match else ""
+        name = match[1].strip().replace("-", "_") if match else ""
         # Words before the program may set variables of the environment.
         if match and ((is_after and before) or "." in name or name in verl.OPTIONS):
             yield name.removeprefix("actor_rollout_ref."), match[2]

@@ -213,6 +213,9 @@ def _translate_flags(
                 notes.append(f"config.{target}: a variable of the shell")
             elif "$(" in target_value or "`" in target_value:
                 notes.append(f"config.{target}: a command of the shell, which stays text")
+    if options.get("mesh.fsdp") == "-1":
+        # All devices split the parameters, and none are left for copies.
+        options.setdefault("mesh.data", "1")
     notes += _join_reward_function(options)
     if framework == "trl":
         notes += _count_trl_batches(flags, options, program)

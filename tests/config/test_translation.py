@@ -186,6 +186,37 @@ def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
         assert not [note for note in translated.notes if "DATA[@]" in note]
 
 
+@pytest.mark.parametrize(
+    ("framework", "lines", "expected"),
+    [
+        (
+            "openrlhf",
+            "read -r -d '' commands <<EOF\nopenrlhf.cli.train_sft \\\n  --adam.lr 3e-6\nEOF\n"
+            "deepspeed --module $commands\n",
+            {"supervised.optim.lr": "3e-6"},
+        ),
+        (
+            "verl",
+            'echo "Usage: my_sft.sh <gpus>"\ntorchrun -m verl.trainer.fsdp_sft_trainer \\\n'
+            "  optim.lr=3e-6 \\\n \\ \n",
+            {"supervised.optim.lr": "3e-6"},
+        ),
+        (
+            "verl",
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 \\\n"
+            "  actor_rollout_ref.rollout.max_num_seqs=4 \\\n  trainer.total_epochs=$((1 + 2))\n",
+            {"mesh.fsdp": "-1", "mesh.data": "1", "rollout.max_num_seqs": "4"},
+        ),
+    ],
+)
+def test_forms_of_scripts_in_examples_are_read(framework, lines, expected, tmp_path):
+    (tmp_path / "a.sh").write_text(lines)
+    translated = translate(framework, str(tmp_path / "a.sh"))
+    assert translated.options == expected
+    assert not [note for note in translated.notes if "not an option" in note]
+    assert ("$((1+2))" in " ".join(translated.notes)) == ("$((" in lines)
+
+
 @pytest.mark.parametrize("framework", PROGRAMS)
 def test_every_default_is_carried_or_listed(framework):
     """A program's default is the base's value, an option of the command, or a remark."""
