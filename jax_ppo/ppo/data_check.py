@@ -1,6 +1,7 @@
 """Describe the data of a run, and find the problems that would prevent training on them."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
+from jax_ppo.data.prompts import PromptEncoding, encode_prompts
 from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.ppo import rule_trial
 from jax_ppo.ppo.sample_records import prompt_text
@@ -20,6 +22,7 @@ from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed
 _MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
+_NO_LIMIT = 2**31  # tokens of a prompt
 _BAR = 40  # characters of the longest bar of a histogram
 
 
@@ -34,7 +37,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
       JSON: `command`, `training` and `held_out` (`None` without validation files), each as
       `_describe` returns it, `overlap` (held-out prompts that are training prompts, too),
       `problems` (lines, each of which would end a run before its first step), `warnings` (lines)
-      and `first_prompt`.
+      `first_prompt` and `first_prompt_note` (which row it is, and its tokens).
 
     Raises:
       UserError: the data cannot be read.
@@ -56,12 +59,14 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         for examples in (training, held_out)
     ]
     assert parts[0] is not None, "without training examples loading fails"
+    first_prompt, note = _render_first(training, tokenizer, config.data)
     return {
         "command": command,
         "training": parts[0],
         "held_out": parts[1],
         "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
-        "first_prompt": _render(training[0], tokenizer, chat_template(config.data)),
+        "first_prompt": first_prompt,
+        "first_prompt_note": note,
         "problems": obstacles + _find_problems(config, command, training, held_out, parts[0]),
         "warnings": [
             f"{name} data: {line}"
@@ -81,7 +86,8 @@ def format_report(report: dict[str, Any]) -> str:
     if report["held_out"] is not None:
         lines += [f"held-out prompts that are also training prompts: {report['overlap']}", ""]
     first_prompt = printable_lines(report["first_prompt"])
-    lines += ["the first prompt, as the model reads it:", *first_prompt.splitlines(), ""]
+    note = report["first_prompt_note"]
+    lines += [f"the first prompt, as the model reads it ({note}):", *first_prompt.splitlines(), ""]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     lines += [f"problem: {problem}" for problem in report["problems"]] or ["no problems"]
     return "\n".join(lines)
@@ -281,12 +287,36 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name or '(none)'} ({count})" for name, count in counts.items()) or "none"
 
 
-def _render(example: Example, tokenizer: Any, template: tokenizer_lib.ChatTemplate) -> str:
-    """Return a prompt as the model reads it, or its messages without a tokenizer."""
+def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) -> tuple[str, str]:
+    """Return the first prompt that is kept, with the tokens that the model gets, and which it is.
+
+    Without a tokenizer it is the text. If no prompt is kept, it is the first one, whole.
+    """
     if tokenizer is None:
-        return prompt_text(example)
-    try:
-        tokenizer_lib.validate_chat_template(tokenizer, template)
-        return tokenizer_lib.render_prompt(tokenizer, example.prompt, template, example.tools)[0]
-    except Exception as error:
-        raise UserError(f"the first prompt cannot be rendered: {error}") from error
+        return prompt_text(examples[0]), "before its chat template: no model is named"
+    drops = options.filter_overlong_prompts
+    cuts = not drops and options.truncation != "error"
+    encoding = PromptEncoding(
+        max_prompt_length=options.max_prompt_length if drops or cuts else _NO_LIMIT,
+        filter_overlong_prompts=drops,
+        truncation=options.truncation,
+        chat_template=chat_template(options),
+    )
+    rows = [(row, e) for row, e in enumerate(examples, 1) if prompt_text(e).strip()]
+    shown = [example for _, example in rows]
+    for whole in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):
+        encoded = encode_prompts(shown, tokenizer, whole, "config.data.train_files")
+        for (row, example), ids in zip(rows, encoded, strict=True):
+            if ids is None:
+                continue
+            text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+            note = f"example {row}, {len(ids)} tokens"
+            length = len(
+                tokenizer_lib.encode_prompt(
+                    tokenizer, example.prompt, encoding.chat_template, example.tools
+                )
+            )
+            if length > len(ids):
+                note += f" of {length}, config.data.truncation={options.truncation}"
+            return text, note
+    return "", "all prompts are empty"

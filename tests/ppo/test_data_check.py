@@ -9,6 +9,7 @@ import tiny
 from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data import arithmetic
+from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import data_check, setup
 from jax_ppo.ppo.rule_trial import try_rule
@@ -65,6 +66,41 @@ def test_good_data_are_described(tmp_path, model, capsys):
     assert sum(tokens["histogram"].values()) == 3 and tokens["too_long"] == 0
     assert 0 < tokens["p0"] <= tokens["p50"] <= tokens["p100"]
     assert report["first_prompt"].endswith("1 + 1? Think.")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "note"),
+    [
+        ((), "{long}{short}", "example 1, {all} tokens"),
+        (("max_prompt_length=8",), "{short}", "example 2, {few} tokens"),
+        (("max_prompt_length=8", "filter_overlong_prompts=False"), "{long}{short}", "example 1, "),
+        (
+            ("max_prompt_length=8", "filter_overlong_prompts=False", "truncation=left"),
+            "{end}",
+            "example 1, 8 tokens of {all}, config.data.truncation=left",
+        ),
+        (("max_prompt_length=1",), "{long}{short}", "example 1, {all} tokens"),
+    ],
+)
+def test_the_first_prompt_is_shown_as_it_is_sampled(tmp_path, model, capsys, options, shown, note):
+    """Dropped prompts are passed over, and tokens that are cut off are not shown."""
+    short, long = "3 + 4 = ", "12 + 34 + 56 + "
+    rows = [ROW | {"question": long + short}, ROW | {"question": short}]
+    report, _ = run_check(
+        capsys,
+        write_rows(tmp_path / "a.jsonl", rows),
+        "--config=gsm8k",
+        "--config.data.val_files=",
+        f"--config.model.path={model}",
+        "--config.data.instruction=",
+        *(f"--config.data.{option}" for option in options),
+    )
+    tokenizer = load_tokenizer(str(model))
+    ids = tokenizer.encode(long + short)
+    words = {"long": long, "short": short, "all": len(ids), "few": len(tokenizer.encode(short))}
+    words["end"] = tokenizer.decode(ids[-8:])
+    assert report["first_prompt"] == shown.format(**words)
+    assert report["first_prompt_note"].startswith(note.format(**words))
 
 
 def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
