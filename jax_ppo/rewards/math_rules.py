@@ -5,6 +5,7 @@ compared by math-verify, which parses LaTeX with sympy. That may take unbounded 
 runs in worker processes with a time limit.
 """
 
+import logging
 import re
 
 from jax_ppo.errors import UserError
@@ -133,7 +134,9 @@ def _are_equal(answer: str, ground_truth: str) -> bool:
         raise UserError(
             "the rule `math` needs the package math-verify: pip install 'jax_ppo[math]'"
         ) from error
-    # math-verify's own time limits use signals; the worker pool limits the time instead.
+    # math-verify's own time limits use signals; the worker pool limits the time instead. It would
+    # warn of that in each process.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = math_verify.parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     parsed = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     return bool(math_verify.verify(gold, parsed, timeout_seconds=None))

@@ -1,6 +1,8 @@
 """Rewards that add up terms, and the built-in rules that terms name."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -194,6 +196,16 @@ def test_the_last_complete_box_is_the_answer(text, answer):
 def test_answers_are_compared_as_mathematics(answer, ground_truth, correct):
     pytest.importorskip("math_verify", reason="needs the extra `math`")
     assert math_rules.score_math(rf"\boxed{{{answer}}}", ground_truth).correct is correct
+
+
+def test_the_library_of_mathematics_prints_nothing_of_its_time_limits():
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
+    score = (
+        "from jax_ppo.rewards import math_rules\n"
+        "assert math_rules.score_math(r'\\boxed{0.5}', '1/2').correct"
+    )
+    result = subprocess.run([sys.executable, "-c", score], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 @pytest.mark.slow
