@@ -34,7 +34,8 @@ def serve(
 
     Args:
       turn: Does the work once and returns figures (numbers, or dicts of numbers). `seconds`, its
-        wall-clock time, and `cpu_seconds`, the processor time of all threads, are added if absent.
+        wall-clock time, `cpu_seconds`, the processor time of all threads, and `peak_gib`, the
+        process's largest memory so far, are added if absent.
       packages: Packages whose versions are reported.
       split_turn: Like `turn`, but waits after each phase and returns the `phases`; `turn` by
         default, for workers that compute synchronously.
@@ -55,6 +56,7 @@ def serve(
         times = {
             "seconds": time.perf_counter() - start,
             "cpu_seconds": cpu_seconds() - cpu_start,
+            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         send(times | figures)
 

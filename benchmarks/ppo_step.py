@@ -131,6 +131,9 @@ def parse() -> argparse.Namespace:
         help="tokens of a response, or with --lengths verl the limit, with the mean in proportion; "
         "default: 64, or 512",
     )
+    parser.add_argument(
+        "--size", choices=workload.SIZES, default="small", help="of all models; random weights"
+    )
     parser.add_argument("--samples", type=int, default=32, help="prompts per step")
     parser.add_argument(
         "--reward",
@@ -168,7 +171,9 @@ def parse() -> argparse.Namespace:
         help="override an option of our config",
     )
     args = parser.parse_args()
-    known = ["ours", "torch", REWARD_SIDES[args.reward], *LENGTH_SIDES[args.lengths], "floor"]
+    known = ["ours", "torch", REWARD_SIDES[args.reward], *LENGTH_SIDES[args.lengths]]
+    if args.size == "small":
+        known.append("floor")
     args.sides = args.sides or known
     args.response = args.response or RESPONSE[args.lengths]
     harness.validate_sides(parser, args, known)
@@ -178,6 +183,8 @@ def parse() -> argparse.Namespace:
 def result_name(args: argparse.Namespace) -> str:
     """Return the name of the result file; runs at other than the default sizes get their own."""
     name = f"ppo_step_{args.lengths}_{args.reward}"
+    if args.size != "small":
+        name += f"_{args.size}"
     if args.response != RESPONSE[args.lengths]:
         name += f"_{args.response}"
     if args.samples != 32:
@@ -190,13 +197,14 @@ def result_name(args: argparse.Namespace) -> str:
 def make_settings(args: argparse.Namespace, folder: Path) -> dict:
     """Create the models and return the settings shared by all workers."""
     verl = workload.VERL
+    size = workload.SIZES[args.size]
     mean = round(verl["mean"] * args.response / verl["longest"])
     chance = workload.eos_chance(mean, args.response) if args.lengths == "verl" else 0.0
     reward_model = ""
     if args.reward == "model":
-        reward_model = str(workload.make_model(folder / "reward", score=True, seed=1))
+        reward_model = str(workload.make_model(folder / "reward", score=True, seed=1, **size))
     return {
-        "model": str(workload.make_model(folder / "model", chance)),
+        "model": str(workload.make_model(folder / "model", chance, **size)),
         "reward_model": reward_model,
         "samples": args.samples,
         "prompt": 64,
@@ -305,7 +313,7 @@ def summarize(answers: list[dict], split: list[dict]) -> dict:
     """
     figures = {
         name: harness.spread([turn[name] for turn in answers])
-        for name in ("seconds", "cpu_seconds", "tokens")
+        for name in ("seconds", "cpu_seconds", "peak_gib", "tokens")
     }
     for name in ("padded_tokens_per_token", "row_steps_per_token"):
         if name in answers[0]:
@@ -349,7 +357,7 @@ def show(sides: dict) -> None:
         line = (
             f"{name:12s} {harness.format_spread(side['seconds'], '.3f')} s per step, "
             f"CPU {harness.format_spread(side['cpu_seconds'], '.3f')} s, "
-            f"{side['tokens']['median']:.0f} tokens, "
+            f"peak {side['peak_gib']['max']:.2f} GiB, {side['tokens']['median']:.0f} tokens, "
             f"{harness.format_spread(per_token, '.3f')} ms per token, "
             f"first {side['first_turn_seconds']:.1f} s"
         )

@@ -16,6 +16,18 @@ import numpy as np
 
 PAD, EOS = 0, 1
 VOCABULARY = 4096
+# Arguments of `make_model` for each size of model: the default, and SmolLM2-135M's with a separate
+# output embedding.
+SIZES = {
+    "small": {},
+    "smollm2": {
+        "layers": 30,
+        "hidden": 576,
+        "vocabulary": 49152,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    },
+}
 VERL = {"mean": 307, "longest": 512}  # tokens per response: verl's published run on GSM8K
 
 
@@ -37,10 +49,12 @@ def typical_lengths(count: int, mean: int, longest: int) -> list[int]:
     ]
 
 
-def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> dict:
+def config(
+    layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY, **changes: int
+) -> dict:
     """Return config.json of a Qwen2 model with untied embeddings.
 
-    Heads have 64 channels, and two query heads share each key head.
+    Heads have 64 channels, and two query heads share each key head, except for `changes`.
     """
     return {
         "architectures": ["Qwen2ForCausalLM"],
@@ -61,7 +75,7 @@ def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> 
         "eos_token_id": EOS,
         "bos_token_id": None,
         "dtype": "float32",
-    }
+    } | changes
 
 
 def make_model(
@@ -72,6 +86,7 @@ def make_model(
     vocabulary: int = VOCABULARY,
     score: bool = False,
     seed: int = 0,
+    **changes: int,
 ) -> Path:
     """Write config.json, model.safetensors and, in tokenizer/, a tokenizer; return the folder.
 
@@ -84,11 +99,12 @@ def make_model(
       score: Replace the output embedding by a scalar head (a one-label
         Qwen2ForSequenceClassification).
       seed: Seed of the random weights.
+      changes: Entries of config.json.
     """
     import safetensors.numpy
 
     folder.mkdir(parents=True, exist_ok=True)
-    shape, rng = config(layers, hidden, vocabulary), np.random.default_rng(seed)
+    shape, rng = config(layers, hidden, vocabulary, **changes), np.random.default_rng(seed)
     kv = shape["num_key_value_heads"] * 64
 
     def normal(*size: int, std: float = 0.02) -> np.ndarray:

@@ -75,7 +75,8 @@ def test_a_split_that_does_not_add_up_is_reported(harness, capsys):
     import ppo_step
 
     def turn(seconds, **phases):
-        return {"seconds": seconds, "cpu_seconds": seconds, "tokens": 10, "phases": phases}
+        figures = {"seconds": seconds, "cpu_seconds": seconds, "peak_gib": 1.0, "tokens": 10}
+        return figures | {"phases": phases}
 
     plain = [turn(2.4), turn(2.4), turn(2.4)]
     # Half a second is outside the phases, and these turns took 2.0 s instead of 2.4 s.
