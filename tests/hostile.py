@@ -301,8 +301,6 @@ def translate_peer_option(
             ours, expected = ours.lower(), expected.lower()
         elif option.name == "reward.function" and "_function" in name:
             ours = ours.removesuffix(":compute_score")
-        elif option.name.endswith("_freq") and value == "-1":
-            expected = "0"
         is_same = ours == expected or (is_number and float(ours) == float(expected))
         if not is_same:
             raise Wrong(f"{name}={value!r:.100} became {option.name}={ours!r:.100}")
