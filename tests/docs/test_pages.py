@@ -12,6 +12,7 @@ import pytest
 import museum
 from jax_ppo import check, plan, prepare, report
 from jax_ppo.config import command_line, schema
+from jax_ppo.errors import UserError
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
 OPTIONS = {option.name for option in schema.all_options()}
@@ -179,6 +180,14 @@ def check_module(name: str, arguments: list[str]) -> None:
 def test_the_check_of_commands_sees_a_wrong_option():
     with pytest.raises(Exception, match="clip_ratoi"):
         check_module("train", ["--config=configs/arithmetic.py", "--config.actor.clip_ratoi=1"])
+
+
+def test_the_error_that_getting_started_shows_is_the_one_that_is_printed():
+    page = (doc_pages.ROOT / "docs" / "getting-started.md").read_text()
+    (shown,) = re.findall(r"^error: (config\.\S+: there is no such option.*)$", page, re.MULTILINE)
+    option = shown.partition(":")[0]
+    with pytest.raises(UserError, match=f"^{re.escape(shown)}$"):
+        check_module("train", ["--config=arithmetic", f"--{option}=1"])
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

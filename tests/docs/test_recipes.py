@@ -37,6 +37,18 @@ SHORT = (
 )
 
 
+SHORTEST = {
+    "model.create.steps": 2,
+    "model.create.habit_steps": 1,
+    "data.val_files": "arithmetic:8:heldout",
+    "data.train_batch_size": 8,
+    "data.val_batch_size": 8,
+    "actor.ppo_mini_batch_size": 8,
+    "trainer.total_training_steps": 2,
+    "trainer.critic_warmup": 0,
+}
+
+
 def save_files(page, folder) -> None:
     """Write the blocks that begin with a file's name to that file."""
     for block in doc_pages.blocks(page, "python"):
@@ -63,6 +75,34 @@ def test_the_python_of_a_recipe_runs(page, tmp_path):
     program = "\n".join(block.text for block in blocks)
     assert "assert" in program
     (tmp_path / "program.py").write_text(program)
+    run(["program.py"], tmp_path)
+
+
+README = doc_pages.ROOT / "README.md"
+DATA_AND_REWARDS = doc_pages.ROOT / "docs" / "data-and-rewards.md"
+
+
+def test_the_python_of_every_page_is_run():
+    pages = {page for page in doc_pages.PAGES if doc_pages.blocks(page, "python")}
+    assert pages == {*doc_pages.RECIPES, README, DATA_AND_REWARDS}
+
+
+def test_the_reward_function_of_the_guide_scores_and_logs_what_the_guide_says():
+    (block,) = doc_pages.blocks(DATA_AND_REWARDS, "python")
+    defined = {}
+    exec(block.text, defined)
+    right = {"score": 1.0, "acc": True, "characters": 9}
+    assert defined["score"]("source", "It is 12\n", 12, {}) == right
+    assert defined["score"]("source", "12 or 13", "12", {})["score"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_trains_and_samples(tmp_path):
+    (block,) = doc_pages.blocks(README, "python")
+    assert block.text.count('load_config("arithmetic")') == 1
+    changes = ", ".join(f"{name.replace('.', '__')}={value!r}" for name, value in SHORTEST.items())
+    program = block.text.replace('"arithmetic")', f'"arithmetic", {changes})')
+    (tmp_path / "program.py").write_text(f"{program}\nassert summary['steps'] == 2")
     run(["program.py"], tmp_path)
 
 
