@@ -667,14 +667,17 @@ DATA = [
         holds="a chat prompt ends where the assistant's turn begins",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
-        old=(
-            "tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, "
-            "tokenize=False)"
-        ),
-        new=(
-            "tokenizer.apply_chat_template(list(prompt), add_generation_prompt=False, "
-            "tokenize=False)"
-        ),
+        old="{kind: True}",
+        new="{kind: False}",
+    ),
+    Exhibit(
+        name="a_begun_answer_is_closed",
+        source="transformers' templates close every message without continue_final_message",
+        holds="a chat that ends with the assistant's message is continued within it",
+        test=f"{TEST_TOKENIZER}::test_a_chat_that_ends_with_the_assistant_is_continued",
+        where="render_prompt",
+        old='"continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"',
+        new='"add_generation_prompt"',
     ),
     Exhibit(
         name="repository_code_is_executed",

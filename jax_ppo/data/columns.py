@@ -74,7 +74,8 @@ def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
     known = {name.lower(): name for name in names}
     explicit = {columns.prompt, columns.response, columns.ground_truth}
     prompts = [PROMPT, *CHATS, *REQUESTS]
-    unread = set(known) - KNOWN
+    # Images are refused unless they are empty.
+    unread = {name for name in known if name not in KNOWN and not MEDIA.fullmatch(name)}
     if columns.prompt:
         unread |= set(prompts) - {name.lower() for name in explicit}
     has_own_prompt = columns.prompt.lower() not in ("", *REQUESTS) or {PROMPT, *CHATS} & set(known)

@@ -71,7 +71,7 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
             )
         message = {"role": role, "content": message["value"]}
     if isinstance(message, dict):
-        message = {key: item for key, item in message.items() if item is not None}
+        message = drop_missing(message)
         content = message.get("content")
         if isinstance(content, list):
             message["content"] = _join_parts(content, location, name)
@@ -118,6 +118,15 @@ def is_message(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def drop_missing(value: Any) -> Any:
+    """Return a value without the entries that are None, which Parquet adds to objects."""
+    if isinstance(value, dict):
+        return {key: drop_missing(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_missing(item) for item in value]
+    return value
 
 
 def user_message(text: str) -> Messages:

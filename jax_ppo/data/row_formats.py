@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_ppo.data import columns as names
 from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
-from jax_ppo.data.messages import Messages, parse_prompt, quote_value, user_message
+from jax_ppo.data.messages import Messages, drop_missing, parse_prompt, quote_value, user_message
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
@@ -487,7 +487,7 @@ def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{location}: tools must be a list of objects, got {quote_value(value)}")
-    return tuple(value)
+    return tuple(drop_missing(value))
 
 
 def _require_text(value: Any, location: str, name: str) -> str:

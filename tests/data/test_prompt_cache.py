@@ -232,6 +232,23 @@ def test_an_example_of_each_data_source_is_found_without_reading_all(tmp_path):
     ]
 
 
+def test_ignored_columns_are_named_and_tools_are_kept(trained, tmp_path, caplog):
+    tools = [{"name": "add", "a": 1}, {"name": "sub", "b": {"c": 2}}]
+    path = write(tmp_path / "a.parquet", [verl_row(1) | {"tools": tools, "images": []}])
+    list(prompt_cache.representative_examples(located(path), PARSER))
+    assert "ignored columns: unused (" in caplog.text
+    (example,) = cached(tmp_path / "cache", path, trained).examples
+    # Parquet gives both objects all entries.
+    assert example.tools == tuple(tools)
+
+
+def test_images_of_any_row_are_refused(trained, tmp_path):
+    rows = [verl_row(n) | {"images": ["a.png"] if n == 9 else []} for n in range(1, 20)]
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(UserError, match=r"a.parquet, row 9: the column images has \['a.png'\]"):
+        cached(tmp_path / "cache", path, trained)
+
+
 def test_categories_with_several_dictionaries_become_text(trained, tmp_path, monkeypatch):
     """A file takes one dictionary per column, and each flush of rows comes with its own."""
     monkeypatch.setattr(files, "_PARQUET_BATCH", ROWS_PER_BATCH)

@@ -282,6 +282,20 @@ def test_sharegpts_messages_and_parts_of_text_are_read():
     assert parse_row({"prompt": [user(parts)]}, "here").prompt == (user("ab"),)
 
 
+@pytest.mark.parametrize("wrap", [lambda tools: tools, json.dumps])
+def test_tools_are_read_and_calls_need_no_content(wrap):
+    tools = [{"name": "add", "parameters": {"a": None, "b": {"type": "int"}}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "x": None}]}
+    answer = {"role": "tool", "content": "3"}
+    row = {"messages": [user("1+2"), call, answer, assistant("3")], "tools": wrap(tools)}
+    example = parse_row(row, "here")
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert (example.prompt, example.response) == ((user("1+2"), called, answer), "3")
+    assert json.dumps(example.tools) in ('[{"name": "add", "parameters": {"b": {"type": "int"}}}]',)
+    with pytest.raises(UserError, match="here: tools must be a list of objects, got 'add'"):
+        parse_row({"prompt": "x", "tools": "add"}, "here")
+
+
 def test_a_key_that_names_no_column_is_refused():
     row = {"question": "q", "answer": "7"}
     for columns in (Columns(prompt="questoin"), Columns(ground_truth="anwser")):

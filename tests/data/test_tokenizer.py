@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jax_ppo.data import arithmetic
 from jax_ppo.data.prompts import tokenize_prompts
+from jax_ppo.data.responses import tokenize_responses
 from jax_ppo.data.tokenizer import (
     decode_tokens,
     encode_prompt,
@@ -182,6 +183,15 @@ def test_a_trained_turn_is_what_the_template_renders(with_specials, opening, bri
     assert made.decode(encode_prompt(made, ASKED, {"brief": brief})).endswith(
         "[assistant]" + " Briefly:" * brief + opening
     )
+
+
+def test_responses_end_where_an_exported_model_stops(with_specials):
+    made = chat_ml(with_specials)
+    rows = [Example(ASKED, "x", response="has"), Example("Tom", "x", response=" has")]
+    dataset = tokenize_responses(
+        rows, made, ("response",), max_prompt_length=64, max_response_length=64
+    )
+    assert dataset.end_ids == (made.eos_token_id, made.convert_tokens_to_ids("<|im_end|>"))
 
 
 def test_a_template_without_an_end_leaves_the_eos(with_specials):
