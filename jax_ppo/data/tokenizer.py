@@ -370,8 +370,12 @@ def validate_chat_template(tokenizer: Any, chat_template: ChatTemplate) -> None:
     option = f"config.data.chat_template_kwargs={chat_template}"
     if not tokenizer.chat_template:
         raise UserError(f"{option}: the tokenizer has no chat template that could read them")
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
-    known = sorted(template_variables(tokenizer) - set(reserved))
+    reserved = {
+        *inspect.signature(tokenizer.apply_chat_template).parameters,
+        *("messages", "raise_exception", "strftime_now", "namespace", "range"),
+        *tokenizer.special_tokens_map,
+    }
+    known = sorted(template_variables(tokenizer) - reserved)
     for name in chat_template:
         if name not in known:
             raise UserError(

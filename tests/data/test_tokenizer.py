@@ -207,7 +207,7 @@ def test_tools_and_variables_reach_the_template(with_specials):
     assert text == "add: [user] Tom<|im_end|>\n[assistant] Briefly:"
     validate_chat_template(made, {"brief": True})
     for wrong in ({"breif": True}, {"add_generation_prompt": False}, {"m": 1}):
-        with pytest.raises(UserError, match="has no variable .*; it reads brief"):
+        with pytest.raises(UserError, match=r"has no variable .*; it reads brief\."):
             validate_chat_template(made, wrong)
     made.chat_template = None
     with pytest.raises(UserError, match="has no chat template"):
