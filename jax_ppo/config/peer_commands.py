@@ -37,10 +37,12 @@ class PeerCommand:
     Attributes:
       program: the table of the program that it starts.
       flags: its options by name.
+      has_program: whether it names a program; if not, it is read as the framework's first.
       notes: one line for each of its words that is not read.
     """
 
     program: Program
+    has_program: bool
     flags: dict[str, str]
     notes: list[str]
 
@@ -71,8 +73,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     notes = []
     if name and not is_exact:
         notes.append(
-            f"{name}: its contents are not seen; its options were read as those of "
-            f"{program.names.partition('|')[0].partition('(')[0]}"
+            f"{name}: its contents are not seen; its options were read as those of {program.name}"
         )
     words, values = _fill_in_variables(words[:start], words[start:])
     before = {word for word in words if "=" in word}
@@ -94,7 +95,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
             f"{shorten(text) or 'no text'}: no program and no option of {framework} in it{unseen}; "
             f"expected a command such as `{EXAMPLES[framework]}`, or the path of a shell script"
         )
-    return PeerCommand(program, flags, notes)
+    return PeerCommand(program, bool(name), flags, notes)
 
 
 def answer_of(program: Program, framework: str, name: str) -> str | None:

@@ -138,6 +138,8 @@ def translate(framework: str, text: str) -> Translation:
     values, notes, remarks = _translate_flags(
         framework, program, command.flags, program.defaults, base
     )
+    if not command.has_program:
+        remarks.append(f"no program: read as options of {program.name}")
     by_default |= {name: x for name, x in program.always.items() if name not in values}
     values = {**by_default, **values}
     if "data.train_files" in values and "data.val_files" not in values:
@@ -193,8 +195,10 @@ def _translate_flags(
     notes: list[str] = []
     default_notes: list[str] = []
     named = _name_data_sets(PEERS[framework].DATA, flags, options)
+    # Mini-batches and episodes are PPO's.
+    sizes = _TRL_SIZES if program.command == "train" else _TRL_SIZES[:2]
     for name, value in flags.items():
-        if name in named or (name in _TRL_SIZES and _TRL_SIZES[0] in flags):
+        if name in named or (name in sizes and _TRL_SIZES[0] in flags):
             continue
         if not is_known(program, framework, name):
             notes.append(f"{name}={shorten(value)}: there is no such option")
@@ -368,7 +372,7 @@ def _count_trl_batches(
     sized = {"data.train_batch_size": batch}
     if program.command == "train":
         sized["actor.ppo_mini_batch_size"] = max(batch // mini_batches, 1)
-    if "total_episodes" in flags:
+    if program.command == "train" and "total_episodes" in flags:
         sized["trainer.total_training_steps"] = -(-episodes // batch)
     for name, size in sized.items():
         options.setdefault(name, str(size))

@@ -115,7 +115,7 @@ def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework
         tables = {**peer.OPTIONS, **program.options}
         names = {name.replace("*", "x") for name in tables} - data
         flags = [f"{'' if framework == 'verl' else '--'}{name}={value}" for name in names]
-        start = "python -m " + re.split(r"[|(]", program.names)[0]
+        start = "python -m " + program.name
         translated = translate(framework, f"{start} {' '.join(flags)}")
         notes = "\n".join(translated.notes)
         assert "there is no such option" not in notes
@@ -156,8 +156,14 @@ def test_a_command_becomes_one_of_the_same_task(framework, text, start):
     command_line.read_command_line([start, *words[3:]], start.split()[0])
 
 
+def test_sizes_of_ppo_are_not_lost_in_a_command_of_sft():
+    notes = translate("trl", "trl sft --num_mini_batches 2 --total_episodes 9").notes
+    assert {note.partition("=")[0] for note in notes} > {"num_mini_batches", "total_episodes"}
+
+
 def test_a_script_of_a_user_is_said_to_be_unseen():
     notes = translate("trl", "python train_ppo.py --learning_rate 1e-6").notes
+    assert "no program: read as options of ppo" in translate("trl", "--kl_coef 0.1").remarks
     assert notes[0] == (
         "train_ppo.py: its contents are not seen; its options were read as those of ppo"
     )
@@ -446,6 +452,7 @@ def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
         "- config.actor.ppo_mini_batch_size=256: must divide config.data.train_batch_size=8; "
         "the nearest divisor is 8\n\n"
         "Not in the command:\n"
+        "- no program: read as options of main_ppo\n"
         "- the last 5 options, from config.data.filter_overlong_prompts on: defaults of verl, "
         "unlike those of gsm8k\n"
         "- config.model.path=Qwen/Qwen2.5-0.5B-Instruct, config.data.train_files="
@@ -488,6 +495,7 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
         ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
         ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
         ("trl", "--config ppo.yaml", "config=ppo.yaml: the options in the file are not seen"),
+        ("trl", "--num_sample_generations 3", "num_sample_generations=3: config.trainer.test_freq"),
         ("trl", "ppo.yaml", "ppo.yaml: not an option, and not read"),
         ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: managers are verl's"),
         ("verl", "actor.optim.warmup_steps=x", "config.actor.optim.lr_warmup_steps='x': expected"),

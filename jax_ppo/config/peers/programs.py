@@ -25,6 +25,11 @@ class Program:
     defaults: dict[str, str] = dataclasses.field(default_factory=dict)
     always: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """Return the first of its names, for messages."""
+        return re.split(r"[|(]", self.names)[0]
+
 
 class DataOptions(NamedTuple):
     """The options of another framework that together name data sets, with their older names.
