@@ -225,7 +225,7 @@ class Reporter(journal.Journal):
             flops=pending.flops,
         )
         for kind, message in self._diagnosis.observe(written, pending.misses).items():
-            self.warn(f"step {completed_steps}: {message}", kind)
+            self.warn(f"step {completed_steps}, {kind}: {message}", kind)
         if pending.samples is not None:
             address = {"seed": config.seed, "stream": "training", "step": pending.step}
             count = max(config.trainer.log_rollouts, 1)

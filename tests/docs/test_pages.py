@@ -11,7 +11,7 @@ import pytest
 
 import museum
 from jax_ppo import check, plan, prepare, report
-from jax_ppo.config import command_line, schema
+from jax_ppo.config import command_line, loading, schema
 from jax_ppo.errors import UserError
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
@@ -87,6 +87,15 @@ def test_options_that_are_named_exist(page):
         is_file = name.endswith((".py", ".json", ".md"))
         is_section = any(option.startswith(f"{name}.") for option in OPTIONS)
         assert is_file or is_section or name in OPTIONS, f"{doc_pages.page_id(page)}: {name}"
+
+
+@each_page
+def test_values_of_options_that_are_named_are_valid(page):
+    """Of `actor.clip_ratio=0.1`, but not of placeholders such as `rollout.keep=K`."""
+    for code in re.findall(r"`([^`]+)`", doc_pages.without_blocks(page)):
+        for name, value in re.findall(r"(?:^|\s)(?:--)?(?:config\.)?([\w.]+)=(\S+)", code):
+            if name in OPTIONS and not value.isupper():
+                loading.parse_option(name, value)
 
 
 def test_the_check_of_options_sees_a_wrong_one(tmp_path):
