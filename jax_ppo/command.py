@@ -70,7 +70,7 @@ def prepared_run(
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
-    from jax_ppo.reporting import console
+    from jax_ppo.reporting import console, trackers
     from jax_ppo.runtime import (
         backends,
         compilation,
@@ -81,6 +81,7 @@ def prepared_run(
     )
     from jax_ppo.storage import disk_space
 
+    trackers.require_installed(parsing.parse_loggers(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed

@@ -299,6 +299,7 @@ class Reporter(journal.Journal):
         if export:
             with signals.limited("exporting the actor"):
                 self._export_actor(state)
+            self.report_model(ACTOR, "model.path")
         return self.write_summary(int(state.step), self._run.mesh)
 
     def _export_actor(self, state: TrainState) -> None:

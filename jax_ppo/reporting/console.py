@@ -152,6 +152,8 @@ class ProgressBar:
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
+            # tqdm's own estimate counts compilation and evaluations as a part of each step.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             disable=not (enabled and sys.stderr.isatty()),
         )
 
@@ -190,8 +192,10 @@ class ProgressBar:
             self._bar.write(text)
             sys.stdout.flush()
 
-    def advance(self, line: str) -> None:
-        """Count one step as complete and print its line."""
+    def advance(self, line: str, seconds_left: float) -> None:
+        """Count one step as complete, print its line and show the time left."""
+        left = tqdm.tqdm.format_interval(round(seconds_left))
+        self._bar.set_postfix_str(f"about {left} left", refresh=False)
         self.print_line(line)
         heartbeat.line_printed(is_step=True)
         self._bar.update()

@@ -181,10 +181,11 @@ class Journal:
         metrics["seconds/step"] = seconds
         metrics["tokens_per_second"] = tokens / seconds
         metrics["perf/tokens_per_second_per_device"] = tokens / seconds / jax.device_count()
-        self._last_seconds.append(seconds)
-        metrics["perf/seconds_left"] = self._seconds_left(step)
         self._step_started = now
         metrics |= self._measure_compilation()
+        # Later steps compile nothing. Background threads may compile longer than the step takes.
+        self._last_seconds.append(max(seconds - metrics["seconds/compile"], 0.0))
+        metrics["perf/seconds_left"] = self._seconds_left(step)
         if jax.default_backend() != "cpu":  # where the host itself computes
             metrics["seconds/host"] = seconds - sum(phases.values())
         if not skipped:
@@ -195,7 +196,8 @@ class Journal:
         self._last_step = step
         self._log.write(step, metrics)
         self._bar.advance(
-            console.format_step_line(step, self._total_steps, metrics, self._layout.columns)
+            console.format_step_line(step, self._total_steps, metrics, self._layout.columns),
+            metrics["perf/seconds_left"],
         )
         plot_freq = self._config.trainer.plot_freq
         if plot_freq and step % plot_freq == 0 and step < self._total_steps:
@@ -222,8 +224,7 @@ class Journal:
     def _seconds_left(self, step: int) -> float:
         """Return the expected time of the remaining steps, without evaluations and checkpoints.
 
-        Each is assumed to take the median time of the last steps, which a step that compiled does
-        not affect.
+        Each is assumed to take the median time of the last steps, without compilation.
         """
         return statistics.median(self._last_seconds) * (self._total_steps - step)
 
@@ -276,6 +277,13 @@ class Journal:
             )
         self._straggler = straggler
         return {"perf/straggler_seconds": behind}
+
+    def report_model(self, name: str, option: str) -> None:
+        """Say where an exported model is, and which option reads it."""
+        folder = f"{work_directory.shown_path(self._workdir)}/{name}"
+        console.print_on_main(
+            f"trained model: {folder} (for transformers, or --config.{option}={folder})"
+        )
 
     def warn(self, text: str, kind: str = "") -> None:
         """Show a warning: on the console if it is the first of its kind, and in the report.

@@ -14,7 +14,7 @@ from typing import Any
 from jax_ppo.config.parsing import parse_loggers
 from jax_ppo.config.schema import Trainer
 from jax_ppo.reporting.atomic import replace_file
-from jax_ppo.reporting.trackers import MetricSink, open_tracker
+from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
 
 
 class CurveFile:
@@ -123,7 +123,7 @@ class MetricsLog:
         loggers = parse_loggers(options.logger)
         if "tensorboard" in loggers:
             self._open_tensorboard(workdir / "tensorboard", first_step)
-        for name in ("wandb", "mlflow"):
+        for name in TRACKERS:
             if name in loggers:
                 tracker = open_tracker(
                     name, options, workdir, experiment_name, config_dict, first_step, warn

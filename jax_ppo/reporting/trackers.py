@@ -3,10 +3,11 @@
 A resumed run continues its record, whose id is stored in the work directory.
 """
 
+import importlib.util
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from jax_ppo.errors import UserError, printable_lines
 
 MetricSink = Callable[[int, dict[str, float]], None]
 
+TRACKERS = ("wandb", "mlflow")
+_OFFLINE = {"wandb": "; WANDB_MODE=offline keeps the record here, for `wandb sync` later"}
+_WAIT_SECONDS = 30  # for wandb's server, whose default is 90
 _MAX_PARAMETER = 500  # characters of an option's value in MLflow
 
 
@@ -28,6 +32,16 @@ class Tracker(NamedTuple):
 
     write: MetricSink
     close: Callable[[], object]
+
+
+def require_installed(loggers: Collection[str]) -> None:
+    """Raise `UserError` for a tracker that is asked for and cannot be imported."""
+    for name in TRACKERS:
+        if name in loggers:
+            spec = importlib.util.find_spec(name)
+            # Without a file it is a folder of that name, such as one with wandb's logs.
+            if spec is None or spec.origin is None:
+                raise _missing_package(name)
 
 
 def open_tracker(
@@ -61,7 +75,9 @@ def open_tracker(
         raise
     # Each tracker has errors of its own, and of the libraries that it uses.
     except Exception as error:
-        raise UserError(f"config.trainer.logger={name}: {_first_line(error)}") from error
+        raise UserError(
+            f"config.trainer.logger={name}: {_first_line(error)}{_OFFLINE.get(name, '')}"
+        ) from error
     has_failed = False
 
     def run_unless_failed(action: Callable[[], object], text: str) -> None:
@@ -123,6 +139,7 @@ def open_wandb(
         resume="allow",
         config=config_dict,
         dir=str(workdir),
+        settings={"init_timeout": _WAIT_SECONDS},
     )
     # wandb's own step cannot decrease, but a run's does when it resumes from a checkpoint, so it is
     # logged as one of the metrics.

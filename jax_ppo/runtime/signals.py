@@ -31,6 +31,9 @@ _POLL_SECONDS = 0.1
 EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
 # Another process was lost, or no progress was made: restarting the same command may succeed.
 LOST_EXIT_CODE = os.EX_TEMPFAIL
+_ACKNOWLEDGEMENT = (
+    "the run saves and ends after the current step; a second signal ends it at once, unsaved"
+)
 _JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", None)  # up to Python 3.12
 _JOIN_CODE = getattr(_JOIN, "__code__", None)
 
@@ -133,6 +136,10 @@ class _StopSignals:
         if self._received_at is None:
             self.received = self.received or number
             self._received_at = now
+            if self.defer:
+                # Unbuffered, as in `_end`: the main thread may hold the lock of the buffer.
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{number.name}: {_ACKNOWLEDGEMENT}\n".encode())
         elif now - self._received_at > _SAME_SIGNAL_SECONDS:
             self._is_repeated = True
 

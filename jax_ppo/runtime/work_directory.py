@@ -117,9 +117,14 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
 
 def checkpoint_directory(folder: Path) -> str:
     """Return where the checkpoints of a run are, from the folder that it writes to."""
+    return f"{shown_path(folder)}/{staging.CHECKPOINTS}"
+
+
+def shown_path(folder: Path) -> str:
+    """Return the work directory as a user knows it, from the folder that a run writes to."""
     if folder not in _open_buckets:
-        return str(folder / staging.CHECKPOINTS)
-    return f"{_open_buckets[folder].staged.address}/{staging.CHECKPOINTS}"
+        return str(folder)
+    return _open_buckets[folder].staged.address
 
 
 def has_checkpoints(folder: Path) -> bool:

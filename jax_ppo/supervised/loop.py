@@ -78,6 +78,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
             if trainer.export and not was_preempted:
                 with signals.limited("exporting the model"):
                     export_model(run, params, workdir)
+                reporter.report_model(task.output, task.next_option)
             return reporter.finish(completed_steps)
 
 

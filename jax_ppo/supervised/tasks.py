@@ -18,6 +18,7 @@ class Task:
       response_fields: the responses that an example must have.
       unit: what an example is called, in the plural, on the console.
       output: the folder in the work directory where the trained model is written.
+      next_option: the option by which PPO reads it.
       layout: how its metrics are shown.
     """
 
@@ -26,6 +27,7 @@ class Task:
     response_fields: tuple[str, ...]
     unit: str
     output: str
+    next_option: str
     layout: journal.ReportLayout
 
 
@@ -41,6 +43,7 @@ SFT = Task(
     response_fields=responses.DEMONSTRATION_FIELDS,
     unit="examples",
     output="actor",
+    next_option="model.path",
     layout=journal.ReportLayout(
         columns=(_LOSS, _GRADIENT, *journal.SPEED_COLUMNS),
         panels=(
@@ -62,6 +65,7 @@ REWARD_MODEL = Task(
     response_fields=responses.PREFERENCE_FIELDS,
     unit="pairs",
     output="reward_model",
+    next_option="reward.model_path",
     layout=journal.ReportLayout(
         columns=(
             _LOSS,

@@ -195,7 +195,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
         ),
         (
             "--config.model.lora.rank=0",
-            "config.reward.model_path=.*reward': holds adapters; expected all weights",
+            r"config\.critic\.path=.*reward': holds adapters; expected all weights",
         ),
     ],
 )

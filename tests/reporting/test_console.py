@@ -61,7 +61,7 @@ class TestProgress:
         with console.ProgressBar(3, 0, enabled=True) as progress:
             with progress.phase("rollout"):
                 progress.print_line("between")
-            progress.advance("step 1/3")
+            progress.advance("step 1/3", 1.0)
         assert capsys.readouterr() == ("between\nstep 1/3\n", "")
 
     def test_a_bar_with_the_phase_on_a_terminal(self, monkeypatch, capsys):
@@ -70,14 +70,16 @@ class TestProgress:
         with console.ProgressBar(10, 4, enabled=True) as progress:
             with progress.phase("rollout"):
                 pass
-            progress.advance("step 5/10")
+            progress.advance("step 5/10", 3700.2)
         assert "rollout" in terminal.getvalue() and "5/10" in terminal.getvalue()
+        # The time left is the caller's: tqdm's own counts compilation in every step.
+        assert ", about 1:01:40 left]" in terminal.getvalue()
         assert "step 5/10\n" in capsys.readouterr().out
 
     def test_other_processes_show_nothing(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stderr", Terminal())
         with console.ProgressBar(3, 0, enabled=False) as progress:
-            progress.advance("line")
+            progress.advance("line", 1.0)
         assert capsys.readouterr().out == "" and sys.stderr.getvalue() == ""
 
     def test_a_bar_counts_the_tensors_of_a_model(self, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError
+from jax_ppo.reporting import trackers
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 
 CONFIG = {"seed": 0, "actor": {"optim": {"lr": 1e-6}}, "note": "n" * 9000}
@@ -111,5 +112,16 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
     with pytest.raises(UserError) as error:
         write_steps(tmp_path, "wandb", 0, 1, 0.5)
-    expected = "config.trainer.logger=wandb: ConnectionError: the server· is down"
-    assert str(error.value) == expected
+    expected = "config.trainer.logger=wandb: ConnectionError: the server· is down; WANDB_MODE="
+    assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_missing_tracker_is_named_before_anything_loads(has_folder, tmp_path, monkeypatch):
+    if has_folder:  # wandb's own logs, where the run was started
+        (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    trackers.require_installed(["tensorboard"])
+    with pytest.raises(UserError, match=r"not installed: pip install 'jax_ppo\[wandb\]'"):
+        trackers.require_installed(["tensorboard", "wandb"])

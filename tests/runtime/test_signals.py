@@ -94,6 +94,10 @@ with signals.handle_stop_signals(ends_process=True):
 """
 
 
+def acknowledged(number):
+    return f"{number.name}: {signals._ACKNOWLEDGEMENT}\n"
+
+
 def run(way, number, *, argument="", again=False):
     """Send a signal once the program is ready, and another one once it has received the first.
 
@@ -136,20 +140,22 @@ def test_a_step_is_saved_and_named_however_long_it_takes(number):
     assert (code, output, errors) == (
         CODES[number],
         f"stopped by {number.name}, saved step 7\n",
-        "",
+        acknowledged(number),
     )
 
 
 def test_a_second_signal_ends_the_process_at_once():
     code, _, errors, _ = run("stuck", signal.SIGINT, again=True)
-    assert (code, errors) == (130, "stopped by SIGINT, not saved: a second signal followed\n")
+    stopped = "stopped by SIGINT, not saved: a second signal followed\n"
+    assert (code, errors) == (130, acknowledged(signal.SIGINT) + stopped)
 
 
 def test_work_with_a_limit_is_not_waited_for_longer():
     code, _, errors, seconds = run("limited", signal.SIGTERM)
     assert (code, errors) == (
         143,
-        "stopped by SIGTERM, not saved: scoring the rewards was not over after 0.2 s\n",
+        acknowledged(signal.SIGTERM)
+        + "stopped by SIGTERM, not saved: scoring the rewards was not over after 0.2 s\n",
     )
     assert seconds >= 0.2
 
@@ -164,7 +170,10 @@ def test_a_hung_reward_function_and_its_children_are_killed(tmp_path):
         "    time.sleep(3600)\n"
     )
     code, _, errors, _ = run("workers", signal.SIGTERM, argument=f"{tmp_path}/hung.py:score")
-    assert code == 143 and errors.count("\n") == 1 and errors.startswith("stopped by SIGTERM, not")
+    assert code == 143 and errors.startswith(
+        acknowledged(signal.SIGTERM) + "stopped by SIGTERM, not"
+    )
+    assert errors.count("\n") == 2
     pids = (tmp_path / "hung.py.pids").read_text().split()
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_running, pids)))
@@ -172,7 +181,7 @@ def test_a_hung_reward_function_and_its_children_are_killed(tmp_path):
 
 def test_a_signal_to_a_forked_child_ends_the_child_alone():
     code, output, errors, _ = run("forked", signal.SIGTERM)
-    assert (code, errors) == (143, "")
+    assert (code, errors) == (143, acknowledged(signal.SIGTERM))
     assert output.endswith("stopped by SIGTERM, saved step 7\n")
 
 
