@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories, sums
 from jax_ppo.data.columns import Columns, ignored_columns, is_missing
+from jax_ppo.data.messages import Messages
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
@@ -188,7 +189,18 @@ def _load_source(
     if not examples:
         raise UserError(f"{option}: {source} has no rows")
     report_ignored_columns(source, layouts, columns or Columns())
+    if instruction and not any(_ends_with(example.prompt, instruction) for example in examples):
+        log.warning(
+            "%s: config.data.instruction is not added to these rows, whose prompts are not only a "
+            "question",
+            source,
+        )
     return examples
+
+
+def _ends_with(prompt: str | Messages, instruction: str) -> bool:
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return str(text).endswith(instruction)
 
 
 def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], columns: Columns) -> None:

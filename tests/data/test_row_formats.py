@@ -319,6 +319,12 @@ def test_ignored_columns_are_named_once(tmp_path, caplog):
     load_examples(str(path))
     (line,) = caplog.messages
     assert f"{path}: ignored columns: lang, tools_used (" in line
+    caplog.clear()
+    load_examples(str(path), instruction="Think.")
+    assert "config.data.instruction is not added to these rows" in caplog.messages[1]
+    path.write_text('{"question": "q", "lang": "en"}')
+    load_examples(str(path), instruction="Think.")
+    assert len(caplog.messages) == 3
 
 
 def test_the_documentation_lists_every_column():
@@ -372,3 +378,44 @@ def test_any_columns_are_read_by_their_meaning_or_refused_with_the_option():
         if len(chosen) % 2 and any(n in row for n in (*names.CHATS, *names.RESPONSES)):
             assert example.response.startswith("R ")
     assert read > 500
+
+
+ODD_VALUES = (
+    "",
+    "text",
+    "[1]",
+    '{"role": "user", "content": "x"}',
+    "####",
+    0,
+    2.5,
+    float("nan"),
+    True,
+    [],
+    {},
+    ["a"],
+    [None],
+    {"a": 1},
+    [{"role": 1, "content": "x"}],
+    [{"role": "assistant", "content": "x"}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": ["x"]}],
+    [{"from": ["human"], "value": "x"}],
+    [{"from": "gpt", "value": None}],
+    {"role": ["user"], "content": ["x"]},
+    {"ground_truth": None},
+)
+
+
+def test_values_of_any_type_are_read_or_refused_by_row():
+    draw = random.Random(0)
+    known = [*sorted(names.KNOWN), *names.CHOICES, "images", "other", ""]
+    refused = 0
+    for _ in range(20_000):
+        row = {name: draw.choice(ODD_VALUES) for name in draw.sample(known, draw.randint(0, 4))}
+        key = draw.choice(["", "", "", *known])
+        try:
+            parse_row(row, "here", Columns(prompt=key, reads_responses=draw.random() < 0.5))
+        except UserError as error:
+            assert str(error).startswith("here: ")
+            refused += 1
+    assert 5_000 < refused < 20_000
