@@ -39,7 +39,6 @@ class PolicyLoss(NamedTuple):
         that it was clamped.
       clipped: 1 where the clipped term was the larger loss, so that the token has no gradient.
       dual_clipped: 1 where the dual clip capped the loss, so that the token has no gradient.
-      metrics: further numbers per token by name, whose means over tokens are logged as actor/NAME.
     """
 
     loss: Float[Array, " *shape"]
@@ -47,7 +46,6 @@ class PolicyLoss(NamedTuple):
     log_ratio: Float[Array, " *shape"]
     clipped: Float[Array, " *shape"]
     dual_clipped: Float[Array, " *shape"]
-    metrics: dict[str, Float[Array, " *shape"]] | None = None
 
 
 class ValueLoss(NamedTuple):

@@ -6,6 +6,7 @@ loss add up over rows; shares of a metric combine as its `loss_metrics.Metric` s
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,7 +213,7 @@ def _actor_loss(
     # One pass over the vocabulary gives log-probs and entropy.
     logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
     assert entropy is not None, "the loss needs the entropy"
-    policy = _policy_loss(options, logprobs, rows, experience)
+    policy, plugin_metrics = _policy_loss(options, logprobs, rows, experience)
     if not (actor.entropy_coeff or actor.entropy_schedule):
         # With a coefficient of 0 alone, the entropy's backward pass would still run.
         entropy = jax.lax.stop_gradient(entropy)
@@ -225,13 +226,15 @@ def _actor_loss(
     entropy_bonus = jnp.sum(weights.loss * entropy)
     loss = pg_loss + context.kl_coef * kl_loss - context.entropy_coef * entropy_bonus
     metrics = {"actor/loss": loss, "actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
+    for name, per_token in plugin_metrics.items():
+        metrics[f"actor/{name}"] = jnp.sum(weights.mean * per_token)
     return loss, metrics | _policy_metrics(policy, entropy, weights)
 
 
 def _policy_loss(
     options: ActorLossOptions, logprobs: Float[Array, "R L"], rows: Rows, experience: Experience
-) -> PolicyLoss:
-    """Return the configured policy loss of each token."""
+) -> tuple[PolicyLoss, dict[str, Float[Array, "R L"]]]:
+    """Return the configured policy loss of each token, and a user-defined loss's metrics."""
     if options.is_on_policy:
         # The same policy: a ratio of 1, however differently the sampler's program rounds.
         old_logprobs = jax.lax.stop_gradient(logprobs)
@@ -250,8 +253,10 @@ def _policy_loss(
     return compute_policy_loss(options.actor, batch)
 
 
-def compute_policy_loss(options: Actor, batch: PolicyBatch) -> PolicyLoss:
-    """Return the configured policy loss of each token.
+def compute_policy_loss(
+    options: Actor, batch: PolicyBatch
+) -> tuple[PolicyLoss, dict[str, Float[Array, "R L"]]]:
+    """Return the configured policy loss of each token, and a user-defined loss's metrics.
 
     Raises:
       UserError: a user-defined loss cannot be loaded, or returns something of another form.
@@ -262,9 +267,8 @@ def compute_policy_loss(options: Actor, batch: PolicyBatch) -> PolicyLoss:
         dual=options.clip_ratio_c or None,
     )
     # A plugin's result is validated while the program is traced, once per compilation.
-    policy = get_policy_loss(options.policy_loss)(batch, clip)
-    _validate_policy_loss(options.policy_loss, policy, batch.mask.shape)
-    return policy
+    result: object = get_policy_loss(options.policy_loss)(batch, clip)
+    return _validate_policy_loss(options.policy_loss, result, batch.mask.shape)
 
 
 def _kl_loss(
@@ -315,31 +319,37 @@ def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: W
         "actor/first_log_ratio": log_ratio_max,
         "actor/clip_fraction": mean(policy.clipped),
         "actor/dual_clip_fraction": mean(policy.dual_clipped),
-        **{f"actor/{name}": mean(value) for name, value in (policy.metrics or {}).items()},
     }
 
 
-def _validate_policy_loss(name: str, result: object, shape: tuple[int, ...]) -> None:
-    """Validate the result of a loss plugin.
+def _validate_policy_loss(
+    name: str, result: object, shape: tuple[int, ...]
+) -> tuple[PolicyLoss, dict[str, Float[Array, "R L"]]]:
+    """Return the loss and the metrics that a function returned.
 
     A plugin that takes a mean itself would depend on how a batch is split.
 
     Raises:
-      UserError: the result is no `PolicyLoss`, or a field is not one number per token.
+      UserError: the result is neither a `PolicyLoss` nor that and a dict of metrics, or one of the
+        fields or metrics is not one number per token.
     """
-    if not isinstance(result, PolicyLoss):
+    policy: object = result
+    metrics: Any = {}
+    if type(result) is tuple and len(result) == 2:
+        policy, metrics = result
+    if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
         raise UserError(
             f"config.actor.policy_loss={name!r}: returned {type(result).__name__}; expected a "
-            "kernels.losses.PolicyLoss"
+            "kernels.losses.PolicyLoss, or that and a dict of metrics"
         )
-    fields = result._asdict()
-    fields |= {f"metric {key!r}": value for key, value in (fields.pop("metrics") or {}).items()}
-    for field, value in fields.items():
+    per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
+    for field, value in per_token.items():
         if jnp.shape(value) != shape:
             raise UserError(
                 f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; "
                 f"expected one number per token, {shape}"
             )
+    return policy, metrics
 
 
 def _critic_loss(

@@ -67,8 +67,8 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
     def total_loss(logprobs: jax.Array, others: jax.Array) -> jax.Array:
         nonlocal names
         batch = padded_batch(logprobs, others, others, others > 0)
-        policy = objectives.compute_policy_loss(options, batch)
-        names = tuple(policy.metrics or ())
+        policy, metrics = objectives.compute_policy_loss(options, batch)
+        names = tuple(metrics)
         return jnp.sum(policy.loss)
 
     _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _tokens(), _tokens())

@@ -61,7 +61,7 @@ def test_a_condition_on_values_is_refused_with_the_way(tmp_path):
 
 
 def test_a_loss_names_its_metrics(tmp_path):
-    body = "return policy._replace(metrics={'kept': 1 - policy.clipped, 'a/b': policy.ratio})"
+    body = "return policy, {'kept': 1 - policy.clipped, 'a/b': policy.ratio}"
     file = tmp_path / "named.py"
     file.write_text(LOSS.format(body=body))
     actor = tiny.config(actor__policy_loss=f"{file}:loss").actor
@@ -71,10 +71,10 @@ def test_a_loss_names_its_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("option", "body", "message"),
     [
-        ("actor.policy_loss", "return policy._replace(metrics={'loss': policy.loss})", "another"),
+        ("actor.policy_loss", "return policy, {'loss': policy.loss}", "another"),
         (
             "actor.policy_loss",
-            "return policy._replace(metrics={'mine': policy.loss.sum()})",
+            "return policy, {'mine': policy.loss.sum()}",
             r"its metric 'mine' has shape \(\); expected one number per token",
         ),
         ("algorithm.adv_estimator", "return rewards, {'mine': rewards}", "expected a scalar"),

@@ -667,7 +667,7 @@ def test_a_loss_of_ones_own(tmp_path):
         "from jax_ppo.kernels import policy_losses\n"
         "def halved(batch, clip):\n"
         "    policy = policy_losses.vanilla(batch, clip)\n"
-        "    return policy._replace(loss=policy.loss / 2, metrics={'twice': 2 * policy.ratio})\n"
+        "    return policy._replace(loss=policy.loss / 2), {'twice': 2 * policy.ratio}\n"
     )
     vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
     custom, custom_metrics = run_gradients(
