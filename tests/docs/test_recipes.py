@@ -2,6 +2,7 @@
 
 import csv
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -87,10 +88,10 @@ def test_the_python_of_every_page_is_run():
     assert pages == {*doc_pages.RECIPES, README, DATA_AND_REWARDS}
 
 
-def test_the_reward_function_of_the_guide_scores_and_logs_what_the_guide_says():
+def test_the_reward_function_of_the_guide_scores_and_logs_what_the_guide_says(tmp_path):
     (block,) = doc_pages.blocks(DATA_AND_REWARDS, "python")
-    defined = {}
-    exec(block.text, defined)
+    (tmp_path / "guide.py").write_text(block.text)
+    defined = runpy.run_path(str(tmp_path / "guide.py"))
     right = {"score": 1.0, "acc": True, "characters": 9}
     assert defined["score"]("source", "It is 12\n", 12, {}) == right
     assert defined["score"]("source", "12 or 13", "12", {})["score"] == 0.0
