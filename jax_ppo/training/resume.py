@@ -57,10 +57,11 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     changes = _compare_options(config, meta["config"], command)
+    # An older checkpoint has no fingerprint.
+    data_change = _compare_data(config, meta.get("data", {}), data)
+    changes += filter(None, [data_change])
     for change in changes:
         report(change)
-    # An older checkpoint has no fingerprint.
-    data_changed = _compare_data(config, meta.get("data", {}), data, report)
     if latest < total_steps:
         report(f"resuming after step {latest} of {total_steps}")
     else:
@@ -74,24 +75,22 @@ def find_progress(
         *history.get("changed_options", []),
         *(f"after step {latest}: {change}" for change in changes),
     ]
-    if data_changed:
+    if data_change:
         # Both refer to rows by their numbers.
         history.pop("solve_rates", None)
         return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
 
 
-def _compare_data(
-    config: Config, saved: dict[str, Any], data: dict[str, Any], report: Callable[[str], None]
-) -> bool:
-    """Return whether the training data have changed since the checkpoint, and report that.
+def _compare_data(config: Config, saved: dict[str, Any], data: dict[str, Any]) -> str:
+    """Return how the training data have changed since the checkpoint, "" if they have not.
 
     Raises:
       UserError: they have, and `trainer.resume_with_changed_data` is off.
     """
     # Rows that moved between memory and a cache have no hash in common, only their number.
     if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
-        return False
+        return ""
     change = (
         f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
     )
@@ -102,8 +101,7 @@ def _compare_data(
             "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
             "epoch"
         )
-    report(f"config.data.train_files: {change}; continuing with the first rows of a new epoch")
-    return True
+    return f"config.data.train_files: {change}; continuing with the first rows of a new epoch"
 
 
 def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:

@@ -123,6 +123,7 @@ def test_changed_rows_are_refused_or_begin_a_new_epoch(capsys, change, is_same):
     progress = find_progress_of_saved_run(renamed, 5, saved, data=data)
     assert (progress.step, progress.position) == (3, 0)
     assert "continuing with the first rows of a new epoch" in capsys.readouterr().out
+    assert progress.changed_options[-1].startswith("after step 3: config.data.train_files: 8 rows")
 
 
 def test_rows_that_move_from_memory_to_a_cache_are_compared_by_their_number():
