@@ -275,7 +275,7 @@ def test_only_what_trains_needs_training_data(config_file):
         ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
         ("--confg.rollout.n=2", r"--confg\.rollout\.n: .*Did you mean config\.rollout\.n\?"),
         ("--rollout.n=2", r"--rollout\.n: write --config\.rollout\.n=VALUE"),
-        ("--learning_rate=1e-5", r"TRL's learning_rate: config\.actor\.optim\.lr"),
+        ("--learning_rate=1e-5", r"TRL and OpenRLHF's learning_rate: config\.actor\.optim\.lr"),
         (
             "--config.model.path=['a','b']",
             r"lists are written as one text, --config\.model\.path=a,b",
