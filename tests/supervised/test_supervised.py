@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import transformers
 
+import metrics_page
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
@@ -171,6 +172,7 @@ def test_a_reward_model_learns_to_prefer(reward_model):
     assert [entry["step"] for entry in evaluated] == [0, 6, 12]
     assert evaluated[0]["loss"] == pytest.approx(np.log(2)) and evaluated[0]["accuracy"] == 0.5
     assert evaluated[2]["accuracy"] == 1 and evaluated[2]["loss"] < 0.3
+    assert metrics_page.unknown(set(read_metrics(workdir)[0])) == {"step"}
     assert "evaluation after step 12: loss" in output and "accuracy 1.000" in output
 
 
