@@ -1,5 +1,6 @@
 """User-correctable errors: commands print the message without a traceback."""
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Iterable
@@ -50,7 +51,9 @@ def print_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # notebooks have other streams
         if reconfigure is not None:
-            reconfigure(errors="replace")
+            # A stream whose descriptor was a file and is a pipe by now cannot be sought.
+            with contextlib.suppress(OSError):
+                reconfigure(errors="replace")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -126,7 +126,13 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
         import ppo_step
 
         args = argparse.Namespace(
-            lengths="forced", reward="model", response=4, samples=4, sides=["ours"], set=[]
+            lengths="forced",
+            reward="model",
+            response=4,
+            samples=4,
+            size="small",
+            sides=["ours"],
+            set=[],
         )
         worker = ppo_step.start_worker("ours", ppo_step.make_settings(args, folder), args, {})
         phases = worker.turn(split=True)["phases"]
