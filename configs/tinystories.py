@@ -1,6 +1,8 @@
 """PPO on a real pretrained model: a 260-thousand-parameter Llama that tells children's stories.
 
-    python -m jax_ppo.train --config=configs/tinystories.py
+    python -m jax_ppo.train --config=configs/tinystories.py --config.model.path=FOLDER
+
+FOLDER is Karpathy's stories260K as a Hugging Face folder.
 
 The reward is a rule: a fifth of a point for each different joyful word in a story (happy, friend,
 laughed, ...), and 1 at most. A KL penalty in the reward keeps the stories stories. Expect the
@@ -17,7 +19,7 @@ def get_config() -> ConfigDict:
     """Return the configuration."""
     config = default_config()
     config.experiment_name = "tinystories"
-    config.model.path = "../shared/data/tinystories-260k"
+    config.model.path = "stories260K"  # a folder here, unless the command names another
     config.model.dtype = "float32"
     config.model.gradient_checkpointing = False
     config.data.train_files = "stories:2048"

@@ -40,8 +40,8 @@ CHOICES = ("choices", "options")  # of a question; unread they would be missing 
 MEDIA = re.compile(r"(decoded_)?(images?|videos?|audios?)(_\d+)?")
 # Columns that describe a row and change neither prompt nor responses.
 _HARMLESS = re.compile(
-    r"ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata|model"
-    r"|num_turns|source|split|style|subject|subset|tags|task|timestamp|title|topic|type|url|uuid"
+    r"ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata"
+    r"|model|num_turns|source|split|style|subject|subset|tags|task|timestamp|title|topic|type|url|uuid"
     r"|year|scores?|ratings?|.*_(id|ids|idx|index|uuid|scores?|ratings?|type|source|model|tokens)"
     r"|(score|rating|num|is)_.*"
 )

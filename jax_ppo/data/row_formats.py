@@ -268,7 +268,7 @@ def _agrees(prompt: Prompt, other: Prompt) -> bool:
 
 
 def _flatten(prompt: Prompt) -> str:
-    """Return the text of a prompt without its white space."""
+    """Return the text of a prompt with single spaces as its only white space."""
     text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
     return " ".join(text.split())
 
@@ -349,12 +349,10 @@ def _split_transcripts(chosen: str, rejected: str, location: str) -> _Reading:
 def _add_instruction(reading: _Reading, values: Row, instruction: str) -> Prompt:
     """Return the prompt with the instruction if it is nothing but a question."""
     prompt = reading.prompt
-    questions = [name for name in (*names.QUESTIONS, reading.column) if name in values]
     if not instruction or isinstance(prompt, str) or len(prompt) != 1:
         return prompt
-    if reading.column in names.QUESTIONS or any(
-        prompt == user_message(values[name]) for name in questions if name in names.QUESTIONS
-    ):
+    questions = [user_message(values[name]) for name in names.QUESTIONS if name in values]
+    if reading.column in names.QUESTIONS or prompt in questions:
         return user_message(f"{prompt[0]['content']} {instruction}")
     return prompt
 

@@ -10,7 +10,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
-OPTION = "rollout.multi_turn.environment"
+ENVIRONMENT_OPTION = "rollout.multi_turn.environment"
 
 
 def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
@@ -23,13 +23,13 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     if not name:
         return None
     environment_class = plugins.load_plugin(
-        name, OPTION, (), by_name=True, other_arguments=_constructor_arguments
+        name, ENVIRONMENT_OPTION, (), by_name=True, other_arguments=_constructor_arguments
     )
     for method in ("reset", "step"):
         if not callable(getattr(environment_class, method, None)):
             raise UserError(
-                f"config.{OPTION}={name!r}: has no method {method}; expected a class as in "
-                "jax_ppo/environments/protocol.py"
+                f"config.{ENVIRONMENT_OPTION}={name!r}: has no method {method}; expected a class "
+                "as in jax_ppo/environments/protocol.py"
             )
     return environment_class
 

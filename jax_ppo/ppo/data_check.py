@@ -304,8 +304,8 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
     )
     rows = [(row, e) for row, e in enumerate(examples, 1) if prompt_text(e).strip()]
     shown = [example for _, example in rows]
-    for whole in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):
-        encoded = encode_prompts(shown, tokenizer, whole, "config.data.train_files")
+    for attempt in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):
+        encoded = encode_prompts(shown, tokenizer, attempt, "config.data.train_files")
         for (row, example), ids in zip(rows, encoded, strict=True):
             if ids is None:
                 continue

@@ -6,9 +6,10 @@ import jax
 
 from jax_ppo.errors import printable_lines
 from jax_ppo.ppo.sample_records import StepSamples
+from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
 
-_TOKEN_WIDTH = 16  # characters
+_WIDTH = 16  # characters of a column
 
 
 def format_first_step(samples: StepSamples, record: dict[str, Any]) -> str:
@@ -29,22 +30,17 @@ def format_first_step(samples: StepSamples, record: dict[str, Any]) -> str:
             note = f"  {int(placement.to_host(leaf).sum())} of {leaf.size} true"
         lines.append(f"  {name:40} {leaf.dtype}{list(leaf.shape)}{note}")
     tokens = record["tokens"]
-    columns = {
-        name: values
-        for name, values in record.items()
-        if isinstance(values, list) and len(values) == len(tokens) and name != "tokens"
-    }
-    # The prompt of this sample may have as many tokens as its response.
-    columns.pop("prompt_ids", None)
+    names = ("response_ids", "action_mask", *TOKEN_FIGURES)
+    columns = {name: record[name] for name in names if name in record}
     lines += [
         f"sample {record['address']['sample']}: score {record['score']}, ground truth "
         f"{record['ground_truth']!r}, answer {record['answer']!r}, prompt:",
         *(f"  {line}" for line in printable_lines(record["prompt"]).splitlines()),
         "tokens of its response:",
-        "  " + " ".join([f"{'token':{_TOKEN_WIDTH}}", *(f"{name:>16}" for name in columns)]),
+        "  " + " ".join([f"{'token':{_WIDTH}}", *(f"{name:>{_WIDTH}}" for name in columns)]),
     ]
     for row, token in enumerate(tokens):
-        cells = [f"{values[row]:>16.6g}" for values in columns.values()]
-        shown = printable_lines(repr(token)[1:-1])[:_TOKEN_WIDTH]
-        lines.append("  " + " ".join([f"{shown:{_TOKEN_WIDTH}}", *cells]))
+        cells = [f"{values[row]:>{_WIDTH}.6g}" for values in columns.values()]
+        shown = printable_lines(repr(token)[1:-1])[:_WIDTH]
+        lines.append("  " + " ".join([f"{shown:{_WIDTH}}", *cells]))
     return "\n".join(line.rstrip() for line in lines)

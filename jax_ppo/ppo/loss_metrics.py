@@ -74,6 +74,16 @@ ACTOR_METRICS: Mapping[str, Metric] = {
 }
 
 
+# What the actor's update adds to the metrics of its loss.
+UPDATE_METRICS = (
+    "actor/router_loss",
+    "actor/grad_norm",
+    "actor/skipped",
+    "actor/steps_taken",
+    "actor/lr",
+)
+
+
 CRITIC_METRICS: Mapping[str, Metric] = {
     "critic/loss": Metric.MEAN,
     "critic/clip_fraction": Metric.MEAN,

@@ -14,11 +14,11 @@ from jax_ppo.config.schema import Actor, Config
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.kernels.policy_losses import padded_batch
 from jax_ppo.ppo import advantages, kl_estimators, objectives
-from jax_ppo.ppo.loss_metrics import ACTOR_METRICS
+from jax_ppo.ppo.loss_metrics import ACTOR_METRICS, UPDATE_METRICS
 from jax_ppo.sampler.environment import DialogueAddresses, Environment
 
 _SAMPLES, _TOKENS = 2, 4  # of the responses that a function is tried with
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (jax, jax_ppo))
+_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, jax_ppo))
 
 
 def try_plugins(config: Config) -> None:
@@ -73,7 +73,7 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
 
     _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _tokens(), _tokens())
     names = tuple(f"actor/{name}" for name in names)
-    taken = [name for name in names if name in ACTOR_METRICS]
+    taken = [name for name in names if name in (*ACTOR_METRICS, *UPDATE_METRICS)]
     if taken:
         raise UserError(
             f"config.actor.policy_loss={options.policy_loss!r}: its metric {taken[0]!r} has the "

@@ -161,7 +161,7 @@ class Reporter(journal.Journal):
         # The rule may report a figure of that name, too.
         reported = {**rule_rewards.extra, "rule_failures": rule_rewards.failures}
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
-        if not self._logs_samples(step):
+        if not (self._logs_samples(step) or self._shows_samples(step)):
             samples = None
         self._pending = PendingStep(
             step=step,
@@ -175,11 +175,13 @@ class Reporter(journal.Journal):
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
         trainer = self._run.config.trainer
-        if step == 0 and trainer.show_first_step:
-            return True
         if not trainer.log_rollouts or not trainer.log_rollouts_freq:
             return False
         return step == 0 or (step + 1) % trainer.log_rollouts_freq == 0
+
+    def _shows_samples(self, step: int) -> bool:
+        """Return whether a step, numbered from 0, is shown token by token."""
+        return step == 0 and self._run.config.trainer.show_first_step
 
     def flush(self) -> None:
         """Fetch and write the pending metrics, if there are any.
@@ -230,8 +232,9 @@ class Reporter(journal.Journal):
             address = {"seed": config.seed, "stream": "training", "step": pending.step}
             count = max(config.trainer.log_rollouts, 1)
             records = describe_step(pending.samples, count, self._run.tokenizer, address)
-            self.write_samples("training", completed_steps, records)
-            if pending.step == 0 and config.trainer.show_first_step:
+            if self._logs_samples(pending.step):
+                self.write_samples("training", completed_steps, records)
+            if self._shows_samples(pending.step):
                 self._bar.print_line(format_first_step(pending.samples, records[0]))
 
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
@@ -263,7 +266,13 @@ class Reporter(journal.Journal):
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""
     ) -> None:
-        """Write an evaluation and show some responses; see `Journal.write_evaluation`."""
+        """Write an evaluation and show some responses.
+
+        Args:
+          completed_steps: steps of training before the evaluation.
+          evaluation: its figures.
+          subject: what was evaluated; "" is this run's model after these steps.
+        """
         title = (
             f"evaluation of {subject}" if subject else f"evaluation after step {completed_steps}"
         )
@@ -284,7 +293,7 @@ class Reporter(journal.Journal):
                     "config.reward.fallback_score and no part in the accuracy",
                     kind="failures in evaluations",
                 )
-        self.write_evaluation(completed_steps, means, shown, subject)
+        self.write_evaluation(completed_steps, means, shown, title)
         if evaluation.accuracy == 0:
             lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")

@@ -20,7 +20,7 @@ _FIRST_ROWS = 8  # that are tried before a run
 
 
 class Trial(NamedTuple):
-    """What a trial found.
+    """Findings of a trial.
 
     Attributes:
       not_run: why the rule was not run; "" if it was.

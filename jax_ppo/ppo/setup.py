@@ -13,7 +13,7 @@ from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
-from jax_ppo.environments.loading import OPTION, load_environment_class
+from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
 from jax_ppo.errors import UserError, counted
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
@@ -94,7 +94,7 @@ def set_up_run(
         if isinstance(prompts.environment, PerDialogue):
             turn = multi_turn.max_turn_length or config.data.max_response_length
             name = multi_turn.environment
-            plugin_trials.try_environment(OPTION, name, prompts.environment, turn)
+            plugin_trials.try_environment(ENVIRONMENT_OPTION, name, prompts.environment, turn)
     total_steps = 0
     if trains:
         steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch

@@ -309,7 +309,7 @@ class Journal:
             self._write_report(step)
 
     def write_evaluation(
-        self, steps_done: int, means: dict[str, float | None], shown: str, subject: str = ""
+        self, steps_done: int, means: dict[str, float | None], shown: str, title: str = ""
     ) -> None:
         """Record and write an evaluation.
 
@@ -317,14 +317,13 @@ class Journal:
           steps_done: steps of training before the evaluation.
           means: values by name; the logs omit those that are None.
           shown: the text for the console.
-          subject: what was evaluated; "" is this run's model after these steps.
+          title: begins that text; "": "evaluation after step N".
         """
         self.progress.evaluations.append({"step": steps_done} | means)
         # Logs contain only numbers, while the progress has None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
-        title = f"evaluation of {subject}" if subject else f"evaluation after step {steps_done}"
-        self._bar.print_line(f"{title}: {shown}")
+        self._bar.print_line(f"{title or f'evaluation after step {steps_done}'}: {shown}")
         self._plot(steps_done)
         self.restart_clock()
 

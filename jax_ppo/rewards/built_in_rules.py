@@ -54,12 +54,6 @@ class Rule:
                     return "is not read whole, so that no response is right"
         return ""
 
-    def perfect_answer(self, ground_truth: Any) -> str | None:
-        """Return a response that is right for a ground truth, `None` if none can be made."""
-        if self.perfect is None:
-            return None
-        return self.perfect(_alternatives(ground_truth)[0])
-
 
 def _alternatives(ground_truth: Any) -> list[Any]:
     """Return the right answers of a row, numbers as text."""

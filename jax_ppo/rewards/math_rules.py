@@ -11,10 +11,9 @@ import re
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.final_part import read_final_part
 from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.rules import CLIP, RewardResult
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
-CLIP = 300  # characters at the end of a response that DAPO's rule searches, as in verl
 
 _TOKEN = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\.|[{}]", re.DOTALL)
 # What TeX puts into a box without braces, or a number.

@@ -72,6 +72,7 @@ def test_a_loss_names_its_metrics(tmp_path):
     ("option", "body", "message"),
     [
         ("actor.policy_loss", "return policy, {'loss': policy.loss}", "another"),
+        ("actor.policy_loss", "return policy, {'grad_norm': policy.loss}", "another"),
         (
             "actor.policy_loss",
             "return policy, {'mine': policy.loss.sum()}",

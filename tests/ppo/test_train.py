@@ -222,7 +222,7 @@ def test_a_run_writes_what_it_should(undisturbed):
     assert "step 8/8" in output and "ppo_epochs=2" in output
     assert re.search(r"\n +experience.advantages +float32\[\d+, \d+\]\n", output)
     first = logged["training", 1][0]
-    assert f"{first['advantages'][0]:>16.6g} {first['values'][0]:>16.6g}" in output
+    assert f"{first['advantages'][0]:>16.6g} {first['kl'][0]:>16.6g}" in output
     for role in ("actor", "critic"):
         optimizer_steps = read_metrics_csv(workdir / f"optimizer_steps_{role}.csv")
         per_step = len(optimizer_steps) // 8

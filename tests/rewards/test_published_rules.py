@@ -188,7 +188,7 @@ def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, othe
     if next(find_obstacles([Example("q", "any", truth)], terms=f"{name}:1"), None):
         return
     function = rule.bind("")
-    perfect = rule.perfect_answer(truth)
+    perfect = rule.perfect(truth)
     assert function(RewardRow("any", truth), perfect).correct
     assert function(RewardRow("any", [truth, "7"]), perfect).correct
     if name != "arithmetic" and "<" not in perfect:

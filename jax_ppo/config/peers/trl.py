@@ -225,7 +225,8 @@ PROGRAMS = (
         always={"supervised.optim.lr_warmup_steps": "0", "supervised.center_coef": "0"},
     ),
     Program(
-        r"(online_)?dpo(_\w+)?|kto|orpo|cpo|bco|gkd|gold|prm|xpo|nash_md|tpo|ssd|sdft|sdpo|vllm_serve"
+        r"(online_)?dpo(_\w+)?|kto|orpo|cpo|bco|gkd|gold|prm|xpo|nash_md|tpo|ssd|sdft|sdpo"
+        r"|vllm_serve"
     ),
 )
 DATA = (
