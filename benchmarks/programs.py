@@ -21,7 +21,7 @@ from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention_programs import round_row_length, select_attention_program
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import scoring, update
+from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
@@ -190,15 +190,17 @@ class Step:
 
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
-            parts = scoring.scoring_programs(
-                scoring.ScoringOptions.from_config(self.config),
+            parts = forward_passes.scoring_programs(
+                forward_passes.ScoringOptions.from_config(self.config),
                 self.nets,
                 state,
                 sequences,
                 plan,
                 1,
             )
-            scores = scoring.join_scores([function(*arguments) for function, arguments in parts])
+            scores = forward_passes.join_scores(
+                [function(*arguments) for function, arguments in parts]
+            )
             return estimate_experience(
                 ExperienceOptions.from_config(self.config),
                 state.step,
@@ -269,8 +271,8 @@ class Step:
             first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
             )
-            parts = scoring.scoring_programs(
-                scoring.ScoringOptions.from_config(self.config),
+            parts = forward_passes.scoring_programs(
+                forward_passes.ScoringOptions.from_config(self.config),
                 self.nets,
                 self.state(),
                 self.sequences(),
@@ -399,9 +401,9 @@ class Step:
                 lengths = prompt_lengths + np.asarray(rollout.lengths)
                 batches = self.packed(lengths)
                 plan = jax.tree.map(lambda x: x[0], batches.packing)
-                sequences = scoring.join_sequences(rollout, self.config.sequence_length)
-                scores = scoring.score_rollout(
-                    scoring.ScoringOptions.from_config(self.config),
+                sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
+                scores = forward_passes.score_rollout(
+                    forward_passes.ScoringOptions.from_config(self.config),
                     self.nets,
                     state,
                     sequences,

@@ -20,7 +20,7 @@ from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop
+from jax_ppo.run import loop
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         return
     try:
         config, command = read_check_arguments(arguments)
-        from jax_ppo.ppo import data_check
+        from jax_ppo.run import data_check
 
         report = data_check.check_data(config, command)
     except UserError as error:

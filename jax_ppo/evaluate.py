@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Evaluate with validated options."""
-    from jax_ppo.ppo import standalone_evaluation
+    from jax_ppo.run import standalone_evaluation
 
     standalone_evaluation.evaluate_model(options, workdir)
 

@@ -24,9 +24,9 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.supervised import loop, tasks
+    from jax_ppo.run import supervised_loop, supervised_tasks
 
-    loop.train(options, workdir, tasks.REWARD_MODEL)
+    supervised_loop.train(options, workdir, supervised_tasks.REWARD_MODEL)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.supervised import loop, tasks
+    from jax_ppo.run import supervised_loop, supervised_tasks
 
-    loop.train(options, workdir, tasks.SFT)
+    supervised_loop.train(options, workdir, supervised_tasks.SFT)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.ppo import loop
+    from jax_ppo.run import loop
 
     loop.train(options, workdir)
 

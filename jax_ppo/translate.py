@@ -8,8 +8,8 @@ script may be named instead. Without a second argument the command is read from 
 import shlex
 import sys
 
-from jax_ppo.config import translation
 from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.migrating import translation
 
 USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIPT.sh | < COMMAND]"
 

@@ -22,19 +22,19 @@ WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
 PHASES = {
     "making the model": ("jax_ppo.supervised.warmup:train_on_responses",),
     "loading": (
-        "jax_ppo.ppo.loop:create_state",
-        "jax_ppo.supervised.loop:start_parameters",
+        "jax_ppo.run.loop:create_state",
+        "jax_ppo.run.supervised_loop:start_parameters",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
-    "compiling": ("jax_ppo.ppo.precompilation:compile_ahead",),
-    "sampling": ("jax_ppo.ppo.loop:sample_batch",),
-    "updating": ("jax_ppo.ppo.loop:update_state", "jax_ppo.supervised.loop:train_step"),
+    "compiling": ("jax_ppo.run.precompilation:compile_ahead",),
+    "sampling": ("jax_ppo.run.loop:sample_batch",),
+    "updating": ("jax_ppo.run.loop:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
-    "evaluating": ("jax_ppo.ppo.loop:evaluate_policy", "jax_ppo.supervised.loop:evaluate"),
+    "evaluating": ("jax_ppo.run.loop:evaluate_policy", "jax_ppo.run.supervised_loop:evaluate"),
     "exporting": (
-        "jax_ppo.ppo.report:export_checkpoint",
-        "jax_ppo.ppo.report:save_adapters",
-        "jax_ppo.supervised.loop:export_checkpoint",
+        "jax_ppo.run.reporter:export_checkpoint",
+        "jax_ppo.run.reporter:save_adapters",
+        "jax_ppo.run.supervised_loop:export_checkpoint",
     ),
     "finishing": ("jax_ppo.reporting.journal:Journal.write_summary",),
 }
@@ -96,9 +96,9 @@ def announce_examples() -> None:
 
         return call
 
-    wrap("jax_ppo.ppo.loop:sample_batch", wrap_sample_batch)
-    wrap("jax_ppo.supervised.setup:SupervisedRun.place_batch", wrap_place_batch)
-    wrap("jax_ppo.supervised.loop:train_step", wrap_train_step)
+    wrap("jax_ppo.run.loop:sample_batch", wrap_sample_batch)
+    wrap("jax_ppo.run.supervised_build:SupervisedRun.place_batch", wrap_place_batch)
+    wrap("jax_ppo.run.supervised_loop:train_step", wrap_train_step)
 
 
 def announce_when_running(run: Callable) -> Callable:

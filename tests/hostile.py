@@ -229,9 +229,9 @@ SHELL_TEXTS = (
 
 def peer_options(r: random.Random, folder: Path) -> None:
     """Options of other frameworks, given to our command or in a command to translate."""
-    from jax_ppo.config.peer_commands import PEERS
-    from jax_ppo.config.peer_options import FRAMEWORKS
     from jax_ppo.config.schema import all_options
+    from jax_ppo.migrating.peer_commands import PEERS
+    from jax_ppo.migrating.peer_options import FRAMEWORKS
 
     framework = r.choice(list(FRAMEWORKS))
     answers = {name: x for name, x in FRAMEWORKS[framework].items() if not name.endswith("*")}
@@ -267,10 +267,10 @@ def translate_peer_option(
 ) -> None:
     """Expect the value in our option, or a note, and a command that a shell passes on unchanged."""
     from jax_ppo.config.command_line import read_command_line
-    from jax_ppo.config.peer_commands import EXAMPLES
     from jax_ppo.config.schema import all_options
-    from jax_ppo.config.translation import translate
     from jax_ppo.errors import UserError
+    from jax_ppo.migrating.peer_commands import EXAMPLES
+    from jax_ppo.migrating.translation import translate
 
     written = name.replace("_", "-") if r.random() < 0.2 else name
     flag = f"{written}=" if framework == "verl" else f"--{written}{r.choice((' ', '='))}"

@@ -623,7 +623,7 @@ DATA = [
             "metrics count them twice"
         ),
         holds="averages are over the real rows",
-        test="tests/ppo/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
+        test="tests/run/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
         where="evaluate",
         old="n * batch.count",
         new="len(batch_scores)",
@@ -1489,7 +1489,7 @@ UPDATES = [
             "lm-human-preference-details (JAX): one shuffle key"
         ),
         holds="every epoch of every step divides the whole rollout into new mini-batches",
-        test="tests/ppo/test_setup.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
+        test="tests/run/test_setup.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPlanner._mini_batches",
         old="[self.seed, step, epoch]",
         new="[self.seed]",
@@ -1498,7 +1498,7 @@ UPDATES = [
         name="one_key_for_all_steps",
         source="tunix 0.1.7: the sampling key does not change from step to step",
         holds="each combination of seed, stream and step has its own key",
-        test="tests/ppo/test_setup.py::test_keys_differ_by_seed_stream_and_step",
+        test="tests/run/test_setup.py::test_keys_differ_by_seed_stream_and_step",
         where="sample_key",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)",
         new="jax.random.fold_in(jax.random.key(seed), stream)",
@@ -1659,7 +1659,7 @@ RULES_IN_A_RUN = [
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
         holds="rules receive text without special tokens",
         test=(
-            "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+            "tests/run/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
         where="RuleScorer._decode_local",
         old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
@@ -1673,7 +1673,7 @@ RULES_IN_A_RUN = [
         ),
         holds="response b is scored for example b // n",
         test=(
-            "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+            "tests/run/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
         where="RuleScorer._decode_local",
         old="batch.examples[i // n]",
@@ -1683,7 +1683,7 @@ RULES_IN_A_RUN = [
         name="no_warning_that_filters_make_the_run_off_policy",
         source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
         holds="a run with top_k or top_p warns about it before it starts",
-        test="tests/ppo/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
+        test="tests/run/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="note_truncated_distribution",
         old="config.rollout.top_k > 0 or config.rollout.top_p < 1",
         new="False",
@@ -1695,7 +1695,7 @@ RULES_IN_A_RUN = [
         ),
         holds="every held-out sample has its own random address",
         test=(
-            "tests/ppo/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
+            "tests/run/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
         ),
         where="evaluate",
         old="first_sample_index += len(batch_scores)",
@@ -1839,7 +1839,7 @@ STOPS = [
         name="an_entropy_collapse_is_not_reported",
         source="verl#5953: the entropy fell to nearly 0 without a warning",
         holds="the entropy is logged, and a fall below the threshold is reported once",
-        test="tests/ppo/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
+        test="tests/run/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
         where="_check_entropy",
         old="entropy >= limit",
         new="entropy >= 0",
@@ -1851,7 +1851,7 @@ STOPS = [
             "a run stops after the configured number of consecutive skipped updates, with the "
             "reason"
         ),
-        test="tests/ppo/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
+        test="tests/run/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
         where="Journal._count_skipped_update",
         old="self._skipped_in_a_row += 1",
         new="self._skipped_in_a_row = 1",
@@ -2062,7 +2062,7 @@ SURVIVORS = [
         name="evaluated_accuracy_counts_rows_without_a_right_answer",
         source=MUTATION,
         holds="the accuracy of an evaluation is of the rows whose rule defines correctness",
-        test="tests/ppo/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
+        test="tests/run/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="evaluation.evaluate",
         old="defined_correct.mean()",
         new="np.nan_to_num(all_correct).mean()",
@@ -2071,7 +2071,7 @@ SURVIVORS = [
         name="training_accuracy_counts_rows_without_a_right_answer",
         source=MUTATION,
         holds="the accuracy of a step is of the rows whose rule defines correctness",
-        test="tests/ppo/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
+        test="tests/run/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="measure_sampling",
         old="jnp.nanmean(correct_B)",
         new="jnp.nan_to_num(correct_B).mean()",
@@ -2179,7 +2179,7 @@ DIALOGUES = [
             "GAE decayed them across it"
         ),
         holds="advantages and returns cross the tokens of an observation unchanged",
-        test="tests/ppo/test_two_turns.py::test_reward_to_go_counts_what_a_turn_can_still_change",
+        test="tests/run/test_two_turns.py::test_reward_to_go_counts_what_a_turn_can_still_change",
         where="gae",
         old=(
             "(jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))"
@@ -2190,7 +2190,7 @@ DIALOGUES = [
         name="the_kl_counts_observations",
         source="Search-R1#21: the reported KL included the tokens of search results",
         holds="the KL to the reference is averaged over the policy's own tokens",
-        test="tests/ppo/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",
+        test="tests/run/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",
         where="add_kl_penalty",
         old="masked.masked_mean(kl_tokens, actions)",
         new="kl_tokens.mean()",

@@ -12,7 +12,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import objectives, scoring, update
+from jax_ppo.ppo import forward_passes, objectives, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
@@ -202,7 +202,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
     rewards = (
         np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
     )
-    sequences = scoring.join_sequences(rollout, config.sequence_length)
+    sequences = forward_passes.join_sequences(rollout, config.sequence_length)
     scores = score_rollout(
         config,
         networks(config),
@@ -228,8 +228,10 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
 
 
 def score_rollout(config, *arguments):
-    """Call `scoring.score_rollout` with the config's options."""
-    return scoring.score_rollout(scoring.ScoringOptions.from_config(config), *arguments)
+    """Call `score_rollout` with the config's options."""
+    return forward_passes.score_rollout(
+        forward_passes.ScoringOptions.from_config(config), *arguments
+    )
 
 
 def estimate_experience(config, *arguments):

@@ -1,7 +1,7 @@
 """Worker of time_to_reward.py: jax_ppo on addition.
 
 Arguments: configuration options as JSON, by dotted name. Each turn is a run with the next seed,
-from the configuration to the target, using the components of ppo.train. Everything is compiled
+from the configuration to the target, using the components of loop.train. Everything is compiled
 before the clock starts, by steps and an evaluation on a state that is discarded.
 """
 
@@ -17,15 +17,15 @@ import harness
 import jax
 
 from jax_ppo.config import loading, schema
-from jax_ppo.ppo import scoring
-from jax_ppo.ppo.evaluation import evaluate_policy
+from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.ppo.plans import sample_lengths
-from jax_ppo.ppo.run import PPORun
-from jax_ppo.ppo.setup import set_up_run
+from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
+from jax_ppo.run.build import set_up_run
+from jax_ppo.run.evaluation import evaluate_policy
+from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import meshes
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state_creation import create_state
@@ -99,7 +99,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
 
 
 class Training:
-    """The training loop of ppo.train without metrics, checkpoints and progress bar."""
+    """The training loop of loop.train without metrics, checkpoints and progress bar."""
 
     def __init__(self, run: PPORun):
         self.run, self.batches, self.steps_done = run, run.batches(0), 0
@@ -118,9 +118,13 @@ class Training:
         )
         run.engine.release_weights()
         plans = run.planner.plan(self.steps_done, sample_lengths(batch, rollout))
-        sequences = scoring.join_sequences(rollout, config.sequence_length)
-        scores = scoring.score_rollout(
-            scoring.ScoringOptions.from_config(config), run.nets, state, sequences, *plans.scoring
+        sequences = forward_passes.join_sequences(rollout, config.sequence_length)
+        scores = forward_passes.score_rollout(
+            forward_passes.ScoringOptions.from_config(config),
+            run.nets,
+            state,
+            sequences,
+            *plans.scoring,
         )
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(

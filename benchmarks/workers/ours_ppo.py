@@ -1,6 +1,6 @@
 """Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
 
-Runs ppo.train itself and pauses it where it requests the next batch. There it waits for the update,
+Runs loop.train itself and pauses it where it requests the next batch. There it waits for the update,
 which would otherwise overlap with the next step.
 """
 
@@ -16,8 +16,8 @@ from turnstile import Turnstile
 
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompt_batches
-from jax_ppo.ppo import loop as ppo
-from jax_ppo.ppo import rewarding, run, scoring
+from jax_ppo.ppo import forward_passes, rewarding, step
+from jax_ppo.run import loop, parts
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -70,7 +70,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
 
 
 def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
-    """Insert the turnstile where ppo.train takes its next batch, and time the phases."""
+    """Insert the turnstile where loop.train takes its next batch, and time the phases."""
     current_step = {}  # metrics and response tokens of the current step
 
     class Batches(prompt_batches.PromptBatches):
@@ -92,16 +92,16 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         return state, current_step["metrics"]
 
     # Precompilation would interfere with the turnstile.
-    ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
-    run.PromptBatches = Batches
-    sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
-    original_update, ppo.update_state = turnstile.phase("update", ppo.update_state), update
+    loop.precompile_in_background = lambda *_: contextlib.nullcontext()
+    parts.PromptBatches = Batches
+    sample_lengths, step.sample_lengths = step.sample_lengths, lengths
+    original_update, step.update_state = turnstile.phase("update", step.update_state), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
-        (ppo, "score_rollout", "scoring"),
+        (step, "score_rollout", "scoring"),
         (rewarding.RuleScorer, "score", "reward"),
-        (scoring, "reward_model_scores", "reward"),
-        (ppo, "estimate_experience", "advantages"),
+        (forward_passes, "reward_model_scores", "reward"),
+        (step, "estimate_experience", "advantages"),
     ):
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 
@@ -113,7 +113,7 @@ def main(settings: dict) -> None:
     )
     stop_between_steps(turnstile, settings["samples"] * settings["prompt"])
     with tempfile.TemporaryDirectory() as folder:
-        ppo.train(make_config(Path(folder), settings), Path(folder) / "run")
+        loop.train(make_config(Path(folder), settings), Path(folder) / "run")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The algorithm: one PPO step from prompts to a new train state, and the run around it."""
+"""The algorithm: one PPO step from prompts to a new train state."""

@@ -22,7 +22,7 @@ from jax_ppo.kernels import masked
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.experience_types import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.ppo.scoring import Scores
+from jax_ppo.ppo.forward_passes import Scores
 from jax_ppo.types import Sequences
 
 

@@ -17,7 +17,7 @@ from jax_ppo.kernels import importance, kl, masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.ppo.scoring import Scores
+from jax_ppo.ppo.forward_passes import Scores
 from jax_ppo.training.kl_schedule import kl_coefficient
 from jax_ppo.types import Control, Experience, Sequences
 

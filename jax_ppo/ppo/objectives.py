@@ -21,7 +21,7 @@ from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import kl_estimators
-from jax_ppo.ppo.scoring import reuses_logprobs
+from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.training import forward, packing
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Control, Experience, Params, pytree

@@ -16,7 +16,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import scoring
+from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, score_batch
 from jax_ppo.rewards.batch_functions import BatchFunction
@@ -301,7 +301,7 @@ def add_reward_model_scores(
     if nets.reward is None:
         return scores
     params = full_parameters(nets.reward, state.reward, state.reference)
-    model_scores = scoring.reward_model_scores(nets.reward, params, *inputs, position)
+    model_scores = forward_passes.reward_model_scores(nets.reward, params, *inputs, position)
     return _add_weighted(scores, model_scores, weight)
 
 

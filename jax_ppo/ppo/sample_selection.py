@@ -19,11 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.config.schema import Config
 from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.batch_sampling import TrainingBatches, observe_solve_rates, sample_batch
-from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.algorithm import Algorithm, SampledBatch, StepObserver, TrainingBatches
+from jax_ppo.ppo.batch_sampling import observe_solve_rates, sample_batch
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.run import PPORun
-from jax_ppo.ppo.sampled_batch import SampledBatch
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training.state import TrainState
@@ -62,30 +60,34 @@ class DrawStatistics(NamedTuple):
 
 
 def sample_selected_batch(
-    run: PPORun, state: TrainState, batches: TrainingBatches, step: int, reporter: Reporter
+    algorithm: Algorithm,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    observer: StepObserver,
 ) -> SampledBatch:
     """Sample and score responses until a step has its samples; return them with their rewards.
 
     Args:
-      run: the parts of the run.
+      algorithm: what the step computes with.
       state: holds the policy.
       batches: yields the prompts.
       step: the step, from 0.
-      reporter: writes the metrics of the step before.
+      observer: follows what the host does.
     """
-    filters = run.config.algorithm.filter_groups
+    filters = algorithm.step_options.filter_groups
     selected: Selected | None = None
     statistics: list[DrawStatistics] = []
     filled = 0
     max_draws = filters.max_num_gen_batches if filters.enable else 1
     for draw in range(max_draws):
-        sampled = sample_batch(run, state, batches, step, reporter, draw)
-        with reporter.phase("rollout"):
+        sampled = sample_batch(algorithm, state, batches, step, observer, draw)
+        with observer.phase("rollout"):
             jax.block_until_ready(sampled.rollout.lengths)
-        with reporter.phase("reward"):
-            rewards = run.rules.score(sampled.batch, sampled.rollout)
+        with observer.phase("reward"):
+            rewards = algorithm.rules.score(sampled.batch, sampled.rollout)
             observe_solve_rates(batches, sampled.batch, rewards)
-        drawn, differs = _select_responses(run, sampled, rewards, draw)
+        drawn, differs = _select_responses(algorithm, sampled, rewards, draw)
         statistics.append(_describe_draw(sampled.rollout, rewards, differs))
         if not filters.enable:
             selected = drawn
@@ -94,11 +96,11 @@ def sample_selected_batch(
         groups, filled = choose_groups(differs, filled)
         if selected is None:
             selected = drawn
-        selected = _merge(run.mesh, selected, drawn, groups)
+        selected = _merge(algorithm.mesh, selected, drawn, groups)
         if filled == len(groups):
             break
     assert selected is not None, "there is at least one draw"
-    return _as_batch(run, selected, statistics, batches.position)
+    return _as_batch(algorithm, selected, statistics, batches.position)
 
 
 def _describe_draw(rollout: Rollout, rewards: RuleRewards, differs: np.ndarray) -> DrawStatistics:
@@ -221,10 +223,10 @@ def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
 
 
 def _select_responses(
-    run: PPORun, sampled: SampledBatch, rewards: RuleRewards, draw: int
+    algorithm: Algorithm, sampled: SampledBatch, rewards: RuleRewards, draw: int
 ) -> tuple[Selected, np.ndarray]:
     """Return the selected responses of a draw, and bool [G], which groups' rewards differ."""
-    options = run.config
+    options = algorithm.step_options
     prompts = sampled.batch.indices
     arrays = _rollout_arrays(sampled.rollout)
     arrays |= {"scores": rewards.scores, "correct": rewards.correct}
@@ -233,17 +235,15 @@ def _select_responses(
         arrays["steps"] = rewards.steps
         scores = scores + placement.to_host(rewards.steps).sum(axis=1)
     figures = scores
-    if options.algorithm.filter_groups.metric == "accuracy":
+    if options.filter_groups.metric == "accuracy":
         figures = placement.to_host(rewards.correct)
         _require_correctness(figures)
     scores_Gxn = scores.reshape(len(prompts), -1)
-    responses_Gxk = choose_responses(
-        scores_Gxn, options.responses_per_prompt, options.rollout.keep_by
-    )
+    responses_Gxk = choose_responses(scores_Gxn, options.responses_per_prompt, options.keep_by)
     figures_Gxk = np.take_along_axis(figures.reshape(scores_Gxn.shape), responses_Gxk, axis=1)
     rows = (responses_Gxk + np.arange(len(prompts))[:, None] * scores_Gxn.shape[1]).ravel()
     selected = Selected(
-        arrays=_take_on_mesh(run.mesh, (arrays,), rows),
+        arrays=_take_on_mesh(algorithm.mesh, (arrays,), rows),
         addresses=np.stack([np.full_like(rows, draw), rows], axis=1),
         prompts=prompts,
     )
@@ -277,12 +277,12 @@ def _take_on_mesh(
 
 
 def _as_batch(
-    run: PPORun, selected: Selected, statistics: list[DrawStatistics], position: int
+    algorithm: Algorithm, selected: Selected, statistics: list[DrawStatistics], position: int
 ) -> SampledBatch:
     """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
-    batch = make_batch(run.training, selected.prompts, len(selected.prompts))
-    responses = run.config.responses_per_prompt
+    batch = make_batch(algorithm.training, selected.prompts, len(selected.prompts))
+    responses = algorithm.step_options.responses_per_prompt
     prompts = Prompts(
         tokens=np.repeat(batch.prompts.tokens, responses, axis=0),
         lengths=np.repeat(batch.prompts.lengths, responses),
@@ -314,7 +314,7 @@ def _as_batch(
         metrics["rollout/slot_use"] = sum(draw.tokens for draw in statistics) / sum(slot_steps)
     return SampledBatch(
         batch=batch,
-        rollout=Rollout(prompts=run.place_prompts(prompts), **arrays),
+        rollout=Rollout(prompts=algorithm.place_prompts(prompts), **arrays),
         position=position,
         rule_rewards=rewards,
         metrics=metrics,

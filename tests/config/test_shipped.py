@@ -5,7 +5,7 @@ import pytest
 from jax_ppo.config import config_files
 from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import loop
+from jax_ppo.run import loop
 
 COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model"}
 NAMES = config_files.shipped_names()

@@ -6,9 +6,9 @@ import string
 
 import pytest
 
-from jax_ppo.config import peer_options
 from jax_ppo.config.schema import all_options
 from jax_ppo.config.suggestions import find_nearest, suggest_option
+from jax_ppo.migrating import peer_options
 
 NAMES = [option.name for option in all_options()]
 

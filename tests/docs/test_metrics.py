@@ -10,8 +10,8 @@ import numpy as np
 
 import metrics_page
 from jax_ppo.kernels import importance
-from jax_ppo.ppo import evaluation_statistics
-from jax_ppo.ppo.report import COLUMNS, PANELS
+from jax_ppo.run import evaluation_statistics
+from jax_ppo.run.reporter import COLUMNS, PANELS
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 
 GROUPS = "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds"

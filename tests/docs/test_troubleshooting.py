@@ -6,7 +6,7 @@ import doc_pages
 import pytest
 
 import metrics_page
-from jax_ppo.ppo.diagnostics import DIAGNOSTICS
+from jax_ppo.run.diagnostics import DIAGNOSTICS
 
 PAGE = doc_pages.ROOT / "docs" / "troubleshooting.md"
 SECTIONS = PAGE.read_text().split("\n## ")

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import scoring
+from jax_ppo.ppo import forward_passes
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.networks import Folders, full_parameters
 from jax_ppo.training.state import trained_trees
@@ -195,15 +195,15 @@ def test_a_reward_model_may_stand_on_the_base_too():
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
         state, rollout = move_adapters(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
-        sequences = scoring.join_sequences(rollout, config.sequence_length)
+        sequences = forward_passes.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
         plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
         params = full_parameters(nets.critic, state.critic, state.reference)
-        scores = scoring.reward_model_scores(nets.critic, params, sequences, *plan, "auto")
+        scores = forward_passes.reward_model_scores(nets.critic, params, sequences, *plan, "auto")
         merge = functools.partial(_merged, params, nets.critic.lora.scale)
         whole = jax.tree_util.tree_map_with_path(merge, state.reference)
         bare = tiny.networks(tiny.config()).critic
-        expected = scoring.reward_model_scores(
+        expected = forward_passes.reward_model_scores(
             bare, whole | {"score": state.critic["score"]}, sequences, *plan, "auto"
         )
     assert np.std(scores) > 0.02

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
-from jax_ppo.ppo.scoring import Scores
+from jax_ppo.ppo.forward_passes import Scores
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Control, Sequences
 

@@ -9,7 +9,7 @@ import tiny
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import load_checkpoint
-from jax_ppo.ppo import reward_inputs, scoring
+from jax_ppo.ppo import forward_passes, reward_inputs
 from jax_ppo.training.networks import Folders, read_networks
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Example
@@ -94,7 +94,9 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
         )
         return (
             np.asarray(
-                scoring.reward_model_scores(net, params, *inputs, options.reward.score_position)
+                forward_passes.reward_model_scores(
+                    net, params, *inputs, options.reward.score_position
+                )
             ),
             inputs,
             cut,

@@ -18,7 +18,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import loop, scoring
+from jax_ppo.ppo import forward_passes
+from jax_ppo.run import loop
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.sampler.generate import Sampler
@@ -59,7 +60,7 @@ def sample(params, options, **changes):
 
 def expected_routing(params, rollout):
     """Return the experts of each token of whole sequences, from one forward pass."""
-    sequences = scoring.join_sequences(rollout, P + T)
+    sequences = forward_passes.join_sequences(rollout, P + T)
     positions = np.broadcast_to(np.arange(P + T), sequences.tokens.shape)
     model = Transformer(MIXTURE, returns_routed_experts=True)
     run = jax.jit(lambda *x: model.apply(*x).auxiliary["routed_experts"])

@@ -13,10 +13,12 @@ import tiny
 from jax_ppo.config import loading
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import loop, sample_selection
-from jax_ppo.ppo.random_keys import sample_key, training_stream
+from jax_ppo.ppo import sample_selection
+from jax_ppo.ppo.algorithm import StepOptions
+from jax_ppo.ppo.sample_keys import sample_key, training_stream
 from jax_ppo.ppo.sample_selection import choose_groups, choose_responses, is_uniform
 from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.run import loop
 from llama_folder import write_llama
 
 # Prompts with an odd answer earn nothing; other responses earn a number that they determine.
@@ -239,9 +241,9 @@ def test_rewards_of_steps_count_in_the_choice():
     steps = np.zeros((6, 4), np.float32)
     steps[1, 2], steps[5, 0], steps[5, 3] = 1.0, 0.25, 0.25
     zeros = jax.numpy.zeros(6)
-    run = types.SimpleNamespace(
-        config=tiny.config(rollout__n=3, rollout__keep=1, rollout__keep_by="best"),
-        mesh=tiny.make_mesh(),
+    config = tiny.config(rollout__n=3, rollout__keep=1, rollout__keep_by="best")
+    algorithm = types.SimpleNamespace(
+        step_options=StepOptions.from_config(config), mesh=tiny.make_mesh()
     )
     sampled = types.SimpleNamespace(
         batch=types.SimpleNamespace(indices=np.array([7, 3])),
@@ -249,6 +251,6 @@ def test_rewards_of_steps_count_in_the_choice():
     )
     steps = jax.numpy.asarray(steps)
     rewards = types.SimpleNamespace(scores=zeros, correct=zeros, steps=steps)
-    selected, _ = sample_selection._select_responses(run, sampled, rewards, draw=2)
+    selected, _ = sample_selection._select_responses(algorithm, sampled, rewards, draw=2)
     assert selected.addresses.tolist() == [[2, 1], [2, 5]]
     assert np.asarray(selected.arrays["responses"]).ravel().tolist() == [1, 5]

@@ -5,8 +5,8 @@ import pytest
 from jax_ppo.config import loading
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import loop
 from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.run import loop
 from llama_folder import write_llama
 
 OPTIONS = {

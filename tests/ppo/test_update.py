@@ -15,7 +15,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import objectives, scoring
+from jax_ppo.ppo import forward_passes, objectives
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
@@ -265,7 +265,9 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
     recomputing, reusing = (
         tiny.config(rollout__reuse_logprobs=choice, **options) for choice in ("never", "auto")
     )
-    assert scoring.reuses_logprobs(reusing) and not scoring.reuses_logprobs(recomputing)
+    assert forward_passes.reuses_logprobs(reusing) and not forward_passes.reuses_logprobs(
+        recomputing
+    )
     mesh = tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = tiny.make_state(reusing, mesh)
@@ -311,7 +313,10 @@ def test_a_single_optimizer_step_has_ratio_one_by_definition():
     ],
 )
 def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
-    assert scoring.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes)) == reuses
+    assert (
+        forward_passes.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes))
+        == reuses
+    )
 
 
 @pytest.mark.parametrize(
@@ -399,14 +404,14 @@ def test_kl_in_reward_lowers_each_tokens_reward():
         algorithm__whiten_advantages=False,
         algorithm__kl_ctrl__kl_coef=0.5,
     )
-    scores = scoring.Scores(
+    scores = forward_passes.Scores(
         old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])),
         ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])),
         kl=None,
         values=jnp.zeros((1, 2)),
         last_values=None,
     )
-    sequences = scoring.Sequences(
+    sequences = forward_passes.Sequences(
         jnp.zeros((1, 4), jnp.int32),
         jnp.array([2]),
         jnp.array([2]),
@@ -498,16 +503,16 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         tiny.make_experience(config, mesh, state, rollout)
-        before = scoring.score_part._cache_size()
+        before = forward_passes.score_part._cache_size()
         wider = dataclasses.replace(
             rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3)))
         )
         tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
-    assert scoring.score_part._cache_size() == before
+    assert forward_passes.score_part._cache_size() == before
 
 
 def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
-    """This covers one CPU device; tests/ppo/test_train.py covers several devices."""
+    """This covers one CPU device; tests/run/test_train.py covers several devices."""
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
@@ -582,7 +587,7 @@ def test_weight_decay_leaves_norms_alone():
 def test_joining_leaves_no_gap():
     mesh = tiny.make_mesh()
     rollout = tiny.make_rollout(mesh)
-    sequences = scoring.join_sequences(rollout, tiny.P + tiny.T)
+    sequences = forward_passes.join_sequences(rollout, tiny.P + tiny.T)
     for i in range(tiny.B):
         prompt_length, response_length = int(rollout.prompts.lengths[i]), int(rollout.lengths[i])
         expected = (
@@ -615,10 +620,10 @@ def test_reward_model_scores_stand_on_the_last_token():
     with jax.set_mesh(mesh):
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
         rollout = tiny.make_rollout(mesh)
-        sequences = scoring.join_sequences(rollout, config.sequence_length)
+        sequences = forward_passes.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 2)
         plan = jax.tree.map(lambda x: x[0], batches.packing)
-        scores = scoring.reward_model_scores(
+        scores = forward_passes.reward_model_scores(
             model, params, sequences, plan, batches.counts[0], "last_token"
         )
         expected = last_scalars(model, params, sequences)
@@ -866,7 +871,7 @@ def test_the_value_after_the_last_token(devices):
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
-        sequences = scoring.join_sequences(rollout, config.sequence_length)
+        sequences = forward_passes.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 8)
         scores = tiny.score_rollout(
             config,

@@ -9,8 +9,8 @@ import types
 import pytest
 import tqdm
 
-from jax_ppo.ppo import report
 from jax_ppo.reporting import console
+from jax_ppo.run import reporter
 
 
 class TestConsole:
@@ -27,7 +27,7 @@ class TestConsole:
             "seconds/step": 1.32,
             "tokens_per_second": 12345.6,
         }
-        line = console.format_step_line(7, 200, metrics, report.COLUMNS)
+        line = console.format_step_line(7, 200, metrics, reporter.COLUMNS)
         assert line == (
             "step   7/200  reward  0.500  acc 0.250  kl 0.0012  ent 0.800  len   31  clip 0.013  "
             "grads 0.523   1.25   1.32 s   12,346 tok/s"
@@ -38,12 +38,12 @@ class TestConsole:
             "actor/grad_norm": math.nan,
             "critic/grad_norm": 1e9,
         }
-        assert len(console.format_step_line(123, 200, odd, report.COLUMNS)) == len(line)
+        assert len(console.format_step_line(123, 200, odd, reporter.COLUMNS)) == len(line)
 
     def test_accuracy_is_left_out_where_there_is_none(self):
-        assert "acc" not in console.format_step_line(1, 2, {"reward/mean": 1.0}, report.COLUMNS)
+        assert "acc" not in console.format_step_line(1, 2, {"reward/mean": 1.0}, reporter.COLUMNS)
         assert "acc" not in console.format_step_line(
-            1, 2, {"reward/accuracy": math.nan}, report.COLUMNS
+            1, 2, {"reward/accuracy": math.nan}, reporter.COLUMNS
         )
 
     def test_say(self, capsys):

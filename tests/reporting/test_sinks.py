@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jax_ppo.config.schema import Trainer
-from jax_ppo.ppo import report
 from jax_ppo.reporting.curves import plot_curves
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, write_summary_file
+from jax_ppo.run import reporter
 
 TRAINING = {
     "reward/mean": 0.1 + 0.2,
@@ -160,7 +160,7 @@ class TestCurves:
 
         names = [
             name
-            for panel in report.PANELS
+            for panel in reporter.PANELS
             for name in panel.curves.values()
             if not name.startswith("eval/")
         ]
@@ -181,7 +181,7 @@ class TestCurves:
             tmp_path / "training_metrics.csv",
             evaluations,
             tmp_path / "training_curves.png",
-            report.PANELS,
+            reporter.PANELS,
         )
         assert (tmp_path / "training_curves.png").read_bytes().startswith(b"\x89PNG")
         assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -200,12 +200,12 @@ class TestCurves:
     @pytest.mark.parametrize("count", [1, 2, 5, 7])
     def test_any_number_of_panels_is_drawn(self, tmp_path, count):
         path = tmp_path / "training_curves.png"
-        plot_curves(tmp_path / "training_metrics.csv", [], path, report.PANELS[:count])
+        plot_curves(tmp_path / "training_metrics.csv", [], path, reporter.PANELS[:count])
         assert path.exists()
 
     def test_nothing_to_draw_is_a_picture_too(self, tmp_path):
         plot_curves(
-            tmp_path / "training_metrics.csv", [], tmp_path / "training_curves.png", report.PANELS
+            tmp_path / "training_metrics.csv", [], tmp_path / "training_curves.png", reporter.PANELS
         )
         assert (tmp_path / "training_curves.png").exists()
 

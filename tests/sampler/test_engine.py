@@ -17,7 +17,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop
+from jax_ppo.run import loop
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine

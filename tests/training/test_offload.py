@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.memory import least_memory
 from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.ppo import memory_check, scoring
+from jax_ppo.ppo import forward_passes
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.state import trained_trees
@@ -85,7 +86,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             rows = jax.tree.map(lambda x: x[0], batches.packing)
             inputs = (experience.sequences, rows, batches.counts[0])
-            rewards = scoring.reward_model_scores(nets.reward, state.reward, *inputs, "auto")
+            rewards = forward_passes.reward_model_scores(nets.reward, state.reward, *inputs, "auto")
             after, _ = tiny.update_state(config, nets, 4, state, experience, batches, batches)
             assert memory_kinds(after.actor) == memory_kinds(rewards) == {"device"}
             idle = (after.reference, after.reward, after.critic, after.critic_optimizer)
@@ -98,7 +99,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
 def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        least_memory.measure_least_memory(config, tiny.networks(config), mesh)
         for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
     )
     # Actor and critic have the same trunk, of which the reference is a third copy.
@@ -114,7 +115,7 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        least_memory.measure_least_memory(config, tiny.networks(config), mesh)
         for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
     )
     assert (offloaded.optimizer, offloaded.fetched) == (0, kept.optimizer) and kept.fetched == 0

@@ -1,1 +1,0 @@
-"""Options of other frameworks: one table each, from their names to their counterparts here."""

@@ -1,0 +1,177 @@
+"""Memory of each phase as the machine's own compiler states it."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jax_ppo.errors import UserError
+from jax_ppo.memory.arithmetic import overlap_phases, resident_memory
+from jax_ppo.memory.phases import PhaseMemory
+from jax_ppo.memory.plan_inputs import AbstractStep
+from jax_ppo.ppo.programs import compile_programs
+from jax_ppo.runtime import compilation, meshes, sharding
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.types import Params
+
+# What a compiler reports if a program needs more memory than the device has: the total, or the
+# temporaries alone.
+_ALL_MEMORY = re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
+_TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMG])\)")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]]:
+    """Compile the programs of a step.
+
+    Returns:
+      The bytes per device in each phase by its program's name, and the names of the programs that
+      the compiler refused, whose temporaries it may count with the arrays that they replace.
+
+    Raises:
+      UserError: the compiler failed for another reason than memory.
+    """
+    programs = step.programs
+    state = step.state
+    recorder = _Recorder(programs.mesh, step.decoding_weights)
+    # Arrays that have a column of their own, by identity: each program gets the shapes that the one
+    # before it returned.
+    counted = {id(x) for x in jax.tree.leaves(state)}
+    phases: dict[str, PhaseMemory] = {}
+    refused = set()
+    names = compile_programs(programs, state, step.prompts, step.key, step.plans)
+    with jax.set_mesh(programs.mesh), compilation.compile_programs_with(recorder):
+        for name in names:
+            compiled = recorder.take()
+            # Small programs that prepare arguments count for the phase that reads the arguments.
+            largest = max(compiled, key=lambda program: program.temporary_bytes)
+            if name == "prepare_weights":
+                counted |= {id(x) for program in compiled for x in program.results}
+            if largest.is_refused:
+                refused.add(name)
+            phase = _measure_phase(step, name, largest, counted)
+            # A single CPU runs two halves of a program at once.
+            phases[name] = phase.beside(phases[name]) if name in phases else phase
+        return overlap_phases(phases), refused
+
+
+@dataclasses.dataclass
+class _CompiledProgram:
+    """A compiled program: the leaves of its arguments and results, and bytes per device."""
+
+    arguments: list[Any]
+    results: list[Any]
+    new_result_bytes: int
+    temporary_bytes: int
+    is_refused: bool = False
+
+
+class _Recorder:
+    """Compiles programs and records the memory that they need."""
+
+    def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
+        """Create the recorder.
+
+        Args:
+          mesh: the run's mesh.
+          decoding_weights: shapes and shardings of the copy of the weights for decoding.
+        """
+        self._mesh = mesh
+        self._decoding_weights = decoding_weights
+        self._programs: list[_CompiledProgram] = []
+
+    def take(self) -> list[_CompiledProgram]:
+        """Return the programs compiled since the last call."""
+        programs = self._programs
+        self._programs = []
+        return programs
+
+    def __call__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+        leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "sharding")]
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            return self._record_out_of_memory(lowered, leaves, str(error))
+        shapes = compilation.output_shapes(lowered, compiled)
+        memory = compiled.memory_analysis()
+        assert memory is not None, "all of JAX's compilers state the memory of programs"
+        self._programs.append(
+            _CompiledProgram(
+                arguments=leaves,
+                results=jax.tree.leaves(shapes),
+                new_result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+                temporary_bytes=memory.temp_size_in_bytes,
+            )
+        )
+        return shapes
+
+    def _record_out_of_memory(
+        self, lowered: jax.stages.Lowered, leaves: list[Any], message: str
+    ) -> Any:
+        """Record the bytes in the compiler's error message; raise `UserError` if it has none."""
+        total = _ALL_MEMORY.search(message)
+        temporaries = _TEMPORARIES.search(message)
+        if total is not None:
+            used = _parse_bytes(total) - bytes_per_device(leaves)
+        elif temporaries is not None:
+            used = _parse_bytes(temporaries)
+        else:
+            raise UserError(f"the compiler failed: {message}")
+        shapes = self._lay_out(lowered.out_info)
+        self._programs.append(
+            _CompiledProgram(
+                arguments=leaves,
+                results=jax.tree.leaves(shapes),
+                new_result_bytes=0,
+                temporary_bytes=max(0, used),
+                is_refused=True,
+            )
+        )
+        return shapes
+
+    def _lay_out(self, results: Any) -> Any:
+        """Return results with shardings, since a refused program has not chosen any."""
+        structure = jax.tree.structure(results)
+        weights = self._decoding_weights
+        others = {name: x for name, x in weights.items() if not name.startswith("layer_")}
+        for part in (others, weights["layer_0"]):
+            # A program that lays weights out for decoding also returns the index of a layer.
+            laid_out = (part, jax.ShapeDtypeStruct((), "int32"))
+            if structure == jax.tree.structure(laid_out):  # type: ignore[operator]
+                return laid_out
+        parts = meshes.row_shards(self._mesh)
+
+        def lay_out(x: Any) -> jax.ShapeDtypeStruct:
+            layout = sharding.replicated(self._mesh)
+            if x.ndim > 0 and x.shape[0] % parts == 0:
+                layout = sharding.rows(self._mesh)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+        return jax.tree.map(lay_out, results)
+
+
+def _parse_bytes(match: re.Match[str]) -> int:
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _measure_phase(
+    step: AbstractStep, name: str, program: _CompiledProgram, counted: set[int]
+) -> PhaseMemory:
+    """Return the memory while one program runs."""
+    batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
+    # The decoding copy has a column of its own.
+    if name != "prepare_weights":
+        batch += program.new_result_bytes
+    resident = resident_memory(step, name)
+    # The compiler may share the memory of these with what is needed before or after.
+    gradients = min(resident.gradients, program.temporary_bytes)
+    cache = min(resident.cache, program.temporary_bytes - gradients)
+    return dataclasses.replace(
+        resident,
+        gradients=gradients,
+        cache=cache,
+        batch=max(0, batch),
+        temporaries=program.temporary_bytes - gradients - cache,
+    )

@@ -1,0 +1,94 @@
+"""Choose how many samples a device decodes at once, from the memory that the weights leave."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.memory.least_memory import measure_least_memory
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_memory import read_memory_limit
+from jax_ppo.sampler.constraints import constrains_logits
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.routing import record_bytes
+from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
+from jax_ppo.training.networks import Networks
+from jax_ppo.types import Prompts
+
+# Where the platform does not report its memory, as on CPUs.
+FALLBACK_SLOTS = 256
+# Share of the memory for what the arithmetic omits: prefill, activations, fragmentation.
+_RESERVE = 0.1
+# Larger numbers are rounded down to a multiple of this, which accelerators decode efficiently.
+_MULTIPLE = 8
+
+
+def count_decoding_slots(
+    config: Config, nets: Networks, mesh: Mesh, rollout_mesh: Mesh, sampling: SamplingOptions
+) -> int:
+    """Return `rollout.max_num_seqs`, or with 0 the number of slots whose cache fits.
+
+    No sample depends on it. All processes return the same number.
+
+    Args:
+      config: all options.
+      nets: each role's model.
+      mesh: the run's mesh.
+      rollout_mesh: the mesh to decode on.
+      sampling: how the engine samples for training.
+    """
+    if config.rollout.max_num_seqs:
+        return config.rollout.max_num_seqs
+    limit = read_memory_limit()
+    if limit is None:
+        return FALLBACK_SLOTS
+    least = measure_least_memory(config, nets, mesh)
+    resident = least.parameters + least.optimizer + least.frozen + least.decoding
+    queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
+    if sampling.returns_routed_experts:
+        # The previous step's record of routing stays until that step is reported.
+        resident += 2 * record_bytes(nets.actor.architecture, queue, config.sequence_length)
+
+    def slot_bytes(slots: int) -> int:
+        options = dataclasses.replace(sampling, slots=slots)
+        return _slot_bytes(config, nets, rollout_mesh, options)
+
+    # The bytes grow by the same amount with each slot after the first.
+    first_slot: float = slot_bytes(1)
+    per_slot = first_slot
+    if queue > 1:
+        per_slot = (slot_bytes(queue) - first_slot) / (queue - 1)
+    left = limit * (1 - _RESERVE) - resident - (first_slot - per_slot)
+    slots = min(max(int(left // per_slot), 1), queue)
+    if slots > _MULTIPLE and slots < queue:
+        slots -= slots % _MULTIPLE
+    # Every process compiles the same program.
+    return int(np.min(multihost_utils.process_allgather(np.int32(slots))))
+
+
+def _slot_bytes(
+    config: Config, nets: Networks, rollout_mesh: Mesh, sampling: SamplingOptions
+) -> int:
+    """Return the bytes per device of the cache and the logits of one queue's slots."""
+    assert sampling.slots is not None
+    count = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size)
+    prompts = Prompts(
+        tokens=jax.ShapeDtypeStruct((count, config.data.max_prompt_length), jnp.int32),
+        lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
+    )
+    model = nets.actor.clone(unrolled=True, remat=False)
+    # Key-value heads are copied until the mesh in context can split them.
+    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+        stages = cache_shapes(model, sampling, prompts)
+    cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
+    # Drawing a token sorts or masks a second copy of the float32 logits.
+    arrays = 2
+    if constrains_logits(sampling):
+        arrays += 1
+    logits = arrays * sampling.slots * model.architecture.vocab_size * 4
+    # The vocabulary is split over `model`.
+    return cache + logits // rollout_mesh.shape["model"]

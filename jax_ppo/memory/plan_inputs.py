@@ -1,0 +1,249 @@
+"""The programs of a PPO step from the options and the models' config.json alone."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+from jax_ppo.memory.least_memory import LeastMemory, measure_least_memory
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.hf.config_export import to_hf_config
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.programs import StepPrograms
+from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
+from jax_ppo.ppo.rollout_packing import Plans, make_planner
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
+from jax_ppo.supervised import warmup
+from jax_ppo.training.networks import Networks, full_parameters, read_networks
+from jax_ppo.training.role_folders import resolve_role_folders
+from jax_ppo.training.state import TrainState, policy_params
+from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.types import Params, Prompts
+
+# The files of a model that a plan reads; none contains weights.
+DESCRIPTIONS = ["config.json", "generation_config.json"]
+# The role whose model computes each part of the scores.
+SCORING_ROLES = {"policy": "actor", "critic": "critic"}
+FLOAT32_BYTES = 4
+# Any number will do: no shape depends on the number of steps.
+TOTAL_STEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """A model of a step.
+
+    Attributes:
+      net: the model.
+      params: all parameters that it computes with.
+      trained: its part of the train state; with adapters less than `params`.
+      has_logits: whether it computes logits over the vocabulary.
+    """
+
+    net: Transformer | Deberta
+    params: Params
+    trained: Params
+    has_logits: bool
+
+    @property
+    def architecture(self) -> Architecture | DebertaArchitecture:
+        """Return the architecture of the model."""
+        return self.net.architecture
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number of the computation."""
+        return int(np.dtype(self.net.dtype).itemsize)
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Return the bytes of a stored number; trained parameters are float32, frozen ones not."""
+        return int(self.params["embed"]["embedding"].dtype.itemsize)
+
+    @property
+    def elements(self) -> int:
+        """Return the number of parameters, over all devices."""
+        return sum(x.size for x in jax.tree.leaves(self.params))
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStep:
+    """The programs of a step and the shapes and shardings of their arguments.
+
+    Attributes:
+      programs: what the programs depend on.
+      state: the train state.
+      prompts: the longest prompts that a step can have.
+      key: the base key of a step's samples.
+      plans: the packing of a rollout.
+      rollout_mesh: the mesh to decode on.
+      decoding_weights: the copy of the weights that decodes.
+      caches: shapes of the slots' and the staged prompts' caches, for each stage of one queue.
+      least: bytes of weights, as the check at the start of a run adds them up.
+    """
+
+    programs: StepPrograms
+    state: TrainState
+    prompts: Prompts
+    key: Any
+    plans: Plans
+    rollout_mesh: Mesh
+    decoding_weights: Params
+    caches: Any
+    least: LeastMemory
+
+    def role(self, name: str) -> "Role":
+        """Return the actor, the critic or the reward model, each with all its parameters."""
+        nets = self.programs.nets
+        state = self.state
+        if name == "actor":
+            return Role(
+                net=nets.actor,
+                params=policy_params(nets, state),
+                trained=state.actor,
+                has_logits=True,
+            )
+        net, trained = {
+            "critic": (nets.critic, state.critic),
+            "reward": (nets.reward, state.reward),
+        }[name]
+        assert net is not None, f"there is no {name}"
+        params = full_parameters(net, trained, state.reference)
+        return Role(net=net, params=params, trained=trained, has_logits=False)
+
+    @property
+    def queue(self) -> int:
+        """Return the number of samples in the queue of each shard of rows."""
+        prompts = self.programs.config.data.train_batch_size
+        samples_per_prompt = self.programs.samples // prompts
+        return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
+
+    @property
+    def slots(self) -> int:
+        """Return the number of samples that each shard of rows decodes at a time."""
+        return min(self.programs.sampling.slots or self.queue, self.queue)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes per device of the larger stage's cache."""
+        # Each shard of rows has a queue of its own.
+        return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
+
+
+def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
+    """Build the abstract programs of a step without placing anything on the mesh.
+
+    Args:
+      config: all options.
+      nets: the roles' models, as returned by `read_descriptions`.
+      mesh: the mesh to plan for.
+
+    Raises:
+      UserError: an option does not match the models or the mesh, or a model has no config.json.
+    """
+    if config.rollout.engine != "built-in":
+        raise UserError(
+            f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
+            "engine can be planned"
+        )
+    rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
+    meshes.validate_architecture(
+        rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
+    )
+    state = state_shapes(config, nets, mesh)
+    programs = StepPrograms(
+        config=config,
+        mesh=mesh,
+        nets=nets,
+        engine=make_engine(BuiltInEngine, config, nets, mesh, rollout_mesh),
+        sampling=sampling_options(config, config.rollout, nets.actor.architecture.eos_ids),
+        total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
+        # An encoder reads tokens of its own.
+        reads_rollout=not isinstance(nets.reward, Deberta),
+    )
+    count = config.data.train_batch_size
+    rows = sharding.batch_rows(mesh, count)
+    prompts = Prompts(
+        tokens=jax.ShapeDtypeStruct(
+            (count, config.data.max_prompt_length), jnp.int32, sharding=rows
+        ),
+        lengths=jax.ShapeDtypeStruct((count,), jnp.int32, sharding=rows),
+    )
+    planner = dataclasses.replace(
+        make_planner(config, mesh, has_critic=nets.critic is not None), place=placement.abstract
+    )
+    key = jax.eval_shape(lambda: jax.random.key(config.seed))
+    return AbstractStep(
+        programs=programs,
+        state=state,
+        prompts=prompts,
+        key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh)),
+        # Plans have one shape for all lengths.
+        plans=planner.plan(0, np.ones(programs.samples, np.int32)),
+        rollout_mesh=rollout_mesh,
+        decoding_weights=shape_decoding_weights(
+            rollout_mesh, nets.actor, policy_params(nets, state)
+        ),
+        caches=_shape_caches(programs, prompts, rollout_mesh),
+        least=measure_least_memory(config, nets, mesh),
+    )
+
+
+def _shape_caches(programs: StepPrograms, prompts: Prompts, rollout_mesh: Mesh) -> Any:
+    """Return the shapes of the caches of one queue of prompts."""
+    count, length = prompts.tokens.shape
+    queue = meshes.rows_per_shard(rollout_mesh, count)
+    model = programs.nets.actor.clone(unrolled=True, remat=False)
+    # Key-value heads are copied until the mesh in context can split them.
+    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+        return cache_shapes(
+            model,
+            programs.sampling,
+            Prompts(
+                tokens=jax.ShapeDtypeStruct((queue, length), jnp.int32),
+                lengths=jax.ShapeDtypeStruct((queue,), jnp.int32),
+            ),
+        )
+
+
+def read_descriptions(config: Config, mesh: Mesh) -> Networks:
+    """Read the config.json of each role's model.
+
+    Raises:
+      UserError: a model has no config.json or cannot run on this machine, or the mesh cannot split
+        it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folders = resolve_role_folders(
+            config,
+            Path(folder),
+            describe_model=lambda actor: _describe_small_model(config, actor),
+            files=DESCRIPTIONS,
+        )
+        with jax.set_mesh(mesh):
+            nets = read_networks(config, folders, needs_weights=False)
+    for net in (nets.actor, nets.critic, nets.reward):
+        if net is not None and not isinstance(net, Deberta):
+            meshes.validate_architecture(mesh, net.architecture)
+    return nets
+
+
+def _describe_small_model(config: Config, folder: Path) -> None:
+    """Write the config.json of the small model that a run creates, with its largest vocabulary."""
+    create = config.model.create
+    folder.mkdir(parents=True)
+    description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
+    (folder / "config.json").write_text(json.dumps(description))

@@ -1,0 +1,265 @@
+"""Operations, bytes and exchanges of each phase of a step, and its seconds by the roofline model.
+
+All prompts and responses are assumed to have their maximum lengths. A phase takes as long as the
+slowest of its matrix products, its memory traffic and its exchanges at the device's peak rate
+(Williams et al. 2009, doi 10.1145/1498765.1498785): a lower bound, not a measurement.
+"""
+
+import numpy as np
+
+from jax_ppo.memory.experts_memory import exchanged_bytes, multiplied_elements, received_share
+from jax_ppo.memory.phases import PhaseWork
+from jax_ppo.memory.pipeline_memory import StageSchedule, schedule_rows
+from jax_ppo.memory.plan_inputs import SCORING_ROLES, AbstractStep, Role
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.flops import count_forward_flops
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.device_speed import PeakRates
+from jax_ppo.sampler.stages import stage_limits
+from jax_ppo.types import MiniBatches
+
+# AdamW reads and writes parameters and two moments in float32, and reads the gradient twice, for
+# its norm and for the step. A micro-batch's gradient is written, read and added to the sum.
+_OPTIMIZER_BYTES = 6 * 4 + 2 * 4
+_ACCUMULATION_BYTES = 4 * 4
+_GRADIENT_ITEMSIZE = 4
+# Times that the hidden states [tokens, D] of a layer, and its products' outputs, move between
+# memory and the device in a forward pass, if norms and activations are fused into the products.
+_HIDDEN_MOVES = 10
+_OUTPUT_MOVES = 2
+# Exchanges of [tokens, D] per layer with tensor parallelism: after attention and after the MLP.
+_SUMS_PER_LAYER = 2
+
+
+def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
+    """Return the work of one device in each phase, by the program's name."""
+    programs = step.programs
+    config = programs.config
+    nets = programs.nets
+    work = {"prepare_weights": _prepare_weights(step), "sample": _sample(step)}
+    options = ScoringOptions.from_config(config)
+    for part in options.parts:
+        passes = _count_scoring_passes(options, part)
+        work[f"score_{part}"] = _score(step, step.role(SCORING_ROLES[part])) * passes
+    if nets.reward is not None and programs.reads_rollout:
+        work["score_reward"] = _score(step, step.role("reward"))
+    # A few passes over arrays of one number per token.
+    work["estimate"] = PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
+    epochs = config.actor.ppo_epochs
+    work["update_actor"] = _update(step, step.role("actor"), step.plans.actor, epochs)
+    if step.plans.critic is not None:
+        epochs = config.critic.ppo_epochs or epochs
+        work["update_critic"] = _update(step, step.role("critic"), step.plans.critic, epochs)
+    return work
+
+
+def _count_scoring_passes(options: ScoringOptions, part: str) -> int:
+    """Return the number of forward passes: the reference's belong to the part of the policy."""
+    if part == "policy":
+        return max(1, options.old_logprobs + options.reference)
+    return 1
+
+
+def predict_seconds(
+    work: PhaseWork, rates: PeakRates | None, network_bytes: float | None
+) -> float | None:
+    """Return the seconds of a phase at peak rates; `None` if the rates are unknown.
+
+    Args:
+      work: the work of one device.
+      rates: the device's peak rates.
+      network_bytes: bytes of gathered weights and gradients per second and device that the network
+        between hosts carries; `None` if there is none.
+    """
+    if rates is None or not rates.memory_bytes or not rates.link_bytes:
+        return None
+    seconds = [
+        work.flops / rates.flops,
+        work.memory_bytes / rates.memory_bytes,
+        work.link_bytes / rates.link_bytes,
+    ]
+    if network_bytes:
+        seconds.append(work.row_bytes / network_bytes)
+    return max(seconds)
+
+
+def _prepare_weights(step: AbstractStep) -> PhaseWork:
+    weights = bytes_per_device(step.decoding_weights)
+    received = weights * received_share(step.decoding_weights, step.programs.mesh)
+    return PhaseWork(
+        memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
+        link_bytes=received,
+        row_bytes=received,
+    )
+
+
+def _sample(step: AbstractStep) -> PhaseWork:
+    """Return the work of prefill and decoding, stage by stage."""
+    config = step.programs.config
+    mesh = step.rollout_mesh
+    architecture = step.programs.nets.actor.architecture
+    prompt = config.data.max_prompt_length
+    samples = step.programs.samples
+    weights = bytes_per_device(step.decoding_weights)
+    limits = stage_limits(step.programs.sampling)
+    role = step.role("actor")
+    total = PhaseWork()
+    start = 0
+    for limit in limits:
+        # Later stages process the tokens drawn in earlier ones again, for each sample.
+        prompts = config.data.train_batch_size if start == 0 else samples
+        prefilled = np.full(prompts, prompt + start)
+        width = max(1, step.slots * (prompt + limits[0]) // (prompt + limit))
+        steps = (limit - start) * -(-step.queue // width)
+        whole = np.full(samples, prompt + limit)
+        flops = count_forward_flops(architecture, prefilled)
+        flops += count_forward_flops(architecture, whole, samples * (limit - start))
+        flops -= count_forward_flops(architecture, np.full(samples, prompt + start))
+        tokens = prompts * (prompt + start) / meshes.row_shards(mesh) + steps * width
+        total += PhaseWork(
+            flops=flops / step.programs.mesh.size,
+            # Each step reads all weights and the whole cache; cuDNN reads only its used part.
+            memory_bytes=steps * float(weights + step.cache_bytes),
+            link_bytes=(
+                _tensor_parallel_bytes(role, tokens, mesh.shape["model"])
+                + exchanged_bytes(architecture, tokens, role.itemsize, mesh)
+            ),
+        )
+        start = limit
+    return total
+
+
+def _score(step: AbstractStep, role: Role) -> PhaseWork:
+    """Return the work of a forward pass over all packed rows."""
+    packing, _ = step.plans.scoring
+    micro_batches, rows, length = packing.sample.shape
+    products = PhaseWork(flops=_rollout_flops(step, role, rows))
+    return _pass_work(step, role, rows, length) * micro_batches + products
+
+
+def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -> PhaseWork:
+    """Return the work of all optimizer steps of a role."""
+    assert isinstance(role.net, Transformer), "encoders are not trained"
+    steps, micro_batches, rows, length = batches.packing.sample.shape
+    forward = _pass_work(step, role, rows, length)
+    # The backward pass has products for the gradients of inputs and, unless only adapters are
+    # trained, of weights. With gradient checkpointing, the forward products are computed twice,
+    # unless the policy keeps them.
+    recomputed = int(role.net.remat and role.net.remat_policy != "dots")
+    backward = 2 if role.net.lora is None else 1
+    flops = _rollout_flops(step, role, rows)
+    products = PhaseWork(flops=flops * (1 + recomputed + backward) * epochs)
+    # The backward pass moves what the forward pass moves twice, and gathers the weights again.
+    passes = PhaseWork(
+        memory_bytes=forward.memory_bytes * (3 + recomputed),
+        link_bytes=forward.link_bytes * 2,
+        row_bytes=forward.row_bytes * 2,
+    )
+    gradient = bytes_per_device(role.trained)
+    elements = gradient / _GRADIENT_ITEMSIZE
+    summed = _gradient_link_bytes(step, role, gradient, _schedule(step, role, rows))
+    sums = PhaseWork(
+        memory_bytes=elements * _ACCUMULATION_BYTES, link_bytes=summed, row_bytes=summed
+    )
+    optimizer = PhaseWork(memory_bytes=elements * _OPTIMIZER_BYTES)
+    return products + ((passes + sums) * micro_batches + optimizer) * steps
+
+
+def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
+    """Return the operations per device of a forward pass over all samples.
+
+    A stage without a micro-batch counts as if it had one.
+    """
+    config = step.programs.config
+    samples = step.programs.samples
+    lengths = np.full(samples, config.sequence_length)
+    num_logits = samples * config.data.max_response_length if role.has_logits else 0
+    layers = count_forward_flops(role.architecture, lengths)
+    logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
+    layers *= _schedule(step, role, rows).slowdown
+    return (layers + logits) / step.programs.mesh.size
+
+
+def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
+    """Return the schedule of the stages in a pass; an encoder has a single stage."""
+    if isinstance(role.architecture, DebertaArchitecture):
+        return StageSchedule(stages=1, micro_batches=1)
+    return schedule_rows(step.programs.mesh, rows)
+
+
+def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseWork:
+    """Return memory traffic and exchanges of a device in a forward pass over all `rows`."""
+    mesh = step.programs.mesh
+    architecture = role.architecture
+    schedule = _schedule(step, role, rows)
+    weights = _gathered_bytes(step, role, schedule)
+    if isinstance(architecture, DebertaArchitecture):
+        return PhaseWork(memory_bytes=weights)
+    own_tokens = rows * length / meshes.row_shards(mesh)
+    # A device runs its part of the layers on the rows of all stages.
+    tokens = own_tokens * schedule.slowdown
+    parts = mesh.shape["model"]
+    heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    mlp = len(architecture.mlp_projections) * architecture.active_width
+    outputs = (heads + mlp) / parts
+    moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
+    received = weights * received_share(role.params, mesh)
+    if schedule.stages > 1:
+        # One row of hidden states per tick, the first stage's inputs and the last stage's outputs.
+        hidden_rows = schedule.ticks + 2 * schedule.micro_batches
+        received += hidden_rows * length * architecture.hidden_size * role.itemsize
+    return PhaseWork(
+        memory_bytes=weights + tokens * architecture.num_layers * moved * role.itemsize,
+        link_bytes=(
+            received
+            + _tensor_parallel_bytes(role, tokens, parts)
+            + _gathered_keys_bytes(role, tokens, meshes.row_parts(mesh), parts)
+            + exchanged_bytes(architecture, tokens, role.itemsize, mesh)
+        ),
+        row_bytes=received,
+    )
+
+
+def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> float:
+    """Return the bytes of weights that a device reads in a pass; each tick reads its layers."""
+    mesh = step.programs.mesh
+    layers = multiplied_elements(role.params["layers"], mesh)
+    others = multiplied_elements(role.params, mesh) - layers
+    elements = others + layers / schedule.stages * schedule.ticks
+    return elements * role.itemsize / mesh.shape["model"]
+
+
+def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
+    """Return the bytes that a device sends to sum the outputs of split products."""
+    architecture = role.architecture
+    if parts == 1:
+        return 0.0
+    hidden = tokens * architecture.hidden_size * role.itemsize
+    # A ring sends each part once to sum it and once to spread the sum.
+    return architecture.num_layers * _SUMS_PER_LAYER * hidden * 2 * (parts - 1) / parts
+
+
+def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) -> float:
+    """Return the bytes of keys and values that a device receives of the other parts of its rows."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders read whole rows"
+    # If there are fewer key heads than devices that split them, each device has a copy.
+    heads = max(architecture.num_kv_heads / parts, 1)
+    own = 2 * tokens * heads * architecture.head_dim * role.itemsize
+    return architecture.num_layers * own * (row_parts - 1)
+
+
+def _gradient_link_bytes(
+    step: AbstractStep, role: Role, gradient: int, schedule: StageSchedule
+) -> float:
+    """Return the bytes that a device sends to sum the gradient of a micro-batch."""
+    mesh = step.programs.mesh
+    copies = mesh.shape["data"]
+    scattered = 0.0
+    # Adapters are too small to matter.
+    if role.params is role.trained or role.net.lora is None:
+        scattered = _gathered_bytes(step, role, schedule) * received_share(role.params, mesh)
+    return scattered + gradient * 2 * (copies - 1) / copies

@@ -1,0 +1,1 @@
+"""Options of other frameworks as tables, and the command that translates them."""

@@ -1,0 +1,215 @@
+"""Read commands and shell scripts of other frameworks: the program and its options."""
+
+import dataclasses
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_ppo.config.schema import all_options
+from jax_ppo.errors import UserError, shorten
+from jax_ppo.migrating import openrlhf, peer_options, trl, verl
+from jax_ppo.migrating.programs import Program, find_program
+
+PEERS = {"verl": verl, "trl": trl, "openrlhf": openrlhf}
+EXAMPLES = {
+    "verl": "python3 -m verl.trainer.main_ppo data.train_batch_size=256",
+    "trl": "python ppo.py --learning_rate 3e-6",
+    "openrlhf": "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 128",
+}
+# A variable of the shell, also with a default: $NAME, ${NAME}, ${NAME:-8}.
+VARIABLE = re.compile(r"(\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./-]*)?\}))", re.ASCII)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+# Arguments that a shell fills in, "$@" and "${NAME[@]}", and what ends a command.
+_ARGUMENTS = re.compile(r"\$[@*]|\$\{(\w+)\[[@*]\]\}|\$\{@[^}]*\}")
+_END = re.compile(r"\d?&?>+\S*|\|{1,2}|&{1,2}|;")
+_MODULE = re.compile(r"(verl|openrlhf)(\.\w+)+")
+_ARITHMETIC = re.compile(r"\$\(\([^()]*\)\)")
+_READ_SUFFIXES = (".sh", ".bash", ".txt", ".slurm", ".sbatch", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerCommand:
+    """A command of another framework.
+
+    Attributes:
+      program: the table of the program that it starts.
+      flags: its options by name.
+      has_program: whether it names a program; if not, it is read as the framework's first.
+      notes: one line for each of its words that is not read.
+    """
+
+    program: Program
+    has_program: bool
+    flags: dict[str, str]
+    notes: list[str]
+
+
+def read_command(framework: str, text: str) -> PeerCommand:
+    """Read a command, or the shell script that the text names.
+
+    Raises:
+      UserError: the framework or its program is unknown, or nothing in the text is its option.
+    """
+    if framework not in PEERS:
+        raise UserError(f"{framework}: expected one of {', '.join(PEERS)}")
+    text = _read_script(framework, text.strip())
+    try:
+        joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
+        words = shlex.split(joined.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UserError(f"the command cannot be read: {error}") from error
+    peer = PEERS[framework]
+    start, found = _find_program_word(framework, words)
+    program, is_exact = found or (peer.PROGRAMS[0], False)
+    name = words[start - 1] if start else ""
+    if not program.base:
+        raise UserError(
+            f"{name}: nothing here does the same; train, sft, reward_model and evaluate are the "
+            f"commands"
+        )
+    notes = []
+    if name and not is_exact:
+        notes.append(
+            f"{name}: its contents are not seen; its options were read as those of {program.name}"
+        )
+    words, values = _fill_in_variables(words[:start], words[start:])
+    before = {word for word in words if "=" in word}
+    for match in filter(None, map(_ARGUMENTS.fullmatch, values)):
+        if not any(word.startswith(f"{match[1]}=(") for word in before):
+            notes.append(f"{match[0]}: what the shell puts in its place is not seen")
+    values = [word for word in values if word.strip() and not _ARGUMENTS.fullmatch(word)]
+    values = list(itertools.takewhile(lambda word: not _END.fullmatch(word), values))
+    read = _read_hydra if framework == "verl" else _read_flags
+    flags = {}
+    for flag, value in read(words, values):
+        if value is None:
+            notes.append(f"{shorten(flag)}: not an option, and not read")
+        else:
+            flags[flag] = value
+    if not (found and is_exact) and not any(is_known(program, framework, flag) for flag in flags):
+        unseen = f" ({name} is not seen)" if name else ""
+        raise UserError(
+            f"{shorten(text) or 'no text'}: no program and no option of {framework} in it{unseen}; "
+            f"expected a command such as `{EXAMPLES[framework]}`, or the path of a shell script"
+        )
+    return PeerCommand(program, bool(name), flags, notes)
+
+
+def answer_of(program: Program, framework: str, name: str) -> str | None:
+    """Return the answer of the program's or the framework's table to an option's name."""
+    own = peer_options.find_answer(program.options, name)
+    return own or peer_options.find_answer(PEERS[framework].OPTIONS, name)
+
+
+def is_known(program: Program, framework: str, name: str) -> bool:
+    """Return whether the framework's tables or our schema have an option of this name."""
+    has_name = any(option.name == name for option in all_options())
+    return has_name or answer_of(program, framework, name) is not None
+
+
+def _read_script(framework: str, text: str) -> str:
+    """Return the shell script that the text names, up to the command, or the text itself."""
+    name = re.sub(r"^(ba)?sh\s+", "", text)
+    # A name of thousands of letters is refused by the file system.
+    if not text or len(name.split()) > 1 or "=" in text or text.startswith("-") or len(text) > 255:
+        return text
+    path = Path(name)
+    if path.suffix not in _READ_SUFFIXES:
+        raise UserError(
+            f"{text}: only shell scripts are read; write its values as a command, such as "
+            f"`{EXAMPLES[framework]}`"
+        )
+    if not path.is_file():
+        raise UserError(
+            f"{text}: neither a command nor a shell script that exists; expected a command such as "
+            f"`{EXAMPLES[framework]}`"
+        )
+    try:
+        lines = path.read_text().replace("\\\n", " ").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{text}: cannot be read: {error}") from error
+    commands = []
+    for count, line in enumerate(lines, 1):
+        _, found = _find_program_word(framework, line.split("#")[0].split())
+        if found:
+            # A message may mention the script's name, which is only like that of a program.
+            commands.append((not found[1], count))
+    if not commands:
+        raise UserError(f"{text}: no command of {framework} in it")
+    return "\n".join(lines[: min(commands)[1]])
+
+
+def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Program, bool] | None]:
+    """Return the number of words up to the program, such as `accelerate launch ppo.py`, and it."""
+    if words and words[0].startswith("--"):
+        return 0, None
+    candidates: list[tuple[int, tuple[Program, bool] | None]] = []
+    for count, word in enumerate(words, 1):
+        launcher = words[count - 2] if count > 1 else ""
+        is_named = launcher in ("-m", "--module") or Path(launcher).name == "trl"
+        is_file = word.endswith((".py", ".sh")) or _MODULE.fullmatch(word)
+        if not is_named and (not is_file or "=" in word or " " in word):
+            continue
+        owner = next((peer for peer in PEERS if peer in re.split(r"[./]", word)), framework)
+        if owner != framework:
+            raise UserError(f"{word}: a program of {owner}: python -m jax_ppo.translate {owner}")
+        candidates.append((count, find_program(PEERS[framework].PROGRAMS, word)))
+    # Exactly a program's name is better than a part of it, and that better than no program.
+    for wanted in (True, False):
+        for count, found in candidates:
+            if found and found[1] == wanted:
+                return count, found
+    return candidates[0] if candidates else (0, None)
+
+
+def _fill_in_variables(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
+    """Replace the variables that words before the program assign."""
+    variables: dict[str, str] = {}
+
+    def fill_in(word: str) -> str:
+        parts = VARIABLE.split(word)
+        # Splitting by a group yields texts and variables in turn.
+        for index in range(1, len(parts), 2):
+            name = parts[index].strip("${}").partition(":-")[0]
+            parts[index] = variables.get(name, parts[index])
+        return "".join(parts)
+
+    filled = []
+    for word in before:
+        word = fill_in(word)
+        filled.append(word)
+        assignment = _ASSIGNMENT.fullmatch(word)
+        # What a command of the shell prints is not known.
+        if assignment and "$(" not in word and "`" not in word:
+            variables[assignment[1]] = assignment[2]
+    return filled, [fill_in(word) for word in after]
+
+
+def _read_hydra(before: list[str], after: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the overrides of a command of verl, without `actor_rollout_ref.`."""
+    for index, word in enumerate(before + after):
+        match = re.fullmatch(r"(?:--|\+{0,2})([^=]+)=(.*)", word, re.DOTALL)
+        is_after = index >= len(before)
+        name = match[1].strip().replace("-", "_") if match else ""
+        # Words before the program may set variables of the environment.
+        if match and ((is_after and before) or "." in name or name in verl.OPTIONS):
+            yield name.removeprefix("actor_rollout_ref."), match[2]
+        elif is_after:
+            yield word, None
+
+
+def _read_flags(before: list[str], after: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the flags of a command, `--name value`, `--name=value` or `--name`."""
+    for index, word in enumerate(after):
+        if not word.startswith("--") or word == "--":
+            if not any(earlier.startswith("--") for earlier in after[:index]):
+                yield word, None
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not equals:
+            # A flag takes the words up to the next flag; one without any is a switch.
+            values = itertools.takewhile(lambda word: not word.startswith("--"), after[index + 1 :])
+            value = ",".join(values) or "True"
+        yield name.replace("-", "_"), value

@@ -1,0 +1,140 @@
+"""What a PPO step computes with, and what passes between its parts."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config, FilterGroups
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.ppo.curriculum import CurriculumBatches
+from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
+from jax_ppo.ppo.rollout_packing import RolloutPlanner
+from jax_ppo.ppo.sample_keys import SampleKeys
+from jax_ppo.ppo.update import UpdateOptions
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.training.networks import Networks
+from jax_ppo.training.state import TrainState, policy_params
+from jax_ppo.types import Params, Prompts, Rollout
+
+TrainingBatches = PromptBatches | CurriculumBatches
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Options of a step.
+
+    Attributes:
+      scoring: see `ScoringOptions`.
+      experience: see `ExperienceOptions`.
+      update: see `UpdateOptions`.
+      sequence_length: S, tokens of the longest prompt and response together.
+      responses_per_prompt: how many responses to each prompt the update learns from.
+      selects_samples: whether rewards decide which samples the update learns from.
+      filter_groups: the section of the config.
+      keep_by: `rollout.keep_by`.
+      one_step_off: sample with the weights from before the newest update.
+      score_position: `reward.score_position`.
+    """
+
+    scoring: ScoringOptions
+    experience: ExperienceOptions
+    update: UpdateOptions
+    sequence_length: int
+    responses_per_prompt: int
+    selects_samples: bool
+    filter_groups: FilterGroups
+    keep_by: str
+    one_step_off: bool
+    score_position: str
+
+    @classmethod
+    def from_config(cls, config: Config) -> "StepOptions":
+        """Collect the options from all sections."""
+        return cls(
+            scoring=ScoringOptions.from_config(config),
+            experience=ExperienceOptions.from_config(config),
+            update=UpdateOptions.from_config(config),
+            sequence_length=config.sequence_length,
+            responses_per_prompt=config.responses_per_prompt,
+            selects_samples=config.selects_samples,
+            filter_groups=config.algorithm.filter_groups,
+            keep_by=config.rollout.keep_by,
+            one_step_off=config.rollout.one_step_off,
+            score_position=config.reward.score_position,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """The parts of a step that stay the same from step to step; what changes is in `TrainState`.
+
+    Attributes:
+      step_options: the options of a step.
+      mesh: the run's mesh.
+      nets: each role's model.
+      training: the prompts that the actor is trained on.
+      total_steps: number of steps of the whole run; 0 where nothing is trained.
+      engine: generates responses, with the parameters that `policy_params` returns.
+      sampling: how it samples for training (`rollout`).
+      sample_keys: the random keys of samples.
+      planner: packs rollouts.
+      rules: scores responses.
+    """
+
+    step_options: StepOptions
+    mesh: Mesh
+    nets: Networks
+    training: PromptDataset
+    total_steps: int
+    engine: RolloutEngine
+    sampling: SamplingOptions
+    sample_keys: SampleKeys
+    planner: RolloutPlanner
+    rules: RuleScorer
+
+    def place_prompts(self, prompts: Prompts) -> Prompts:
+        """Return the prompts on the mesh, their rows split if the devices divide them."""
+        return placement.place(prompts, sharding.batch_rows(self.mesh, len(prompts.lengths)))
+
+    def policy_params(self, state: TrainState) -> Params:
+        """Return the parameters that the policy samples with."""
+        return policy_params(self.nets, state)
+
+
+class StepObserver(Protocol):
+    """Follows what the host does in a step."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose time counts for a phase."""
+
+    def flush(self) -> None:
+        """Write what is pending; called where the mesh works and the host has time."""
+
+
+class SampledBatch(NamedTuple):
+    """Prompts with their responses, which may still be being sampled.
+
+    Attributes:
+      batch: the prompts.
+      rollout: the responses.
+      position: training examples consumed with this batch.
+      rule_rewards: the rewards of the rules, if they are known already.
+      metrics: how the samples were selected.
+      addresses: int [B, 2], the draw of each sample within its step and its row in that draw;
+        `None`: all samples are those of the first draw.
+    """
+
+    batch: PromptBatch
+    rollout: Rollout
+    position: int
+    rule_rewards: RuleRewards | None = None
+    metrics: Mapping[str, float] = {}
+    addresses: np.ndarray | None = None

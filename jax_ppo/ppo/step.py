@@ -1,0 +1,164 @@
+"""One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
+
+Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
+and critic. The host waits for the mesh once per step, for the sampled tokens that the rules score.
+Where it also waits to time a phase, the mesh already has its next work.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from jax_ppo.ppo.algorithm import Algorithm, SampledBatch, StepObserver, TrainingBatches
+from jax_ppo.ppo.batch_sampling import observe_solve_rates, sample_batch
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.forward_passes import join_sequences, score_rollout
+from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.rollout_packing import Plans, sample_lengths
+from jax_ppo.ppo.sample_selection import sample_selected_batch
+from jax_ppo.ppo.update import update_state
+from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Experience
+
+
+class StepResult(NamedTuple):
+    """What a step leaves besides the new state.
+
+    Attributes:
+      sampled: the samples that the step learned from.
+      next_sampled: the samples of the next step in a run one step off; `None` otherwise.
+      plans: how the samples were packed.
+      experience: what the update learned from each token.
+      rule_rewards: the rewards of the rules.
+      rewards: float32 [B], the rules' scores plus those of the reward model.
+      metrics: those of experience and update, on the mesh.
+    """
+
+    sampled: SampledBatch
+    next_sampled: SampledBatch | None
+    plans: Plans
+    experience: Experience
+    rule_rewards: RuleRewards
+    rewards: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+def take_step(
+    algorithm: Algorithm,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    sampled: SampledBatch | None,
+    observer: StepObserver,
+) -> tuple[TrainState, StepResult]:
+    """Take one step.
+
+    Args:
+      algorithm: what the step computes with.
+      state: the train state; donated.
+      batches: yields the prompts.
+      step: the step, from 0.
+      sampled: its samples, if the step before has sampled them already.
+      observer: follows what the host does.
+
+    Returns:
+      The new state, and what else the step leaves. Both may still be being computed.
+    """
+    options = algorithm.step_options
+    nets = algorithm.nets
+
+    # 1. Sample responses.
+    if sampled is None:
+        sampled = sample_responses(algorithm, state, batches, step, observer)
+    # The lengths of the responses decide how they are packed: the one wait of a step.
+    with observer.phase("rollout"):
+        lengths = sample_lengths(sampled.batch, sampled.rollout)
+        plans = algorithm.planner.plan(step, lengths)
+
+    # 2. Compute log-probs under policy and reference, and values; nothing is waited for.
+    sequences = join_sequences(sampled.rollout, options.sequence_length)
+    with observer.phase("score"):
+        scores = score_rollout(options.scoring, nets, state, sequences, *plans.scoring)
+    # One step off: sample with the weights from before this step's update.
+    next_sampled = None
+    if options.one_step_off and step + 1 < algorithm.total_steps:
+        next_sampled = sample_batch(algorithm, state, batches, step + 1, observer)
+    observer.flush()  # unless sampling ahead has done it
+
+    # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
+    with observer.phase("reward"):
+        rule_rewards = apply_rules(algorithm, sampled, batches)
+    rewards = add_reward_model_scores(
+        nets,
+        state,
+        rule_rewards.scores,
+        rule_rewards.model_inputs or (sequences, *plans.scoring),
+        options.score_position,
+        algorithm.rules.model_weight,
+    )
+
+    # 4. Estimate advantages and returns.
+    experience, metrics = estimate_experience(
+        options.experience,
+        state.step,
+        state.control,
+        sequences,
+        sampled.rollout.logprobs,
+        scores,
+        rewards,
+        rule_rewards.steps,
+    )
+
+    # 5. Update actor and critic, which takes over the buffers of `state`.
+    with observer.phase("update"):
+        state, update_metrics = update_state(
+            options.update,
+            nets,
+            algorithm.total_steps,
+            state,
+            experience,
+            plans.actor,
+            plans.critic,
+        )
+    # The mesh has the update to do next: timing the forward passes leaves no gap.
+    with observer.phase("score"):
+        jax.block_until_ready(scores)
+    release_freed_memory(state)  # of rollout and forward passes: the update needs the most
+
+    return state, StepResult(
+        sampled=sampled,
+        next_sampled=next_sampled,
+        plans=plans,
+        experience=experience,
+        rule_rewards=rule_rewards,
+        rewards=rewards,
+        metrics=metrics | update_metrics,
+    )
+
+
+def sample_responses(
+    algorithm: Algorithm,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    observer: StepObserver,
+) -> SampledBatch:
+    """Return the samples of a step, selected by their rewards if that is configured."""
+    if algorithm.step_options.selects_samples:
+        return sample_selected_batch(algorithm, state, batches, step, observer)
+    return sample_batch(algorithm, state, batches, step, observer)
+
+
+def apply_rules(
+    algorithm: Algorithm, sampled: SampledBatch, batches: TrainingBatches
+) -> RuleRewards:
+    """Return the rules' rewards of a batch, and update the solve rates of its prompts.
+
+    Samples that were selected by their rewards are scored already, and their prompts observed.
+    """
+    if sampled.rule_rewards is not None:
+        return sampled.rule_rewards
+    rule_rewards = algorithm.rules.score(sampled.batch, sampled.rollout)
+    observe_solve_rates(batches, sampled.batch, rule_rewards)
+    return rule_rewards

@@ -1,0 +1,294 @@
+"""Set up a PPO run: from options to the parts that stay the same from step to step."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jax_ppo.config import notes
+from jax_ppo.config.parsing import parse_logit_bias
+from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
+from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.data.sources import source_weights
+from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
+from jax_ppo.errors import UserError, counted
+from jax_ppo.memory.decoding_slots import count_decoding_slots
+from jax_ppo.memory.least_memory import validate_memory
+from jax_ppo.ppo import plugin_trials
+from jax_ppo.ppo.algorithm import StepOptions
+from jax_ppo.ppo.rewarding import RuleScorer
+from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
+from jax_ppo.ppo.rollout_packing import make_planner
+from jax_ppo.ppo.sample_keys import SampleKeys
+from jax_ppo.rewards import registry, row_validation
+from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
+from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.run.cached_prompts import cache_training_prompts, load_run_examples
+from jax_ppo.run.environment_rows import RunPrompts, set_up_environment
+from jax_ppo.run.parts import PPORun, batches_in_order
+from jax_ppo.run.rule_trial import try_first_rows
+from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
+from jax_ppo.runtime import heartbeat, meshes
+from jax_ppo.sampler.built_in import resolve_engine
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.environment import Environment, PerDialogue
+from jax_ppo.training.setup import chat_template, count_steps
+from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.types import Example
+
+OFFLOADS = (
+    "actor.optimizer_offload",
+    "critic.optimizer_offload",
+    "critic.param_offload",
+    "algorithm.reference_offload",
+    "reward.param_offload",
+)
+
+
+def set_up_run(
+    config: Config, workdir: Path, mesh: Mesh, report: Report, trains: bool = True
+) -> PPORun:
+    """Build the parts of a run, cheap checks first; weights are not loaded.
+
+    Args:
+      config: all options.
+      workdir: the run's folder.
+      mesh: the run's mesh.
+      report: called with lines for the user.
+      trains: whether there will be steps of training; otherwise no training data are read.
+
+    Raises:
+      UserError: an option does not fit the data, the models or the machine.
+    """
+    # 1. Data, rules and plugins: nothing of a model is read yet.
+    with heartbeat.activity("reading data"):
+        examples, held_out_examples = load_run_examples(config, trains)
+    _report_notes(config, mesh, report, trains)
+    if trains:
+        _reject_weights_with_curriculum(config.data)
+    model_weight = registry.model_weight(config.reward)
+    rule = _resolve_rule(config, [*examples, *held_out_examples])
+    if rule is not None and trains:
+        for line in try_first_rows(examples, config.reward):
+            report(f"warning: {line}")
+    environment_class, engine_class = _load_plugins(config)
+    rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
+
+    # 2. Folders, architectures and tokenizers of the roles.
+    prompts_are_chats = not isinstance((examples or held_out_examples)[0].prompt, str)
+    with heartbeat.activity("reading models' descriptions"):
+        models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
+    validate_run_models(config, models, mesh, rollout_mesh)
+    if trains:
+        validate_memory(config, models.folders, models.nets, mesh)
+
+    # 3. Prompts as tokens, which fix the number of steps.
+    prompts = _tokenize_prompts(config, examples, held_out_examples, models, trains)
+    if environment_class is not None:
+        multi_turn = config.rollout.multi_turn
+        prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
+        if isinstance(prompts.environment, PerDialogue):
+            turn = multi_turn.max_turn_length or config.data.max_response_length
+            name = multi_turn.environment
+            plugin_trials.try_environment(ENVIRONMENT_OPTION, name, prompts.environment, turn)
+    total_steps = 0
+    if trains:
+        steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
+        total_steps = count_steps(config.trainer, steps_per_epoch)
+
+    # 4. How the engine samples; the number of decoding slots changes no sample.
+    sampling, held_out_sampling = _sampling_options(config, models, prompts.environment)
+    slots = count_decoding_slots(config, models.nets, mesh, rollout_mesh, sampling)
+    if not config.rollout.max_num_seqs:
+        report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
+
+    run = PPORun(
+        step_options=StepOptions.from_config(config),
+        config=config,
+        mesh=mesh,
+        folders=models.folders,
+        nets=models.nets,
+        tokenizer=models.tokenizer,
+        training=prompts.training,
+        held_out=prompts.held_out,
+        total_steps=total_steps,
+        engine=make_engine(engine_class, config, models.nets, mesh, rollout_mesh),
+        sampling=dataclasses.replace(sampling, slots=slots),
+        held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
+        sample_keys=SampleKeys(config.seed, mesh),
+        planner=make_planner(config, mesh, has_critic=models.nets.critic is not None),
+        rules=RuleScorer(
+            mesh=mesh,
+            tokenizer=models.tokenizer,
+            options=config.reward,
+            rule=rule,
+            model_weight=model_weight,
+            reward_inputs=models.reward_inputs,
+            environment=prompts.environment,
+        ),
+    )
+    if trains:
+        _report_size(run, report)
+    return run
+
+
+def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> None:
+    """Report options that are valid, but unlikely to have the effect that they seem to have."""
+    if trains:
+        for note in notes.train_notes(config):
+            report(f"note: {note}")
+    offloads = [name for name in OFFLOADS if option_value(config, name)]
+    if offloads and mesh.devices.flat[0].platform == "cpu":
+        names = " and ".join(offloads)
+        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
+
+
+def _reject_weights_with_curriculum(data: Data) -> None:
+    """Raise `UserError` for weighted sources of prompts that are drawn by their solve rates."""
+    is_weighted = source_weights(data.train_files, "config.data.train_files") is not None
+    if is_weighted and data.curriculum != "none":
+        raise UserError(
+            f"config.data.curriculum={data.curriculum!r}: draws prompts by their solve "
+            "rates; give the sources of config.data.train_files no weights"
+        )
+
+
+def _resolve_rule(
+    config: Config, examples: list[Example]
+) -> RewardFunction | BatchFunction | RewardWorkers | None:
+    """Return the reward function or the worker processes that apply it.
+
+    Returns `None` if all of the reward is a reward model's or an environment's.
+    """
+    options = config.reward
+    # Without a user-defined function or terms, a reward model replaces the built-in rule.
+    if config.rewards_by_environment_alone or not registry.has_rules(options):
+        return None
+    # Resolved here even if workers import it again: errors should surface before a run starts.
+    judge = Judge.from_options(options)
+    rule = registry.resolve_reward_function(
+        options.function, options.gsm8k_method, options.terms, judge
+    )
+    if isinstance(rule, BatchFunction):
+        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
+    # A judge that is the whole reward scores rows of any source.
+    if judge is None or options.terms:
+        row_validation.validate_data_sources(examples, options.function, options.terms)
+        if missing := row_validation.find_missing_package(
+            examples, options.function, options.terms
+        ):
+            raise UserError(missing)
+    workers = count_workers(options, registry.needs_workers(examples, options))
+    if not workers:
+        return rule
+    # A function of batches runs in one process, which gets whole batches.
+    if isinstance(rule, BatchFunction):
+        return RewardWorkers(options, 1, takes_batches=True)
+    return RewardWorkers(options, workers, takes_batches=False)
+
+
+def _load_plugins(
+    config: Config,
+) -> tuple[Callable[..., Any] | None, Callable[..., RolloutEngine]]:
+    """Load every plugin; return the classes of the environment and of the engine.
+
+    Raises:
+      UserError: one of them cannot be loaded, or fails.
+    """
+    plugin_trials.try_plugins(config)
+    environment_class = load_environment_class(config.rollout.multi_turn)
+    return environment_class, resolve_engine(config.rollout.engine)
+
+
+def _tokenize_prompts(
+    config: Config,
+    training: list[Example],
+    held_out: list[Example],
+    models: RunModels,
+    trains: bool,
+) -> RunPrompts:
+    """Return the training and the held-out prompts as tokens."""
+    data = config.data
+    with heartbeat.activity("tokenizing prompts"):
+        if not trains:
+            prompts = PromptDataset((), (), data.max_prompt_length)
+        elif data.cache_dir:
+            prompts = cache_training_prompts(config, models.folders.actor)
+        else:
+            prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")
+        held_out_prompts = None
+        if held_out:
+            held_out_prompts = _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
+    return RunPrompts(prompts, held_out_prompts)
+
+
+def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
+    """Return the examples with their prompts as tokens; error messages name `option`."""
+    return tokenize_prompts(
+        examples,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        chat_template=chat_template(data),
+        name=option,
+    )
+
+
+def _report_size(run: PPORun, report: Report) -> None:
+    """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
+    config = run.config
+    long_warmup = notes.note_long_warmup(config, run.total_steps)
+    if long_warmup is not None:
+        report(f"note: {long_warmup}")
+    batch_size = config.data.train_batch_size
+    epochs = run.total_steps * batch_size / max(len(run.training), 1)
+    report(
+        f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
+        f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
+        f"{config.rollout.n} ({epochs:.3g} epochs)"
+    )
+    report(f"parameters: {', '.join(_count_parameters(run))}")
+
+
+def _count_parameters(run: PPORun) -> list[str]:
+    """Return the number of parameters of each role: with adapters, of those alone."""
+    state = state_shapes(run.config, run.nets, run.mesh)
+    counts = []
+    for role in ("actor", "critic", "reference", "reward"):
+        tree = getattr(state, role)
+        if tree is not None:
+            count = sum(leaf.size for leaf in jax.tree.leaves(tree))
+            counts.append(f"{role} {count / 1e6:,.4g} million")
+    return counts
+
+
+def _sampling_options(
+    config: Config, models: RunModels, environment: Environment | None
+) -> tuple[SamplingOptions, SamplingOptions]:
+    """Return the engine's options for training and for evaluations."""
+    architecture = models.nets.actor.architecture
+    tokenizer = models.tokenizer
+    _validate_biased_tokens(config.rollout, architecture.vocab_size)
+    # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
+    # response ends at either.
+    eos_ids = (*architecture.eos_ids, tokenizer.eos_token_id)
+    searches = make_searches(config.rollout, tokenizer, architecture.vocab_size)
+    training = sampling_options(config, config.rollout, eos_ids, searches, environment)
+    held_out = sampling_options(config, config.rollout.val_kwargs, eos_ids, searches, environment)
+    return training, held_out
+
+
+def _validate_biased_tokens(options: RolloutOptions, vocab_size: int) -> None:
+    """Raise `UserError` for a `rollout.logit_bias` of a token that the model does not have."""
+    for token, _ in parse_logit_bias(options.logit_bias):
+        if token >= vocab_size:
+            raise UserError(
+                f"config.rollout.logit_bias={options.logit_bias!r}: the model has no token "
+                f"{token}, only 0 to {vocab_size - 1}"
+            )

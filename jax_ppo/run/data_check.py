@@ -1,0 +1,322 @@
+"""Describe the data of a run, and find the problems that would prevent training on them."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_ppo.config.schema import Config, Data, Model, Reward
+from jax_ppo.data import responses
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.prompt_batches import bucket_width
+from jax_ppo.data.prompts import PromptEncoding, encode_prompts
+from jax_ppo.errors import UserError, counted, printable_lines
+from jax_ppo.rewards import registry, row_validation
+from jax_ppo.rewards.built_in_rules import rule_of_source
+from jax_ppo.run import rule_trial
+from jax_ppo.run.sample_records import prompt_text
+from jax_ppo.training.setup import chat_template, load_examples
+from jax_ppo.types import Example
+
+_MAX_SHOWN = 5  # problems of one kind that are listed
+_MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
+_NO_LIMIT = 2**31  # tokens of a prompt
+_BAR = 40  # characters of the longest bar of a histogram
+
+
+def check_data(config: Config, command: str = "") -> dict[str, Any]:
+    """Return a report on the data that the options name.
+
+    Args:
+      config: all options. Tokens are counted with the tokenizer of `model.path`, if that is set.
+      command: what the data are for: train, sft or reward_model; "" to tell from the rows.
+
+    Returns:
+      JSON: `command`, `training` and `held_out` (`None` without validation files), each as
+      `_describe` returns it, `overlap` (held-out prompts that are training prompts, too),
+      `problems` (lines, each of which would end a run before its first step), `warnings` (lines)
+      `first_prompt` and `first_prompt_note` (which row it is, and its tokens).
+
+    Raises:
+      UserError: the data cannot be read.
+    """
+    response_key = config.supervised.response_key if command == "sft" else None
+    training, held_out = load_examples(config.data, config.seed, response_key)
+    command = command or _tell_command(training, config)
+    tokenizer = _load_tokenizer(config.model)
+    obstacles = _find_obstacles(config, [*training, *held_out]) if command == "train" else []
+    not_run = ""
+    if command != "train":
+        not_run = f"{command} reads no rewards"
+    elif config.rewards_by_environment_alone:
+        not_run = "an environment gives the rewards"
+    elif obstacles:
+        not_run = "no rule can score some rows"
+    parts = [
+        _describe(examples, tokenizer, config, not_run) if examples else None
+        for examples in (training, held_out)
+    ]
+    assert parts[0] is not None, "without training examples loading fails"
+    first_prompt, note = _render_first(training, tokenizer, config.data)
+    return {
+        "command": command,
+        "training": parts[0],
+        "held_out": parts[1],
+        "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
+        "first_prompt": first_prompt,
+        "first_prompt_note": note,
+        "problems": obstacles + _find_problems(config, command, training, held_out, parts[0]),
+        "warnings": [
+            f"{name} data: {line}"
+            for name, part in zip(("training", "held-out"), parts, strict=True)
+            for line in (part["rule"]["warnings"] if part else ())
+        ],
+    }
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return a report as text."""
+    lines = [f"data for `{report['command']}`", ""]
+    for name in ("training", "held_out"):
+        part = report[name]
+        if part is not None:
+            lines += [f"{name.replace('_', '-')} data", *_format_part(part), ""]
+    if report["held_out"] is not None:
+        lines += [f"held-out prompts that are also training prompts: {report['overlap']}", ""]
+    first_prompt = printable_lines(report["first_prompt"])
+    note = report["first_prompt_note"]
+    lines += [f"the first prompt, as the model reads it ({note}):", *first_prompt.splitlines(), ""]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    lines += [f"problem: {problem}" for problem in report["problems"]] or ["no problems"]
+    return "\n".join(lines)
+
+
+def _load_tokenizer(options: Model) -> Any:
+    """Return the tokenizer that a run would use, `None` if no model is named."""
+    if options.tokenizer_path:
+        return tokenizer_lib.load_tokenizer(
+            options.tokenizer_path, option="config.model.tokenizer_path"
+        )
+    if options.path:
+        return tokenizer_lib.load_tokenizer(options.path, option="config.model.path")
+    return None
+
+
+def _tell_command(examples: Sequence[Example], config: Config) -> str:
+    """Return the command that the rows are for, by the responses that they have.
+
+    Rows with a rule, and rows for which the options set a reward, are for `train`.
+    """
+    options = config.reward
+    has_reward = options.function or options.terms or options.url or options.model_path
+    if has_reward or config.rewards_by_environment_alone:
+        return "train"
+    if any(rule_of_source(example.data_source) or example.ground_truth for example in examples):
+        return "train"
+    if all(example.rejected is not None for example in examples):
+        return "reward_model"
+    if all(example.response is not None for example in examples):
+        return "sft"
+    return "train"
+
+
+def _describe(
+    examples: Sequence[Example], tokenizer: Any, config: Config, not_run: str
+) -> dict[str, Any]:
+    """Return counts over examples.
+
+    Args:
+      examples: the rows.
+      tokenizer: the actor's; without one, `prompt_tokens` is `None`.
+      config: all options.
+      not_run: why their rule is not run; "" if it is.
+    """
+    columns = collections.Counter(name for example in examples for name in example.extra_info)
+    prompts = collections.Counter(map(prompt_text, examples))
+    return {
+        "rows": len(examples),
+        "columns": dict(columns.most_common()),
+        "data_sources": dict(collections.Counter(e.data_source for e in examples).most_common()),
+        "chats": sum(not isinstance(example.prompt, str) for example in examples),
+        "with_ground_truth": sum(bool(example.ground_truth) for example in examples),
+        "with_response": sum(example.response is not None for example in examples),
+        "rule": _describe_rule(examples, config.reward, not_run),
+        "preferences": sum(example.rejected is not None for example in examples),
+        "duplicates": len(examples) - len(prompts),
+        "prompt_tokens": _count_tokens(examples, tokenizer, config.data),
+    }
+
+
+def _describe_rule(examples: Sequence[Example], options: Reward, not_run: str) -> dict[str, Any]:
+    """Return what the rule made of the data's own responses and of perfect answers."""
+    trial = rule_trial.Trial(not_run=not_run)
+    perfect: dict[str, Any] = {"tried": 0, "right": 0, "impossible": []}
+    warnings = []
+    if not not_run:
+        trial = rule_trial.try_rule(examples, options, _MOST_IN_WORKERS, calls_functions=True)
+        tried, right, impossible = rule_trial.count_perfect_answers(examples, options)
+        perfect = {"tried": tried, "right": right, "impossible": list(impossible)}
+        warnings = rule_trial.describe_trial(trial, rule_trial.find_other_forms(examples, options))
+    return {**trial._asdict(), "perfect": perfect, "warnings": warnings}
+
+
+def _count_tokens(
+    examples: Sequence[Example], tokenizer: Any, options: Data
+) -> dict[str, Any] | None:
+    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long.
+
+    Returns `None` without a tokenizer.
+    """
+    if tokenizer is None:
+        return None
+    template = chat_template(options)
+    lengths = np.array(
+        [len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, template, e.tools)) for e in examples]
+    )
+    limit = options.max_prompt_length
+    buckets = collections.Counter(bucket_width(int(length), 10**9) for length in lengths)
+    return {
+        "mean": float(lengths.mean()),
+        **{f"p{q}": int(np.percentile(lengths, q)) for q in (0, 50, 90, 99, 100)},
+        "histogram": {str(width): buckets[width] for width in sorted(buckets)},
+        "limit": limit,
+        "too_long": float((lengths > limit).mean()),
+        "dropped": options.filter_overlong_prompts,
+    }
+
+
+def _find_obstacles(config: Config, examples: Sequence[Example]) -> list[str]:
+    """Return some of the rows that no rule can score."""
+    options = config.reward
+    scores_rows = registry.has_rules(options) and not config.rewards_by_environment_alone
+    if not scores_rows or (options.url and not options.terms):
+        return []
+    obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
+    missing = row_validation.find_missing_package(examples, options.function, options.terms)
+    problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
+    if len(obstacles) > _MAX_SHOWN:
+        problems.append(f"{len(obstacles)} examples in all cannot be scored")
+    return problems
+
+
+def _find_problems(
+    config: Config,
+    command: str,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    part: dict[str, Any],
+) -> list[str]:
+    """Return what else would end a run of the command."""
+    problems = []
+    fields = responses.PREFERENCE_FIELDS if command == "reward_model" else ("response",)
+    data = (("config.data.train_files", training), ("config.data.val_files", held_out))
+    for option, examples in data if command != "train" else ():
+        try:
+            responses.validate_responses(examples, fields, option, config.supervised.response_key)
+        except UserError as error:
+            problems.append(str(error))
+    trial = part["rule"]
+    if trial["tried"] and trial["failed"] == trial["tried"]:
+        problems.append(
+            f"the reward failed on each of {trial['tried']} responses; {trial['first_failure']}"
+        )
+    empty = [row for row, example in enumerate(training, 1) if not prompt_text(example).strip()]
+    if empty:
+        problems.append(f"{len(empty)} prompts are empty, the first is example {empty[0]}")
+    usable = part["rows"]
+    tokens = part["prompt_tokens"]
+    if tokens and tokens["too_long"]:
+        if config.data.filter_overlong_prompts:
+            usable = round(usable * (1 - tokens["too_long"]))
+        elif config.data.truncation == "error":
+            problems.append(
+                f"{tokens['too_long']:.1%} of the prompts are longer than "
+                f"config.data.max_prompt_length={tokens['limit']}, and config.data.truncation="
+                "'error'"
+            )
+    if tokens and usable < config.data.train_batch_size:
+        problems.append(
+            f"{counted(usable, 'prompt')} left, and config.data.train_batch_size="
+            f"{config.data.train_batch_size} asks for that many per step"
+        )
+    return problems
+
+
+def _format_part(part: dict[str, Any]) -> list[str]:
+    lines = [
+        f"  rows {part['rows']}, of which {part['duplicates']} repeat another's prompt",
+        f"  chats {part['chats']}, with a ground truth {part['with_ground_truth']}, with a "
+        f"response {part['with_response']}, preferences {part['preferences']}",
+        *_format_rule(part["rule"]),
+        f"  data sources: {_format_counts(part['data_sources'])}",
+        f"  columns besides the prompt: {_format_counts(part['columns'])}",
+    ]
+    tokens = part["prompt_tokens"]
+    if tokens is None:
+        return [*lines, "  tokens: not counted; config.model.path names no model"]
+    fate = "dropped" if tokens["dropped"] else "truncated or refused"
+    lines += [
+        f"  tokens of a prompt: mean {tokens['mean']:.1f}, median {tokens['p50']}, 90 % "
+        f"{tokens['p90']}, 99 % {tokens['p99']}, longest {tokens['p100']}",
+        f"  longer than config.data.max_prompt_length={tokens['limit']}: "
+        f"{tokens['too_long']:.2%}, {fate}",
+    ]
+    most = max(tokens["histogram"].values())
+    for width, count in tokens["histogram"].items():
+        lines.append(f"  up to {width:>6} {'#' * max(1, count * _BAR // most)} {count}")
+    return lines
+
+
+def _format_rule(rule: dict[str, Any]) -> list[str]:
+    """Return lines that say what the rule was run on, and on what it was not."""
+    own = f"not run: {rule['not_run']}"
+    if not rule["not_run"]:
+        own = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
+    perfect = rule["perfect"]
+    answers = "not run"
+    if perfect["tried"]:
+        answers = f"{perfect['tried']} tried, {perfect['right']} right"
+    if perfect["impossible"]:
+        answers += f"; none can be made for {', '.join(perfect['impossible'])}"
+    return [f"  own responses by their rule: {own}", f"  perfect answers by their rule: {answers}"]
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name or '(none)'} ({count})" for name, count in counts.items()) or "none"
+
+
+def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) -> tuple[str, str]:
+    """Return the first prompt that is kept, with the tokens that the model gets, and which it is.
+
+    Without a tokenizer it is the text. If no prompt is kept, it is the first one, whole.
+    """
+    if tokenizer is None:
+        return prompt_text(examples[0]), "before its chat template: no model is named"
+    drops = options.filter_overlong_prompts
+    cuts = not drops and options.truncation != "error"
+    encoding = PromptEncoding(
+        max_prompt_length=options.max_prompt_length if drops or cuts else _NO_LIMIT,
+        filter_overlong_prompts=drops,
+        truncation=options.truncation,
+        chat_template=chat_template(options),
+    )
+    rows = [(row, e) for row, e in enumerate(examples, 1) if prompt_text(e).strip()]
+    shown = [example for _, example in rows]
+    for attempt in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):
+        encoded = encode_prompts(shown, tokenizer, attempt, "config.data.train_files")
+        for (row, example), ids in zip(rows, encoded, strict=True):
+            if ids is None:
+                continue
+            text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+            note = f"example {row}, {len(ids)} tokens"
+            length = len(
+                tokenizer_lib.encode_prompt(
+                    tokenizer, example.prompt, encoding.chat_template, example.tools
+                )
+            )
+            if length > len(ids):
+                note += f" of {length}, config.data.truncation={options.truncation}"
+            return text, note
+    return "", "all prompts are empty"

@@ -1,0 +1,71 @@
+"""The parts of a PPO run that stay the same from step to step; what changes is in `TrainState`."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax_ppo.config.schema import Config
+from jax_ppo.data import prompt_batches
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.sources import source_weights
+from jax_ppo.ppo.algorithm import Algorithm, TrainingBatches
+from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.training.networks import Folders
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPORun(Algorithm):
+    """The parts of a run: the algorithm, and what the run reads and writes around it.
+
+    Attributes:
+      config: all options.
+      folders: each role's checkpoint.
+      tokenizer: the actor's.
+      held_out: the prompts of evaluations; `None` without validation files.
+      held_out_sampling: how the engine samples in evaluations (`rollout.val_kwargs`).
+    """
+
+    config: Config
+    folders: Folders
+    tokenizer: Any
+    held_out: PromptDataset | None
+    held_out_sampling: SamplingOptions
+
+    def batches(self, position: int, solve_rates: SolveRates | None = None) -> TrainingBatches:
+        """Return the training batches that follow a position.
+
+        Args:
+          position: examples consumed.
+          solve_rates: those at that position, for `data.curriculum`, which updates them in place.
+            `None` follows the order of the data.
+        """
+        data = self.config.data
+        if data.curriculum == "none" or solve_rates is None:
+            return batches_in_order(self.config, self.training, position)
+        return CurriculumBatches(
+            dataset=self.training,
+            batch_size=data.train_batch_size,
+            seed=self.config.seed,
+            position=position,
+            solve_rates=solve_rates,
+        )
+
+    def held_out_batches(self) -> Iterator[PromptBatch]:
+        """Return the batches of an evaluation."""
+        assert self.held_out is not None, "there are no validation files"
+        return prompt_batches.evaluation_batches(self.held_out, self.config.data.val_batch_size)
+
+
+def batches_in_order(config: Config, training: PromptDataset, position: int) -> PromptBatches:
+    """Return the batches that follow a position, in the order of the data or by its weights."""
+    data = config.data
+    return PromptBatches(
+        training,
+        data.train_batch_size,
+        data.shuffle,
+        config.seed,
+        position,
+        weights=source_weights(data.train_files, "config.data.train_files"),
+    )

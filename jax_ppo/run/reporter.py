@@ -1,0 +1,384 @@
+"""Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ppo.config.schema import Config
+from jax_ppo.models import heads
+from jax_ppo.models.hf.hub import shareable_model_name
+from jax_ppo.models.hf.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    peft_obstacle,
+    save_adapters,
+)
+from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
+from jax_ppo.ppo.loss_metrics import OPTIMIZER_STEPS
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.reporting import console, journal
+from jax_ppo.reporting.curves import Panel
+from jax_ppo.reporting.sinks import CurveFile
+from jax_ppo.rewards.misses import Miss, describe_misses
+from jax_ppo.run.diagnosis import Diagnosis
+from jax_ppo.run.diagnostics import nothing_is_left
+from jax_ppo.run.evaluation import Evaluation
+from jax_ppo.run.first_step import format_first_step
+from jax_ppo.run.parts import PPORun
+from jax_ppo.run.sample_records import StepSamples, describe_step
+from jax_ppo.runtime import compilation, distributed, signals
+from jax_ppo.training.progress import Progress
+from jax_ppo.training.state import TrainState
+
+# Folders of the work directory that the trained policy is exported to.
+ACTOR = "actor"
+ADAPTER = "adapter"
+
+COLUMNS = (
+    console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
+    console.Column(metric="reward/accuracy", width=5, format=".3f", label="acc ", optional=True),
+    console.Column(metric="kl/reference", width=6, format=".4f", label="kl "),
+    console.Column(metric="actor/entropy", width=5, format=".3f", label="ent "),
+    console.Column(metric="response_length/mean", width=4, format=".0f", label="len "),
+    console.Column(metric="actor/clip_fraction", width=5, format=".3f", label="clip "),
+    console.Column(metric="actor/grad_norm", width=5, format=".3g", label="grads "),
+    console.Column(metric="critic/grad_norm", width=5, format=".3g"),
+    *journal.SPEED_COLUMNS,
+)
+PANELS = (
+    Panel(
+        title="reward",
+        unit="score",
+        curves={
+            "mean": "reward/mean",
+            "evaluation": "eval/reward_mean",
+            "greedy evaluation": "eval/greedy/reward_mean",
+        },
+    ),
+    Panel(
+        title="accuracy",
+        unit="share of responses",
+        curves={
+            "training": "reward/accuracy",
+            "evaluation": "eval/accuracy",
+            "greedy evaluation": "eval/greedy/accuracy",
+        },
+    ),
+    Panel(title="KL to the reference", unit="nats per token", curves={"KL": "kl/reference"}),
+    Panel(title="entropy", unit="nats per token", curves={"entropy": "actor/entropy"}),
+    Panel(
+        title="response length",
+        unit="tokens",
+        curves={"mean": "response_length/mean", "max": "response_length/max"},
+    ),
+    Panel(
+        title="clip fraction",
+        unit="share of tokens",
+        curves={"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
+    ),
+    Panel(title="explained variance", unit="share", curves={"critic": "critic/explained_variance"}),
+    Panel(title="losses", unit="loss", curves={"actor": "actor/loss", "critic": "critic/loss"}),
+)
+LAYOUT = journal.ReportLayout(
+    columns=COLUMNS,
+    panels=PANELS,
+    learning_rate_option="actor.optim.lr",
+    best_metric="reward/mean",
+)
+
+
+class PendingStep(NamedTuple):
+    """Metrics of a step that may still be being computed.
+
+    Attributes:
+      step: the step, from 0.
+      on_mesh: scalars on the mesh, by name.
+      on_host: further scalars, by name.
+      flops: model FLOPs of the step; `None` if they were not counted.
+      samples: the step's samples, if some are to be logged.
+      misses: wrong responses, as `rewards.misses` describes them.
+    """
+
+    step: int
+    on_mesh: dict[str, jax.Array]
+    on_host: dict[str, float]
+    flops: float | None
+    samples: StepSamples | None
+    misses: tuple[str, ...]
+
+
+class Reporter(journal.Journal):
+    """Writes the metrics of each step, one step late, and everything else that a run reports."""
+
+    def __init__(
+        self, run: PPORun, workdir: Path, progress: Progress, compiled: compilation.Compilations
+    ) -> None:
+        """Open the logs.
+
+        Args:
+          run: the parts of the run.
+          workdir: the folder to write to.
+          progress: how far the run has come.
+          compiled: counts of compiled programs, for the summary.
+        """
+        super().__init__(
+            config=run.config,
+            total_steps=run.total_steps,
+            layout=LAYOUT,
+            workdir=workdir,
+            progress=progress,
+            compiled=compiled,
+        )
+        self._run = run
+        self._pending: PendingStep | None = None
+        self._diagnosis = Diagnosis(run.config, run.total_steps)
+        self._optimizer_step_files: dict[str, CurveFile] = {}
+
+    def report_later(
+        self,
+        step: int,
+        on_mesh: dict[str, jax.Array],
+        rule_rewards: RuleRewards,
+        flops: float | None = None,
+        samples: StepSamples | None = None,
+        on_host: Mapping[str, float] | None = None,
+    ) -> None:
+        """Keep the metrics of a step until they can be fetched without waiting.
+
+        Args:
+          step: the step, from 0.
+          on_mesh: scalars on the mesh, by name.
+          rule_rewards: what the rules reported.
+          flops: model FLOPs of the step, for `perf/mfu`.
+          samples: the step's samples; some are written if that is due.
+          on_host: further metrics by name: of the packing, and of how samples were selected.
+        """
+        # The rule may report a figure of that name, too.
+        reported = {**rule_rewards.extra, "rule_failures": rule_rewards.failures}
+        rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
+        if not (self._logs_samples(step) or self._shows_samples(step)):
+            samples = None
+        self._pending = PendingStep(
+            step=step,
+            on_mesh=on_mesh,
+            on_host={**rule_metrics, **(on_host or {})},
+            misses=rule_rewards.misses,
+            flops=flops,
+            samples=samples,
+        )
+
+    def _logs_samples(self, step: int) -> bool:
+        """Return whether samples of a step, numbered from 0, are written: the first one's are."""
+        trainer = self._run.config.trainer
+        if not trainer.log_rollouts or not trainer.log_rollouts_freq:
+            return False
+        return step == 0 or (step + 1) % trainer.log_rollouts_freq == 0
+
+    def _shows_samples(self, step: int) -> bool:
+        """Return whether a step, numbered from 0, is shown token by token."""
+        return step == 0 and self._run.config.trainer.show_first_step
+
+    def flush(self) -> None:
+        """Fetch and write the pending metrics, if there are any.
+
+        Raises:
+          FloatingPointError: too many steps in a row had a skipped update.
+        """
+        if self._pending is None:
+            return
+        pending = self._pending
+        self._pending = None
+        # Fetching waits for the update, so this is the time that the host lost to it.
+        with self.phase("update"):
+            fetched = jax.device_get(pending.on_mesh)
+        optimizer_steps = {
+            name.removeprefix(OPTIMIZER_STEPS): fetched.pop(name)
+            for name in list(fetched)
+            if name.startswith(OPTIMIZER_STEPS)
+        }
+        self._write_optimizer_steps(pending.step, optimizer_steps)
+        metrics = {name: float(value) for name, value in fetched.items()}
+        # Totals over the roles; a shared trunk has one optimizer and so no `critic/skipped`.
+        for name in ("loss", "skipped"):
+            critic_share = metrics.get(f"critic/{name}", 0.0)
+            metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
+        # A metric of the loop wins over a rule's figure of the same name.
+        metrics = {**pending.on_host, **metrics}
+        # What has no value is absent. NaN of an update that had responses is a divergence.
+        without_value = {"reward/accuracy", *pending.on_host}
+        if nothing_is_left(metrics):
+            without_value |= metrics.keys()
+        for name in without_value:
+            if np.isnan(metrics[name]):
+                del metrics[name]
+        completed_steps = pending.step + 1
+        config = self._run.config
+        num_samples = config.data.train_batch_size * config.responses_per_prompt
+        written = self.write_step(
+            completed_steps,
+            metrics,
+            tokens=metrics["response_length/mean"] * num_samples,
+            skipped=bool(metrics["update/skipped"]),
+            flops=pending.flops,
+        )
+        for kind, message in self._diagnosis.observe(written, pending.misses).items():
+            self.warn(f"step {completed_steps}, {kind}: {message}", kind)
+        if pending.samples is not None:
+            address = {"seed": config.seed, "stream": "training", "step": pending.step}
+            count = max(config.trainer.log_rollouts, 1)
+            records = describe_step(pending.samples, count, self._run.tokenizer, address)
+            if self._logs_samples(pending.step):
+                self.write_samples("training", completed_steps, records)
+            if self._shows_samples(pending.step):
+                self._bar.print_line(format_first_step(pending.samples, records[0]))
+
+    def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
+        """Write the metrics of a step's optimizer steps, if they are logged.
+
+        Args:
+          step: the step, from 0; the optimizer steps of the run are numbered from 1.
+          values: float32 [U] by ROLE/NAME, NaN of a step without tokens to learn from.
+        """
+        if not distributed.is_main():
+            return
+        for role in dict.fromkeys(name.partition("/")[0] for name in values):
+            metrics_U = {
+                name.partition("/")[2]: value
+                for name, value in values.items()
+                if name.startswith(f"{role}/")
+            }
+            U = len(next(iter(metrics_U.values())))
+            if role not in self._optimizer_step_files:
+                path = self._workdir / f"optimizer_steps_{role}.csv"
+                self._optimizer_step_files[role] = CurveFile(path, steps_done=step * U)
+            for u in range(U):
+                row = {name: float(value[u]) for name, value in metrics_U.items()}
+                finite = {name: value for name, value in row.items() if not np.isnan(value)}
+                self._optimizer_step_files[role].write(
+                    step * U + u + 1, {"training_step": step + 1, **finite}
+                )
+
+    def report_evaluation(
+        self, completed_steps: int, evaluation: Evaluation, subject: str = ""
+    ) -> None:
+        """Write an evaluation and show some responses.
+
+        Args:
+          completed_steps: steps of training before the evaluation.
+          evaluation: its figures.
+          subject: what was evaluated; "" is this run's model after these steps.
+        """
+        title = (
+            f"evaluation of {subject}" if subject else f"evaluation after step {completed_steps}"
+        )
+        shown, means = _describe_evaluation(evaluation)
+        self.write_samples("evaluation", completed_steps, evaluation.records)
+        if evaluation.greedy is not None:
+            shown_greedy, greedy_means = _describe_evaluation(evaluation.greedy)
+            shown += f"; greedy: {shown_greedy}"
+            means |= {f"greedy/{name}": value for name, value in greedy_means.items()}
+            self.write_samples("evaluation_greedy", completed_steps, evaluation.greedy.records)
+        if samples := evaluation.samples(self._run.config.trainer.log_samples):
+            shown += "\n" + console.format_sample_table(samples)
+        for part in filter(None, (evaluation, evaluation.greedy)):
+            if part.failures:
+                self.warn(
+                    f"{title}: the reward function failed on "
+                    f"{part.failures} of {part.scored} responses, which have "
+                    "config.reward.fallback_score and no part in the accuracy",
+                    kind="failures in evaluations",
+                )
+        self.write_evaluation(completed_steps, means, shown, title)
+        if evaluation.accuracy == 0:
+            lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
+            self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
+
+    def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
+        """Write the pending metrics, the exported actor if asked, and the summary.
+
+        Returns:
+          The contents of summary.json.
+        """
+        self.flush()
+        if export:
+            with signals.limited("exporting the actor"):
+                self._export_actor(state)
+            self.report_model(ACTOR, "model.path")
+        return self.write_summary(int(state.step), self._run.mesh)
+
+    def _export_actor(self, state: TrainState) -> None:
+        """Write the actor as a Hugging Face folder.
+
+        Adapters are merged into it, and also written to a folder of their own.
+        """
+        run = self._run
+        architecture = run.nets.actor.architecture
+        # Elsewhere, too, a response ends where this run has ended it.
+        eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
+        lora = run.nets.actor.lora
+        # A critic's head on a shared trunk is not part of the policy.
+        actor = heads.without_scalar_head(state.actor)
+        export = functools.partial(
+            export_checkpoint,
+            architecture=dataclasses.replace(architecture, eos_ids=eos_ids),
+            folder=self._workdir / ACTOR,
+            dtype=run.config.trainer.export_dtype,
+            source_folder=run.folders.actor,
+            tokenizer_folder=Path(run.tokenizer.name_or_path),
+        )
+        if lora is None:
+            export(actor)
+            return
+        export(state.reference, adapters=actor, lora=lora)
+        if obstacle := peft_obstacle(architecture, lora):
+            console.print_on_main(f"no adapter folder is written: {obstacle}")
+            return
+        # PEFT finds the base by this name; a hub name works on other machines, too.
+        base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
+        save_adapters(actor, architecture, lora, self._workdir / ADAPTER, base_model, revision)
+
+
+def refuse_foreign_exports(config: Config, workdir: Path) -> None:
+    """Raise `UserError` if a folder that the run will export to holds something else."""
+    refuse_foreign_folder(workdir / ACTOR)
+    if config.has_adapters:
+        refuse_foreign_folder(workdir / ADAPTER, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+
+
+def _wrong_records(evaluation: Evaluation) -> Iterator[Miss]:
+    """Yield the wrong responses of an evaluation."""
+    for record in evaluation.records:
+        if record["correct"] is False:
+            yield Miss(record["ground_truth"], record["response"], record["answer"])
+
+
+def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:
+    """Return the text for the console, and all figures by name."""
+    shown = f"reward {evaluation.reward_mean:.3f}"
+    if evaluation.accuracy is not None:
+        shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
+    cut = sum(record["truncated"] for record in evaluation.records)
+    if cut:
+        shown += f", {cut} of {len(evaluation.records)} responses cut off at the longest length"
+    # Intervals are in the files: the console names the figures themselves.
+    figures = [
+        f"{name} {value:.3f}"
+        for name, value in evaluation.figures.items()
+        if not name.endswith(("_low", "_high"))
+    ]
+    failures = {}
+    if evaluation.failures:
+        failures = {"rule_failures": float(evaluation.failures)}
+    means = {
+        "accuracy": evaluation.accuracy,
+        "reward_mean": evaluation.reward_mean,
+        "response_length": evaluation.length_mean,
+        **evaluation.figures,
+        **failures,
+    }
+    return ", ".join([shown, *figures]), means

@@ -1,0 +1,165 @@
+"""A trial of the rule before a run: on responses of the data, and on what the prompts ask for."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.batch import score_batch
+from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
+from jax_ppo.rewards.built_in_rules import RULES
+from jax_ppo.rewards.misses import describe_misses, scored_misses
+from jax_ppo.rewards.row_validation import rules_of_source
+from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.terms import AUTO, JUDGE, parse_terms
+from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.run.sample_records import prompt_text
+from jax_ppo.types import Example
+
+_FIRST_ROWS = 8  # that are tried before a run
+
+
+class Trial(NamedTuple):
+    """Findings of a trial.
+
+    Attributes:
+      not_run: why the rule was not run; "" if it was.
+      tried: the number of responses that it scored.
+      wrong: how many of them it scored as wrong.
+      failed: how many of them it could not score.
+      first_failure: the first of these and why; "" if there is none.
+      misses: lines about wrong responses.
+    """
+
+    not_run: str = ""
+    tried: int = 0
+    wrong: int = 0
+    failed: int = 0
+    first_failure: str = ""
+    misses: tuple[str, ...] = ()
+
+
+def try_rule(
+    examples: Sequence[Example], options: Reward, most_in_workers: int, calls_functions: bool
+) -> Trial:
+    """Score the responses that the data themselves have.
+
+    Args:
+      examples: the rows; `find_obstacles` finds nothing in them.
+      options: `config.reward`.
+      most_in_workers: how many responses a rule without a time bound, or a function, gets at most.
+      calls_functions: whether a user-defined function is called.
+    """
+    terms = parse_terms(options.terms)
+    functions = options.function or any(":" in term.rule for term in terms)
+    if not registry.has_rules(options):
+        return Trial(not_run="a reward model is the whole reward")
+    if options.url and not options.function:
+        return Trial(not_run="config.reward.url is not asked before a run")
+    if functions and not calls_functions:
+        return Trial(not_run="functions are not called before a run; `check` calls them")
+    solved = [example for example in examples if example.response and example.rejected is None]
+    if not solved:
+        return Trial(not_run="the rows have no responses")
+    needs_workers = registry.needs_workers(solved, options)
+    rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
+    if isinstance(rule, BatchFunction):
+        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
+    if not needs_workers:
+        return _summarize(solved, rule, options)
+    solved = solved[:most_in_workers]
+    takes_batches = isinstance(rule, BatchFunction)
+    processes = 1 if takes_batches else max(1, count_workers(options, needs_workers))
+    with RewardWorkers(options, processes, takes_batches) as workers:
+        return _summarize(solved, workers, options)
+
+
+def _summarize(
+    examples: Sequence[Example],
+    rule: RewardFunction | BatchFunction | RewardWorkers,
+    options: Reward,
+) -> Trial:
+    """Score the examples' own responses."""
+    responses = [example.response or "" for example in examples]
+    scored = score_batch(rule, examples, responses, max_timeouts=options.max_timeouts)
+    misses = scored_misses(examples, responses, scored)
+    return Trial(
+        tried=len(examples),
+        wrong=len(misses),
+        failed=scored.failures,
+        first_failure=scored.first_failure,
+        misses=describe_misses(misses),
+    )
+
+
+def count_perfect_answers(
+    examples: Sequence[Example], options: Reward
+) -> tuple[int, int, tuple[str, ...]]:
+    """Try each row's rules on a perfect answer to it, which must score as right.
+
+    Returns:
+      How many were tried, how many were right, and the rules for which none can be made.
+    """
+    if options.function or (options.url and not options.terms):
+        return 0, 0, (options.function or JUDGE,)
+    terms = parse_terms(options.terms)
+    tried = right = 0
+    without = dict.fromkeys(term.rule for term in terms if term.rule not in (*RULES, AUTO))
+    for example in examples:
+        for name, rule in rules_of_source(example.data_source, terms):
+            if rule is not None and rule.perfect is not None:
+                tried += 1
+                right += not rule.find_obstacle(example.ground_truth)
+            elif rule is not None:
+                without[example.data_source if name == AUTO else name] = None
+    return tried, right, tuple(without)
+
+
+def find_other_forms(examples: Sequence[Example], options: Reward) -> str:
+    r"""Return one line if prompts ask for a form of answers that their rule does not read.
+
+    Such as `\boxed{}` where the rule reads what follows `####`; "" if there is none. A prompt that
+    ends with a form, as in "Answer:", lets the response begin with the answer.
+    """
+    if options.function or options.url:
+        return ""
+    terms = parse_terms(options.terms)
+    reads_any = "flexible" in (options.gsm8k_method, *(term.argument for term in terms))
+    forms = {marker for rule in RULES.values() for marker in rule.markers}
+    found: dict[tuple[str, str], int] = {}
+    for example in examples:
+        prompt = prompt_text(example)
+        asked = [form for form in forms if form in prompt and not prompt.rstrip().endswith(form)]
+        for _, rule in rules_of_source(example.data_source, terms):
+            if rule is None or not rule.markers or (reads_any and rule is RULES["gsm8k"]):
+                continue
+            if asked and not {*rule.markers, "<answer>"} & set(asked):
+                key = (sorted(asked)[0], rule.markers[0])
+                found[key] = found.get(key, 0) + 1
+    if not found:
+        return ""
+    (asked_form, read_form), count = max(found.items(), key=lambda item: item[1])
+    suggestion = next(name for name in RULES if RULES[name].markers[:1] == (asked_form,))
+    return (
+        f"{count} of {len(examples)} prompts ask for `{asked_form}`, and their rule reads "
+        f"`{read_form}`: right answers in the form asked for score as wrong; "
+        f"config.reward.terms={suggestion}:1.0 reads them"
+    )
+
+
+def describe_trial(trial: Trial, other_forms: str) -> list[str]:
+    """Return lines about what is probably wrong: all responses of the data, or the prompts."""
+    lines = [other_forms] if other_forms else []
+    if trial.tried and trial.wrong == trial.tried:
+        lines.append(
+            f"the rule scores all {trial.tried} responses of the data that were tried as wrong; "
+            f"the first: {trial.misses[0]}"
+        )
+    return lines
+
+
+def try_first_rows(examples: Sequence[Example], options: Reward) -> list[str]:
+    """Return what is probably wrong with the first rows; functions are not called."""
+    first = examples[:_FIRST_ROWS]
+    trial = try_rule(first, options, _FIRST_ROWS, calls_functions=False)
+    return describe_trial(trial, find_other_forms(first, options))

@@ -1,0 +1,132 @@
+"""The models of a PPO run: folders, architectures and tokenizers of the roles; no weights."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config, Critic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
+from jax_ppo.runtime import meshes, work_directory
+from jax_ppo.supervised import warmup
+from jax_ppo.training.decoders import describe_attention, packed_row_length
+from jax_ppo.training.networks import Folders, Networks, read_networks
+from jax_ppo.training.role_folders import resolve_role_folders
+from jax_ppo.training.setup import load_model_tokenizer, validate_model
+
+Report = Callable[[str], None]  # takes a line for the user
+
+
+@dataclasses.dataclass(frozen=True)
+class RunModels:
+    """The models of a run, as their folders describe them.
+
+    Attributes:
+      folders: each role's checkpoint.
+      nets: each role's model.
+      tokenizer: the actor's.
+      reward_inputs: makes the reward model's inputs; `None` without one, or if it reads the sampled
+        tokens.
+    """
+
+    folders: Folders
+    nets: Networks
+    tokenizer: Any
+    reward_inputs: RewardInputs | None
+
+
+def read_run_models(
+    config: Config, workdir: Path, mesh: Mesh, report: Report, prompts_are_chats: bool
+) -> RunModels:
+    """Read what the folders of the roles say; describe a small actor if none is named.
+
+    Args:
+      config: all options.
+      workdir: the run's folder.
+      mesh: the run's mesh.
+      report: called with lines for the user.
+      prompts_are_chats: whether prompts are messages, which decides the form of a reward model's
+        inputs.
+
+    Raises:
+      UserError: a folder does not exist, or holds no model that can take the role.
+    """
+
+    def describe_model(folder: Path) -> None:
+        warmup.describe_model(config, folder)
+        work_directory.share_with_all(workdir, folder.name)
+
+    folders = resolve_role_folders(config, workdir, describe_model)
+    nets = read_networks(config, folders)
+    tokenizer = load_model_tokenizer(config.model, folders.actor)
+    attention = describe_attention(
+        config.model,
+        nets.actor,
+        packed_row_length(config),
+        decodes=config.rollout.engine == "built-in",
+    )
+    if attention:
+        report(attention)
+    reward_inputs = None
+    if nets.reward is not None and folders.reward is not None:
+        reward_inputs = make_reward_inputs(
+            options=config.reward,
+            packed=config.packing.enabled,
+            mesh=mesh,
+            net=nets.reward,
+            folder=folders.reward,
+            actor_tokenizer=tokenizer,
+            report=report,
+            prompts_are_chats=prompts_are_chats,
+        )
+    return RunModels(folders, nets, tokenizer, reward_inputs)
+
+
+def train_missing_actor(config: Config, folders: Folders, mesh: Mesh, report: Report) -> None:
+    """Train the weights of the small actor that a run makes for itself, unless it has them.
+
+    Args:
+      config: all options.
+      folders: each role's checkpoint; the actor's gets the weights.
+      mesh: the run's mesh.
+      report: called with lines for the user.
+    """
+    if not config.model.path:
+        warmup.train_weights(config, folders.actor, mesh, report)
+        work_directory.share_with_all(folders.actor.parent, folders.actor.name)
+
+
+def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_mesh: Mesh) -> None:
+    """Raise `UserError` if a model does not fit the meshes, the sequences or the tokenizer."""
+    nets = models.nets
+    # A reward model with its own tokenizer was checked where its inputs were set up.
+    reward = nets.reward if models.reward_inputs is None else None
+    for role, net in {"actor": nets.actor, "critic": nets.critic, "reward model": reward}.items():
+        if net is not None:
+            assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
+            validate_model(role, mesh, net.architecture, models.tokenizer, config.sequence_length)
+    meshes.validate_architecture(
+        rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
+    )
+    _validate_critic_tokenizer(config.critic, models.folders, models.tokenizer)
+
+
+def _validate_critic_tokenizer(options: Critic, folders: Folders, tokenizer: Any) -> None:
+    """Raise `UserError` if `critic.path` names a model of another vocabulary than the actor's."""
+    path = options.path
+    # A folder without a tokenizer gives nothing to compare.
+    if not path or folders.critic is None or not tokenizer_lib.has_tokenizer(folders.critic):
+        return
+    critic_tokenizer = tokenizer_lib.load_tokenizer(
+        str(folders.critic), option="config.critic.path"
+    )
+    if critic_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"config.critic.path={path!r}: has the tokenizer of another vocabulary; a "
+            "critic reads the actor's tokens"
+        )

@@ -1,0 +1,173 @@
+"""Sampled responses as records: texts, scores, and what the update learned from each token."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
+from jax_ppo.ppo.algorithm import SampledBatch
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.runtime import placement
+from jax_ppo.types import Example, Experience, Rollout
+
+
+class StepSamples(NamedTuple):
+    """The samples of a training step; arrays may still be being computed.
+
+    Attributes:
+      sampled: the prompts and their responses.
+      experience: what the update learns from.
+      rule_rewards: the rewards of the rules.
+      rewards: float32 [B], with the scores of a reward model.
+    """
+
+    sampled: SampledBatch
+    experience: Experience
+    rule_rewards: RuleRewards
+    rewards: jax.Array
+
+
+def spread_rows(total: int, count: int) -> np.ndarray:
+    """Return at most `count` rows of `total`, spread evenly, so that prompts differ."""
+    return np.unique(np.linspace(0, total, min(count, total), endpoint=False, dtype=int))
+
+
+def describe_step(
+    samples: StepSamples, count: int, tokenizer: Any, address: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return records of some samples of a step, with figures of each of their tokens.
+
+    Every process must call it: arrays are exchanged.
+
+    Args:
+      samples: the step's samples.
+      count: how many samples to describe.
+      tokenizer: the actor's.
+      address: what identifies the rollout's random numbers, without the sample.
+    """
+    experience = samples.experience
+    rollout = samples.sampled.rollout
+    addresses = samples.sampled.addresses
+    rows = spread_rows(len(samples.rewards), count)
+    arrays = {
+        "logprobs": experience.old_logprobs,
+        "sampled_logprobs": rollout.logprobs,
+        "advantages": experience.advantages,
+        "values": experience.values,
+        "returns": experience.returns,
+        "reference": experience.ref_logprobs,
+        "steps": samples.rule_rewards.steps,
+        "turn_rewards": rollout.turn_rewards,
+    }
+    # On the host, where a difference compiles no program.
+    figures = {
+        name: placement.to_host(values) for name, values in arrays.items() if values is not None
+    }
+    if "reference" in figures:
+        figures["kl"] = figures["logprobs"] - figures.pop("reference")
+    rewards = placement.to_host(samples.rewards)
+    if "steps" in figures:
+        rewards = rewards + figures.pop("steps").sum(1)
+    records = describe_samples(
+        rows,
+        samples.sampled.batch,
+        rollout,
+        rewards,
+        placement.to_host(samples.rule_rewards.correct),
+        samples.rule_rewards.answers,
+        tokenizer,
+        address,
+    )
+    for row, record in zip(rows, records, strict=True):
+        length = len(record["response_ids"])
+        for name, values in figures.items():
+            record[name] = _rounded(values[row, :length])
+        if addresses is not None:
+            draw, sample = addresses[row].tolist()
+            record["address"] |= {"draw": draw, "sample": sample}
+    return records
+
+
+def describe_samples(
+    rows: Iterable[int],
+    batch: PromptBatch,
+    rollout: Rollout,
+    rewards: np.ndarray,
+    correct: np.ndarray,
+    answers: Mapping[int, str],
+    tokenizer: Any,
+    address: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return records of samples: texts, ids, scores and where to draw them again.
+
+    Every process must call it: arrays are exchanged.
+
+    Args:
+      rows: which samples.
+      batch: the prompts.
+      rollout: the responses, n to each prompt.
+      rewards: [B].
+      correct: [B], NaN where correctness is undefined.
+      answers: the answers that the rules read, by row.
+      tokenizer: the actor's.
+      address: what identifies the rollout's random numbers: `seed`, `stream` and `step`, and with
+        `sample` the index of the first sample.
+    """
+    responses = placement.to_host(rollout.responses)
+    lengths = placement.to_host(rollout.lengths)
+    truncated = placement.to_host(rollout.truncated)
+    action_mask = None
+    if rollout.turn_rewards is not None:
+        action_mask = placement.to_host(rollout.action_mask)
+    n = len(rewards) // len(batch.examples)
+    records = []
+    for row in map(int, rows):
+        example = batch.examples[row // n]
+        prompt_ids = batch.prompts.tokens[row // n, : batch.prompts.lengths[row // n]]
+        last_id = int(prompt_ids[-1])
+        response_ids = responses[row, : lengths[row]].tolist()
+        records.append(
+            {
+                "data_source": example.data_source,
+                "prompt": prompt_text(example),
+                "response": decode_continuation(tokenizer, last_id, response_ids),
+                "ground_truth": example.ground_truth,
+                "score": _rounded(rewards[row]),
+                "answer": answers.get(row),
+                "correct": _bool_or_none(correct[row]),
+                "truncated": bool(truncated[row]),
+                "address": address | {"sample": address.get("sample", 0) + row},
+                "prompt_ids": np.asarray(prompt_ids).tolist(),
+                "response_ids": response_ids,
+                "tokens": decode_tokens(tokenizer, last_id, response_ids),
+            }
+        )
+        if action_mask is not None:
+            # 0 at the tokens of observations.
+            records[-1]["action_mask"] = action_mask[row, : lengths[row]].astype(int).tolist()
+    return records
+
+
+def prompt_text(example: Example) -> str:
+    """Return the prompt as text; the messages of a chat are joined by line breaks."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(message["content"] for message in example.prompt)
+
+
+def _bool_or_none(correct: np.ndarray) -> bool | None:
+    """Return whether a response is correct, `None` where correctness is undefined."""
+    if np.isnan(correct):
+        return None
+    return bool(correct)
+
+
+def _rounded(values: np.ndarray) -> Any:
+    """Return float32 values as numbers with six significant digits, a float's precision."""
+    rounded = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
+    if np.ndim(values) == 0:
+        return rounded[0]
+    return rounded

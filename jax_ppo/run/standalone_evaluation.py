@@ -1,0 +1,143 @@
+"""An evaluation without training: of an exported model, or of a checkpoint of a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_ppo.config import loading
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.reporting import console
+from jax_ppo.run.build import set_up_run
+from jax_ppo.run.evaluation import evaluate_policy
+from jax_ppo.run.parts import PPORun
+from jax_ppo.run.reporter import Reporter
+from jax_ppo.run.run_models import train_missing_actor
+from jax_ppo.runtime import compilation, meshes, work_directory
+from jax_ppo.sampler import engine
+from jax_ppo.storage import staging
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress
+from jax_ppo.training.state import TrainState
+from jax_ppo.training.state_creation import create_policy_state, create_state
+from jax_ppo.training.state_shapes import trained_shapes
+
+
+def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
+    """Evaluate config.model.path on the held-out prompts.
+
+    Args:
+      config: all options.
+      workdir: the folder to write to.
+
+    Returns:
+      The contents of summary.json.
+
+    Raises:
+      UserError: there are no held-out prompts or no such model.
+    """
+    if not config.data.val_files:
+        raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
+    checkpoint = _find_checkpoint(config.model.path)
+    if checkpoint is not None:
+        config = _read_run(config, checkpoint)
+    else:
+        config = _without_critic(config)
+    mesh = meshes.make_mesh(config.mesh)
+    with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
+        run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
+        with (
+            engine.running(run.engine),
+            run.rules.running(),
+            Reporter(run, workdir, Progress(), compiled) as reporter,
+        ):
+            state = _create_state(run, checkpoint)
+            step = int(state.step)
+            evaluation = evaluate_policy(run, state)
+            reporter.report_evaluation(
+                step, evaluation, subject=str(checkpoint or config.model.path)
+            )
+            return reporter.write_summary(step, mesh)
+
+
+def _find_checkpoint(model_path: str) -> Path | None:
+    """Return the checkpoint of a run that a path names, `None` if it names something else."""
+    path = Path(model_path)
+    # Other models may be in a folder of this name, too.
+    is_step = path.name.isdecimal() and path.parent.name == staging.CHECKPOINTS
+    if is_step and path.is_dir():
+        return path
+    return None
+
+
+def _without_critic(config: Config) -> Config:
+    """Return the options for a model that was exported: only the policy is read."""
+    path = Path(config.model.path)
+    if (path / "actor" / "config.json").exists():
+        path = path / "actor"  # the work directory of a run
+    elif config.model.path and (path / "training_metrics.csv").exists():
+        raise UserError(_describe_unexported_run(path))
+    model = config.model
+    if model.path:
+        model = dataclasses.replace(model, path=str(path))
+    return dataclasses.replace(
+        config,
+        model=model,
+        algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
+    )
+
+
+def _describe_unexported_run(workdir: Path) -> str:
+    """Return what to evaluate instead of a run that has not exported its model."""
+    checkpoints = workdir / staging.CHECKPOINTS
+    steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
+    remedy = "it has no checkpoint either"
+    if steps:
+        remedy = f"its newest checkpoint is config.model.path={checkpoints / str(max(steps))}"
+    return f"config.model.path={str(workdir)!r}: this run has not exported its model; {remedy}"
+
+
+def _read_run(config: Config, checkpoint: Path) -> Config:
+    """Return the options with the models of the run that wrote a checkpoint."""
+    workdir = checkpoint.parents[1]
+    try:
+        run = loading.from_config_dict(read_json_object(workdir / "config.json"))
+    except UserError as error:
+        raise UserError(
+            f"config.model.path={str(checkpoint)!r}: cannot read the options of its run: {error}"
+        ) from error
+    # A model that the run made for itself is in its folder.
+    path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(run.model, path=path),
+        critic=run.critic,
+        algorithm=dataclasses.replace(run.algorithm, use_reference=False),
+    )
+
+
+def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
+    """Return the state to evaluate, without optimizers."""
+    config = run.config
+    progress = console.make_loading_reporter
+    train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
+    if checkpoint is None:
+        return create_policy_state(config, run.nets, run.folders, run.mesh, progress)
+    step = int(checkpoint.name)
+    shapes = trained_shapes(config, run.nets, run.mesh)
+    with Checkpointer(checkpoint.parent, read_only=True) as checkpoints:
+        trained = checkpoints.restore(
+            step, {name: shapes[name] for name in ("actor", "control")}
+        ).arrays
+    return create_state(
+        config,
+        run.nets,
+        run.folders,
+        run.mesh,
+        progress,
+        trained=trained | {"optimizer": {"actor": None}},
+        step=step,
+    )

@@ -1,0 +1,224 @@
+"""The parts of a supervised run that stay the same from step to step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.config import notes
+from jax_ppo.config.schema import Config, Data
+from jax_ppo.data import prompt_batches, responses
+from jax_ppo.data.responses import ResponseDataset
+from jax_ppo.data.sources import source_weights
+from jax_ppo.memory.supervised_memory import validate_memory
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.hf.load import has_score_head, read_architecture
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.reporting import console
+from jax_ppo.run.supervised_tasks import Task
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.training import packing
+from jax_ppo.training.decoders import build_decoder, describe_attention
+from jax_ppo.training.networks import refuse_router_loss
+from jax_ppo.training.setup import (
+    chat_template,
+    count_steps,
+    load_examples,
+    load_model_tokenizer,
+    validate_model,
+)
+from jax_ppo.types import Example, Packing, Sequences
+
+# Arguments of a step: the samples, their packing, and its micro-batch count.
+Batch = tuple[Sequences, Packing, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedRun:
+    """The parts of a run.
+
+    Attributes:
+      config: all options.
+      task: what is trained.
+      mesh: the run's mesh.
+      folder: the checkpoint that training starts from.
+      tokenizer: the model's, or that of `model.tokenizer_path`.
+      training: the examples that are trained on.
+      held_out: the examples of evaluations; `None` without validation files.
+      row_length: L, tokens of a packed row.
+      model: the network.
+      total_steps: number of steps of the whole run.
+    """
+
+    config: Config
+    task: Task
+    mesh: Mesh
+    folder: Path
+    tokenizer: Any
+    training: ResponseDataset
+    held_out: ResponseDataset | None
+    row_length: int
+    model: Transformer
+    total_steps: int
+
+    @property
+    def exported_architecture(self) -> Architecture:
+        """Return the model's architecture, with the tokens that trained responses ended in."""
+        architecture = self.model.architecture
+        # Otherwise a sampler would not stop where the trained responses end.
+        eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id, *self.training.end_ids)
+        return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
+
+    def batches(self, position: int) -> prompt_batches.PromptBatches:
+        """Return the training batches that follow a position, counted in examples consumed.
+
+        Only their `indices` matter here.
+        """
+        return _training_batches(self.config, self.training, position)
+
+    def replicate(self, tree: Any) -> Any:
+        """Return host arrays on every device of the mesh."""
+        return placement.place(tree, sharding.replicated(self.mesh))
+
+    def place_batch(
+        self, dataset: ResponseDataset, rows: np.ndarray, count: int | None = None
+    ) -> Batch:
+        """Pack rows of a data set and return them on the mesh.
+
+        Args:
+          dataset: the examples.
+          rows: indices into it.
+          count: how many of the rows are real; later ones are not packed. `None` is all.
+        """
+        num_rows = len(rows)
+        num_responses = len(self.task.response_fields)
+        sequences = dataset.sequences(rows.tolist())
+        # The sequences of a pair are packed as one, so that both are in one row.
+        lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
+        parts = meshes.row_parts(self.mesh)
+        shards = meshes.row_shards(self.mesh) // parts
+        rows_at_once = packing.rows_per_micro_batch(
+            self.config.supervised.micro_batch_size_per_device,
+            self.row_length // parts,
+            num_rows,
+            shards,
+            meshes.needs_large_micro_batches(self.mesh),
+        )
+        if count is None:
+            count = num_rows
+        # A length of 0 takes no place in a row.
+        is_real = np.arange(num_rows) < count
+        plans, counts = packing.plan_packing(
+            lengths.sum(0) * is_real,
+            np.arange(num_rows)[None],
+            rows_at_once,
+            self.row_length,
+            self.config.packing.enabled,
+        )
+        plan = jax.tree.map(lambda x: x[0], plans)
+        if num_responses > 1:
+            plan = packing.split_pairs(plan, lengths[0])
+        plan = packing.split_columns(plan, shards, parts)
+        return (
+            self.replicate(sequences),
+            placement.place(plan, sharding.rows(self.mesh, axis=1)),
+            self.replicate(counts[0]),
+        )
+
+
+def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
+    """Build the parts of a run, cheap checks first; weights are not loaded.
+
+    Raises:
+      UserError: an option does not fit the data, the model or the machine.
+    """
+    # 1. Notes and data, before anything of the model is read.
+    for note in notes.supervised_notes(config, task.command):
+        console.print_on_main(f"note: {note}")
+    response_key = config.supervised.response_key
+    training, held_out = load_examples(config.data, config.seed, response_key)
+    for examples, option in (
+        (training, "config.data.train_files"),
+        (held_out, "config.data.val_files"),
+    ):
+        responses.validate_responses(examples, task.response_fields, option, response_key)
+
+    # 2. The model's folder, tokenizer and architecture.
+    folder = resolve_model_folder(config.model.path)
+    tokenizer = load_model_tokenizer(config.model, folder)
+    architecture = read_architecture(folder)
+    validate_model("model", mesh, architecture, tokenizer, config.sequence_length)
+    if task.objective.head == "scalar" and has_score_head(folder):
+        console.print_on_main(
+            f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
+            "new one is made"
+        )
+    head = task.objective.head
+    validate_memory(config, Transformer(architecture, jnp.dtype(config.model.dtype)), head, mesh)
+
+    # 3. Examples as tokens, which fix the row length and the number of steps.
+    console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")
+    training_set = _tokenize(config.data, task, training, tokenizer, "config.data.train_files")
+    held_out_set = None
+    if held_out:
+        held_out_set = _tokenize(config.data, task, held_out, tokenizer, "config.data.val_files")
+    longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
+    parts = meshes.row_parts(mesh)
+    row_length = config.packing.row_length or packing.row_width(longest, parts)
+    steps_per_epoch = _training_batches(config, training_set, position=0).steps_per_epoch
+    run = SupervisedRun(
+        config=config,
+        task=task,
+        mesh=mesh,
+        folder=folder,
+        tokenizer=tokenizer,
+        training=training_set,
+        held_out=held_out_set,
+        row_length=row_length,
+        model=build_decoder(architecture, config.model, row_length),
+        total_steps=count_steps(config.trainer, steps_per_epoch),
+    )
+    coef = config.supervised.router_aux_loss_coef
+    refuse_router_loss("config.supervised", coef, run.model)
+    if attention := describe_attention(config.model, run.model, row_length):
+        console.print_on_main(attention)
+    console.print_on_main(
+        f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "
+        f"{run.total_steps} steps of {config.data.train_batch_size}"
+    )
+    return run
+
+
+def _tokenize(
+    data: Data, task: Task, examples: list[Example], tokenizer: Any, option: str
+) -> ResponseDataset:
+    return responses.tokenize_responses(
+        examples,
+        tokenizer,
+        task.response_fields,
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=data.max_response_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        chat_template=chat_template(data),
+        name=option,
+    )
+
+
+def _training_batches(
+    config: Config, training: ResponseDataset, position: int
+) -> prompt_batches.PromptBatches:
+    data = config.data
+    return prompt_batches.PromptBatches(
+        training.prompts,
+        data.train_batch_size,
+        data.shuffle,
+        config.seed,
+        position,
+        weights=source_weights(data.train_files, "config.data.train_files"),
+    )

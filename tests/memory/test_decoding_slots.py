@@ -1,0 +1,47 @@
+"""The number of decoding slots that `rollout.max_num_seqs=0` chooses."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.memory import decoding_slots
+from jax_ppo.memory.least_memory import measure_least_memory
+from jax_ppo.ppo.rollout_engine import sampling_options
+
+CONFIG = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, rollout__n=2)
+
+
+@pytest.fixture
+def count_slots(monkeypatch):
+    """Return a function of the bytes left per device beside weights and optimizer states."""
+
+    def count(left, config=CONFIG):
+        mesh, nets = tiny.make_mesh(2), tiny.networks(config)
+        sampling = sampling_options(config, config.rollout, (1,))
+        with jax.set_mesh(mesh):
+            least = measure_least_memory(config, nets, mesh)
+            resident = least.parameters + least.optimizer + least.frozen + least.decoding
+            limit = None if left is None else (resident + left) / 0.9 + 1
+            monkeypatch.setattr(decoding_slots, "read_memory_limit", lambda: limit)
+            return decoding_slots.count_decoding_slots(config, nets, mesh, mesh, sampling)
+
+    return count
+
+
+def test_slots_fill_the_memory_that_is_left(count_slots):
+    a = tiny.ARCHITECTURE
+    # By hand: keys and values of P + T tokens in float32, and two copies of the logits.
+    cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * (tiny.P + tiny.T) * 4
+    logits = 2 * a.vocab_size * 4
+    few, many = count_slots(40_000), count_slots(40_000 + 24 * (cache + logits))
+    assert many - few == 24 and few % 8 == 0, (few, many)
+    # At least one, and no more than the 128 samples that two devices share.
+    assert count_slots(0) == 1 and count_slots(10**9) == 64
+
+
+def test_a_number_is_taken_as_it_is_and_platforms_without_figures_have_a_fixed_one(count_slots):
+    assert count_slots(None) == decoding_slots.FALLBACK_SLOTS
+    rollout = dataclasses.replace(CONFIG.rollout, max_num_seqs=5)
+    assert count_slots(0, dataclasses.replace(CONFIG, rollout=rollout)) == 5

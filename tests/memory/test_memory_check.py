@@ -1,0 +1,198 @@
+"""A run that cannot fit its devices is refused before weights are loaded."""
+
+import re
+import types
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.config import loading
+from jax_ppo.data import arithmetic
+from jax_ppo.errors import UserError
+from jax_ppo.kernels.platform import assume_platform
+from jax_ppo.memory import least_memory
+from jax_ppo.memory.remedies import rank_remedies, temporary_savings
+from jax_ppo.run import loop
+from jax_ppo.runtime import device_memory, meshes
+from jax_ppo.training.networks import Folders
+from llama_folder import write_llama
+
+CONFIG = tiny.config()
+FOLDERS = Folders(None, None, None)
+
+
+def bytes_on_first_device(tree):
+    first = jax.devices()[0]
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == first)
+
+
+def test_the_bytes_are_those_of_the_arrays():
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    with jax.set_mesh(mesh):
+        least = least_memory.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh)
+        state = tiny.make_state(CONFIG, mesh)
+    actor, critic = bytes_on_first_device(state.actor), bytes_on_first_device(state.critic)
+    assert least.parameters == actor + critic and least.gradients == max(actor, critic)
+    assert least.frozen == bytes_on_first_device((state.reference, state.reward))
+    assert least.optimizer == bytes_on_first_device((state.actor_optimizer, state.critic_optimizer))
+    resident = least.parameters + least.optimizer + least.frozen
+    assert least.peak == resident + max(least.gradients, least.decoding)
+
+
+def test_decoding_weights_are_split_by_tensor_parallelism_alone():
+    def decoding(**shape):
+        mesh = tiny.make_mesh(8, **shape)
+        return least_memory.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh).decoding
+
+    assert decoding(fsdp=8) == decoding(data=8)
+    assert decoding(fsdp=4, model=2) < 0.7 * decoding(data=8)
+
+
+@pytest.fixture
+def small_devices(monkeypatch):
+    """Return a function that gives devices a memory; networks need no folders."""
+    monkeypatch.setattr(
+        least_memory, "read_networks", lambda config, folders: tiny.networks(config)
+    )
+
+    def limit_memory(limit):
+        monkeypatch.setattr(least_memory, "read_memory_limit", lambda: limit)
+
+    return limit_memory
+
+
+def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
+    mesh = tiny.make_mesh(8, data=8)
+    nets = tiny.networks(CONFIG)
+    least = least_memory.measure_least_memory(CONFIG, nets, mesh).peak
+    small_devices(least)
+    least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    small_devices(None)
+    least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    small_devices(least - 1)
+    with pytest.raises(UserError, match=r"^config.mesh: a device needs at least .* GiB") as refused:
+        least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert re.search(r"config\.mesh\.data=1 with config\.mesh\.fsdp=8", message)
+    assert (
+        "config.critic.shared_trunk=True" in message
+        and "adv_estimator=reinforce_plus_plus" in message
+    )
+
+
+def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
+    mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
+    least = least_memory.measure_least_memory(CONFIG, nets, mesh)
+
+    def rank(available=None):
+        return rank_remedies(
+            CONFIG,
+            mesh,
+            needed=least.peak,
+            read_nets=tiny.networks,
+            measure=lambda *changed: least_memory.measure_least_memory(*changed).peak,
+            available=available,
+        )
+
+    remedies = rank()
+    needed = [remedy.needed for remedy in remedies]
+    assert needed == sorted(needed) and needed[-1] < least.peak and len(remedies) >= 3
+    split = tiny.config(mesh__data=1, mesh__fsdp=8)
+    fsdp = least_memory.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
+    by_options = {remedy.options: remedy for remedy in remedies}
+    assert by_options["config.mesh.data=1 with config.mesh.fsdp=8"].needed == fsdp
+    # What is trained takes half in bfloat16: parameters, moments and gradients.
+    [half] = [remedy for words, remedy in by_options.items() if "bfloat16" in words]
+    saved = least.peak - half.needed
+    trained = least.parameters + least.optimizer
+    assert trained / 2 <= saved <= (trained + least.gradients) / 2
+    # Where no change is enough, pairs that are follow.
+    available = needed[0] - 1
+    pairs = [remedy for remedy in rank(available) if " and " in remedy.options]
+    assert pairs and pairs[0].needed <= available
+    assert (
+        pairs[0].needed
+        == least_memory.measure_least_memory(
+            pairs[0].config,
+            tiny.networks(pairs[0].config),
+            meshes.make_mesh(pairs[0].config.mesh, jax.devices()[:8]),
+        ).peak
+    )
+
+
+def remedies_for(config, platform):
+    """Return the options after each remedy by its words, without a measurement."""
+    with assume_platform(platform):
+        remedies = rank_remedies(
+            config,
+            tiny.make_mesh(1),
+            needed=1,
+            read_nets=tiny.networks,
+            measure=lambda *changed: 0,
+        )
+    return {remedy.options: remedy.config for remedy in remedies}
+
+
+def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
+    def least(config):
+        nets = tiny.networks(config)
+        return least_memory.measure_least_memory(config, nets, tiny.make_mesh(1))
+
+    remedies = remedies_for(CONFIG, "tpu")
+    optimizers = remedies[
+        "config.actor.optimizer_offload=True and config.critic.optimizer_offload=True"
+    ]
+    idle = remedies["config.algorithm.reference_offload=True and config.critic.param_offload=True"]
+    assert least(optimizers).optimizer == 0
+    assert least(idle).frozen == 0 and least(idle).parameters < least(CONFIG).parameters
+    assert not [words for words in remedies_for(CONFIG, "cpu") if "offload" in words]
+    # The base of adapters, which the reference is, is read by all programs.
+    adapters = remedies_for(tiny.config(model__lora__rank=2), "tpu")
+    assert "config.critic.param_offload=True" in adapters
+    assert not [words for words in adapters if "reference_offload" in words]
+
+
+def test_less_temporary_memory_begins_with_what_is_not_yet_so():
+    mesh = tiny.make_mesh(1)
+
+    def words(**changes):
+        return [words for words, _ in temporary_savings(tiny.config(**changes), mesh)]
+
+    full = (
+        "config.model.gradient_checkpointing=True with "
+        "config.model.gradient_checkpointing_policy=full"
+    )
+    assert words()[:2] == [full, "config.actor.ppo_micro_batch_size_per_device=1"]
+    rows = words(
+        model__gradient_checkpointing=True,
+        actor__ppo_micro_batch_size_per_device=1,
+        critic__ppo_micro_batch_size_per_device=2,
+        rollout__logprob_micro_batch_size_per_device=4,
+    )
+    assert rows[:2] == [
+        "config.critic.ppo_micro_batch_size_per_device=1",
+        "config.rollout.logprob_micro_batch_size_per_device=1",
+    ]
+
+
+def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
+    def devices(*statistics):
+        return lambda: [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in statistics]
+
+    monkeypatch.setattr(jax, "local_devices", devices({"bytes_limit": 7}, {"bytes_limit": 5}))
+    assert device_memory.read_memory_limit() == 5
+    monkeypatch.setattr(jax, "local_devices", devices(None))
+    assert device_memory.read_memory_limit() is None
+
+
+def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    write_llama(tmp_path, texts, tokens=192)
+    monkeypatch.setattr(least_memory, "read_memory_limit", lambda: 1000)
+    config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
+    with pytest.raises(UserError, match="config.mesh: a device needs at least"):
+        loop.train(config, tmp_path / "work")
+    assert "loaded" not in capsys.readouterr().out

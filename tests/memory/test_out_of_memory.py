@@ -1,0 +1,47 @@
+"""A run that a device has no memory for ends with what holds it and what takes less."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.memory import out_of_memory
+from jax_ppo.training.networks import Folders
+
+CONFIG = tiny.config()
+FOLDERS = Folders(None, None, None)
+SIZE = 1 << 21  # squared, 16 TiB of float32
+
+
+@jax.jit
+def sort_a_huge_table(x):
+    return jnp.sort(x * jnp.ones((SIZE, 1)) * jnp.arange(SIZE), axis=0)[0, 0]
+
+
+@pytest.fixture
+def explained(monkeypatch):
+    """Return the context for the tiny networks, which need no folders."""
+    monkeypatch.setattr(
+        out_of_memory, "read_networks", lambda config, folders: tiny.networks(config)
+    )
+    return out_of_memory.explain_out_of_memory(
+        CONFIG, FOLDERS, tiny.networks(CONFIG), tiny.make_mesh()
+    )
+
+
+def test_what_holds_the_memory_and_what_takes_less_is_said(explained):
+    with pytest.raises(UserError) as error, explained:
+        jax.block_until_ready(sort_a_huge_table(1.0))
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith("a device ran out of memory: RESOURCE_EXHAUSTED")
+    assert "parameters" in lines[0] and "temporary" in lines[0]
+    assert "config.actor.ppo_micro_batch_size_per_device=1" in lines[1]
+    # A quarter of the 8 samples of a step at once.
+    assert "config.rollout.max_num_seqs=2" in lines[1]
+    assert any("config.critic.shared_trunk=True saves" in line for line in lines)
+
+
+def test_other_errors_of_the_devices_are_not_touched(explained):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -1,0 +1,168 @@
+"""What the PPO examples of verl, TRL and OpenRLHF set is translated, or left out for a reason.
+
+The options are those of verl's scripts for Megatron, of the scripts `ppo.py` and `ppo_tldr.py` of
+TRL, and of OpenRLHF's scripts `train_ppo_*`, with names before and since its version 0.11.
+"""
+
+import shlex
+
+import pytest
+
+from jax_ppo.config import command_line
+from jax_ppo.migrating.translation import translate
+
+MEGATRON = """python3 -m verl.trainer.main_ppo --config-path=./config
+    --config-name='ppo_megatron_trainer' algorithm.adv_estimator=gae
+    data.train_files="['a.parquet', 'b.parquet']" data.val_files=c.parquet
+    data.train_batch_size=512 data.max_prompt_length=300 data.max_response_length=200
+    data.filter_overlong_prompts=True data.truncation='error' data.trust_remote_code=True
+    actor_rollout_ref.model.path=m actor_rollout_ref.model.trust_remote_code=True
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.ppo_mini_batch_size=128
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+    actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000
+    actor_rollout_ref.actor.entropy_coeff=0.1
+    actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=8
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
+    actor_rollout_ref.actor.megatron.param_offload=False
+    actor_rollout_ref.actor.megatron.optimizer_offload=True
+    actor_rollout_ref.actor.megatron.grad_offload=False
+   
+    +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=3
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=1
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+    actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1000
+    actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=1000
+    actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2
+    actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4
+    actor_rollout_ref.ref.megatron.expert_model_parallel_size=8
+    actor_rollout_ref.ref.megatron.expert_tensor_parallel_size=1
+    actor_rollout_ref.ref.megatron.param_offload=True
+    critic.model.path=m critic.model.trust_remote_code=True critic.model.use_remove_padding=True
+    critic.model.enable_gradient_checkpointing=False critic.optim.lr=3e-5
+    critic.ppo_micro_batch_size_per_gpu=2 critic.use_dynamic_bsz=True
+    critic.ppo_max_token_len_per_gpu=1000 critic.megatron.tensor_model_parallel_size=2
+    critic.megatron.pipeline_model_parallel_size=4 critic.megatron.expert_model_parallel_size=8
+    critic.megatron.expert_tensor_parallel_size=1 critic.megatron.param_offload=False
+    critic.megatron.optimizer_offload=True critic.megatron.grad_offload=False
+    algorithm.use_kl_in_reward=False trainer.balance_batch=True trainer.critic_warmup=0
+    trainer.logger='["console","wandb"]' trainer.project_name=p trainer.experiment_name=e
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=7
+    trainer.val_before_train=False trainer.total_epochs=3 model_engine=megatron"""
+TRL = """accelerate launch --config_file examples/deepspeed_zero3.yaml
+    examples/scripts/ppo/ppo_tldr.py --dataset_name d --dataset_train_split train
+    --dataset_test_split validation
+    --output_dir out --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 4e-6
+    --per_device_train_batch_size 8
+    --gradient_accumulation_steps 4 --total_episodes 1000 --model_name_or_path base
+    --sft_model_path tuned --reward_model_path judge --local_rollout_forward_batch_size 5
+    --missing_eos_penalty 1.5 --stop_token eos --response_length 40 --eval_strategy steps
+    --eval_steps 30"""
+OPENRLHF_BEFORE = """ray job submit --address=http://localhost:1
+    --runtime-env-json='{"working_dir": "x"}' -- python3 -m openrlhf.cli.train_ppo_ray
+    --ref_num_nodes 1 --ref_num_gpus_per_node 8
+    --reward_num_nodes 1 --reward_num_gpus_per_node 8 --critic_num_nodes 1
+    --critic_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8
+    --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --vllm_gpu_memory_utilization 0.5
+    --vllm_sync_backend nccl --vllm_enable_sleep --deepspeed_enable_sleep --enforce_eager
+    --colocate_all_models --colocate_critic_reward --colocate_actor_ref --pretrain m
+    --reward_pretrain r --save_path out --ckpt_path ckpt --save_hf_ckpt --load_checkpoint
+    --max_ckpt_num 2 --save_steps 10 --eval_steps -1 --logging_steps 1 --train_batch_size 96
+    --micro_train_batch_size 2 --rollout_batch_size 48 --micro_rollout_batch_size 4
+    --n_samples_per_prompt 4 --max_epochs 2 --num_episodes 1 --max_samples 5000 --prompt_max_len 100
+    --generate_max_len 200 --zero_stage 3 --bf16 --param_dtype bf16 --adam_offload --flash_attn
+    --ref_reward_offload --gradient_checkpointing --packing_samples --use_dynamic_batch
+    --train_max_tokens_per_gpu 1000 --ring_head_stride 2 --actor_learning_rate 6e-7
+    --critic_learning_rate 8e-6 --init_kl_coef 0.02 --use_kl_estimator_k3 --normalize_reward
+    --prompt_data d --input_key messages --label_key label --apply_chat_template
+    --enable_vllm_is_correction --agent_func_path a.py --dynamic_filtering_reward_range 0.0 1.0
+    --use_tensorboard runs --use_wandb {key}"""
+OPENRLHF = """python3 -m openrlhf.cli.train_ppo_ray --ref.num_nodes 1 --ref.num_gpus_per_node 2
+    --critic.num_nodes 1 --critic.num_gpus_per_node 2 --actor.num_nodes 1
+    --actor.num_gpus_per_node 2 --reward.num_nodes 1 --reward.num_gpus_per_node 2
+    --vllm.num_engines 2 --vllm.tensor_parallel_size 2 --vllm.gpu_memory_utilization 0.5
+    --vllm.sync_backend nccl --vllm.enforce_eager --vllm.enable_sleep --ds.enable_sleep
+    --train.colocate_all --train.colocate_actor_ref --train.colocate_critic_reward
+    --actor.model_name_or_path m --reward.remote_url f.py --ckpt.output_dir out --ckpt.path ckpt
+    --ckpt.save_hf --train.micro_batch_size 2 --train.batch_size 32 --rollout.micro_batch_size 4
+    --rollout.batch_size 64 --rollout.n_samples_per_prompt 2 --data.max_samples 5000
+    --train.max_epochs 1 --data.max_len 300 --fsdp.param_dtype bf16 --ds.zero_stage 3
+    --ds.adam_offload --ds.packing_samples --ds.ring_attn_head_stride 2 --actor.adam.lr 6e-7
+    --critic.adam.lr 8e-6 --algo.kl.init_coef 0.02 --algo.kl.use_loss --algo.kl.estimator k2
+    --data.prompt_dataset d --data.input_key messages --data.apply_chat_template
+    --reward.normalize_enable --fsdp.attn_implementation flash_attention_2
+    --actor.gradient_checkpointing_enable --train.dynamic_batch_enable
+    --train.max_tokens_per_gpu 1000 --logger.wandb.key {key}"""
+COMMANDS = {
+    "Megatron": ("verl", MEGATRON),
+    "TRL": ("trl", TRL),
+    "OpenRLHF before": ("openrlhf", OPENRLHF_BEFORE),
+    "OpenRLHF": ("openrlhf", OPENRLHF),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_translated_or_has_a_reason_and_the_command_is_accepted(name):
+    framework, text = COMMANDS[name]
+    translated = translate(framework, text)
+    assert not [note for note in translated.notes if "there is no such option" in note]
+    # What is refused would be a note about an option of ours.
+    expected = 1 if framework == "trl" else 0
+    assert sum(note.startswith("config.") for note in translated.notes) == expected
+    words = shlex.split(translated.command().replace("\\\n", ""))
+    config, _ = command_line.read_command_line(["train", *words[3:]])
+    assert config.model.path in ("m", "tuned")
+
+
+def test_megatrons_sizes_are_those_of_the_mesh():
+    options = translate("verl", MEGATRON).options
+    assert [options[f"mesh.{axis}"] for axis in ("model", "stage", "expert")] == ["2", "4", "8"]
+    assert options["rollout.mesh.model"] == "4"
+    assert options["actor.optimizer_offload"] == options["critic.optimizer_offload"] == "true"
+    assert options["algorithm.reference_offload"] == "true"
+
+
+def test_trls_batches_are_counted():
+    """A step takes 8 x 4 prompts, in two mini-batches; 1000 episodes are 31.25 steps."""
+    options = translate("trl", TRL).options
+    assert options["data.train_batch_size"] == "32" and options["actor.ppo_mini_batch_size"] == "16"
+    assert options["trainer.total_training_steps"] == "32"
+    assert options["model.path"] == "tuned"
+    assert options["critic.path"] == options["reward.model_path"] == "judge"
+
+
+def test_openrlhf_counts_mini_batches_in_samples_and_has_one_kl_coefficient():
+    options = translate("openrlhf", OPENRLHF_BEFORE).options
+    assert options["data.train_batch_size"] == "48" and options["rollout.n"] == "4"
+    assert options["actor.ppo_mini_batch_size"] == "24"
+    assert (
+        options["algorithm.kl_ctrl.kl_coef"] == "0.02" and options["algorithm.kl_penalty"] == "k3"
+    )
+    assert options["critic.path"] == options["reward.model_path"] == "r"
+    assert options["trainer.save_freq"] == "10" and options["trainer.test_freq"] == "-1"
+    in_loss = translate("openrlhf", OPENRLHF).options
+    assert in_loss["actor.kl_loss_coef"] == "0.02" and in_loss["actor.kl_loss_type"] == "k2"
+    assert not [name for name in in_loss if name.startswith("algorithm.")]
+    # Without a reward model the critic begins as the policy.
+    assert in_loss["reward.model_path"] == "" and in_loss["critic.path"] == "m"
+    assert in_loss["model.attention"] == "auto" and in_loss["model.dtype"] == "bfloat16"
+
+
+def test_a_mini_batch_of_half_a_prompt_is_pointed_out():
+    notes = translate("openrlhf", "--train_batch_size 6 --n_samples_per_prompt 4").notes
+    assert "6 samples are not a whole number of prompts with 4 each" in "\n".join(notes)
+
+
+def test_an_estimator_without_a_critic_needs_no_folder_for_it():
+    command = "--pretrain m --advantage_estimator reinforce_baseline --n_samples_per_prompt 8"
+    translated = translate("openrlhf", command)
+    assert translated.options["algorithm.adv_estimator"] == "reinforce_plus_plus_baseline"
+    assert translated.options["critic.path"] == "" and translated.notes == []

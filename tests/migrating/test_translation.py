@@ -1,0 +1,521 @@
+"""Commands of verl's, TRL's and OpenRLHF's documentation become commands that start here."""
+
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jax_ppo import translate as translate_command
+from jax_ppo.config import command_line
+from jax_ppo.config.loading import parse_option
+from jax_ppo.config.schema import all_options
+from jax_ppo.errors import UserError
+from jax_ppo.migrating.peer_commands import PEERS, answer_of, is_known
+from jax_ppo.migrating.translation import translate
+
+# The example of verl's quick start, with what its other examples add.
+VERL = """
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files="['test.parquet', 'more.parquet']" \\
+    data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=256 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \\
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \\
+    critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-0.5B-Instruct \\
+    algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001 \\
+    custom_reward_function.path=my.py custom_reward_function.name=score \\
+    trainer.logger=['console','wandb'] +trainer.val_before_train=False \\
+    trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=10 \\
+    trainer.total_epochs=15 trainer.ref_fancy_option=3 $@ 2>&1 | tee verl_demo.log
+"""
+# What examples/ppo_trainer/run_qwen3_8b_fsdp.sh of verl sets beside the above.
+VERL_FSDP = """python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.model.use_remove_padding=True critic.model.use_remove_padding=True
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    critic.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
+    actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576
+    actor_rollout_ref.ref.fsdp_config.param_offload=True critic.use_dynamic_bsz=True
+    critic.ppo_max_token_len_per_gpu=24576 critic.fsdp.param_offload=False
+    critic.fsdp.optimizer_offload=False trainer.balance_batch=True"""
+TRL = """accelerate launch ppo_tldr.py --dataset_name trl-lib/tldr --output_dir out
+    --learning_rate 3e-6 --num_ppo_epochs 4 --kl_coef 0.05 --cliprange=0.3 --vf_coef 0.1 --bf16
+    --missing_eos_penalty 1.0 --response_length 53 --gradient_checkpointing --lora_target_modules
+    q_proj v_proj --lora_r 16 --whatever 3"""
+OPENRLHF = """python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/a
+   --rollout.n_samples_per_prompt 2 --train.max_epochs 1 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6
+   --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.zero_stage 3 --ds.packing_samples"""
+
+
+PROGRAMS = {
+    "verl": "python3 -m verl.trainer.main_ppo",
+    "trl": "accelerate launch ppo_tldr.py",
+    "openrlhf": "python3 -m openrlhf.cli.train_ppo_ray",
+}
+WORDS = ("python", "ppo", "learning rate", "=", "a=1", "A.b=2", "--", "$@", "|", "lr", "#", "-x")
+NO_COMMANDS = (
+    *(
+        "",
+        " ",
+        "\n",
+        "PPOConfig(learning_rate=1e-6, batch_size=8)",
+        "import trl",
+        "ppo_trainer.yaml",
+    ),
+    *(
+        "no_such_script.sh",
+        "bash no_such_script.sh",
+        "python3 my_own.py",
+        "x" * 5000,
+        "config: {a: 1}",
+    ),
+    *("trainer = PPOTrainer(args=PPOConfig(output_dir='x'))", "./run.py", "train.py --my_flag 1"),
+)
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_text_without_a_program_and_an_option_is_refused(framework):
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(WORDS, k=generator.randrange(1, 6))) for _ in range(200)]
+    for text in (*NO_COMMANDS, *texts):
+        with pytest.raises(UserError) as caught:
+            translate(framework, text)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_another_frameworks_command_and_another_method_are_refused(framework):
+    for other in {*PROGRAMS} - {framework, "trl"}:
+        with pytest.raises(UserError, match=f"python -m jax_ppo.translate {other}"):
+            translate(framework, PROGRAMS[other])
+    method = {"verl": "-m verl.trainer.main_eval", "trl": "dpo.py --beta 0.1"}
+    with pytest.raises(UserError, match="nothing here does the same"):
+        translate(framework, f"python {method.get(framework, '-m openrlhf.cli.train_dpo')}")
+
+
+@pytest.mark.parametrize("value", ["7", "text", "a/b"])
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework, value):
+    """In one command of all: each is in the result or in a note, and no name is unknown."""
+    peer = PEERS[framework]
+    data = {name for group in peer.DATA for part in group[1:] for name in part}
+    for program in (x for x in peer.PROGRAMS if x.base):
+        tables = {**peer.OPTIONS, **program.options}
+        names = {name.replace("*", "x") for name in tables} - data
+        flags = [f"{'' if framework == 'verl' else '--'}{name}={value}" for name in names]
+        start = "python -m " + program.name
+        translated = translate(framework, f"{start} {' '.join(flags)}")
+        notes = "\n".join(translated.notes)
+        assert "there is no such option" not in notes
+        for name in names:
+            answer = answer_of(program, framework, name)
+            # `sft` and `reward_model` have the actor's options under other names.
+            targets = {
+                ours
+                for target in re.findall(r"config\.([\w.]*\w)", answer)
+                for ours in (target, re.sub(r"^\w+\.(ppo_)?", "supervised.", target))
+            }
+            is_noted = any(f"{noted}=" in notes for noted in {name, *targets})
+            assert is_noted or targets & translated.options.keys(), name
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "start"),
+    [
+        ("verl", PROGRAMS["verl"], "train --config=gsm8k"),
+        ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer", "sft --config=hh_rlhf_sft"),
+        ("trl", "python examples/scripts/ppo/ppo.py", "train --config=hh_rlhf"),
+        ("trl", "trl grpo --beta 0.1", "train --config=gsm8k_grpo"),
+        ("trl", "python my_rloo.py --beta 0.1", "train --config=gsm8k_grpo"),
+        ("trl", "trl sft", "sft --config=hh_rlhf_sft"),
+        ("trl", "accelerate launch reward_modeling.py", "reward_model --config=hh_rlhf_reward"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_sft", "sft --config=hh_rlhf_sft"),
+        ("openrlhf", "-m openrlhf.cli.train_rm", "reward_model --config=hh_rlhf_reward"),
+    ],
+)
+def test_a_command_becomes_one_of_the_same_task(framework, text, start):
+    lr = "optim.lr=3e-4" if "sft" in start else "actor_rollout_ref.actor.optim.lr=3e-4"
+    flag = {"verl": lr, "trl": "--learning_rate 3e-4"}.get(framework, "--adam.lr 3e-4")
+    translated = translate(framework, f"{text} {flag}")
+    assert translated.command().startswith(f"python -m jax_ppo.{start} ")
+    name = "actor" if start.startswith("train") else "supervised"
+    assert translated.options[f"{name}.optim.lr"] == "3e-4"
+    words = shlex.split(translated.command().replace("\\\n", ""))
+    command_line.read_command_line([start, *words[3:]], start.split()[0])
+
+
+def test_sizes_of_ppo_are_not_lost_in_a_command_of_sft():
+    notes = translate("trl", "trl sft --num_mini_batches 2 --total_episodes 9").notes
+    assert {note.partition("=")[0] for note in notes} > {"num_mini_batches", "total_episodes"}
+
+
+def test_a_script_of_a_user_is_said_to_be_unseen():
+    notes = translate("trl", "python train_ppo.py --learning_rate 1e-6").notes
+    assert "no program: read as options of ppo" in translate("trl", "--kl_coef 0.1").remarks
+    assert notes[0] == (
+        "train_ppo.py: its contents are not seen; its options were read as those of ppo"
+    )
+    assert not [note for note in translate("trl", "python ppo.py").notes if "not seen" in note]
+
+
+def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "#!/bin/bash\nset -x\nexport LR=3e-7\nSIZE=${SIZE:-64}  # a comment\nHOST=$(hostname)\n"
+        "DATA=(\n    data.train_files=$HOME/a.parquet\n    data.train_batch_size=$SIZE\n)\n"
+        "python3 -m verl.trainer.main_ppo \\\n    actor_rollout_ref.actor.optim.lr=${LR} \\\n"
+        '    trainer.experiment_name=$HOST "${DATA[@]}" $@\n'
+        "python3 eval.py data.train_batch_size=1\n"
+    )
+    for text in (str(script), f"bash {script}"):
+        translated = translate("verl", text)
+        assert translated.options == {
+            "data.train_files": "$HOME/a.parquet",
+            "data.train_batch_size": "${SIZE:-64}",
+            "actor.optim.lr": "3e-7",
+            "experiment_name": "$HOST",
+            "data.val_files": "",
+        }
+        assert "$@: what the shell puts in its place is not seen" in translated.notes
+        assert not [note for note in translated.notes if "DATA[@]" in note]
+
+
+@pytest.mark.parametrize(
+    ("framework", "lines", "expected"),
+    [
+        (
+            "openrlhf",
+            "read -r -d '' commands <<EOF\nopenrlhf.cli.train_sft \\\n  --adam.lr 3e-6\nEOF\n"
+            "deepspeed --module $commands\n",
+            {"supervised.optim.lr": "3e-6"},
+        ),
+        (
+            "verl",
+            'echo "Usage: my_sft.sh <gpus>"\ntorchrun -m verl.trainer.fsdp_sft_trainer \\\n'
+            "  optim.lr=3e-6 \\\n \\ \n",
+            {"supervised.optim.lr": "3e-6"},
+        ),
+        (
+            "verl",
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 \\\n"
+            "  actor_rollout_ref.rollout.max_num_seqs=4 \\\n  trainer.total_epochs=$((1 + 2))\n",
+            {"mesh.fsdp": "-1", "mesh.data": "1", "rollout.max_num_seqs": "4"},
+        ),
+    ],
+)
+def test_forms_of_scripts_in_examples_are_read(framework, lines, expected, tmp_path):
+    (tmp_path / "a.sh").write_text(lines)
+    translated = translate(framework, str(tmp_path / "a.sh"))
+    assert translated.options == expected
+    assert not [note for note in translated.notes if "not an option" in note]
+    assert ("$((1+2))" in " ".join(translated.notes)) == ("$((" in lines)
+
+
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_every_default_is_carried_or_listed(framework):
+    """A program's default is the base's value, an option of the command, or a remark."""
+    for program in (x for x in PEERS[framework].PROGRAMS if x.base):
+        for name, value in program.defaults.items():
+            assert is_known(program, framework, name), name
+            targets = re.findall(
+                r"config\.([\w.]*\w)", answer_of(program, framework, name) or f"config.{name}"
+            )
+            assert targets, f"{name}={value} is neither translated nor answered"
+        assert all(parse_option(name, value) is not None for name, value in program.always.items())
+
+
+def test_trls_defaults_reach_the_configuration():
+    command = "python ppo.py --dataset_name a/b --reward_model_path judge --sft_model_path m"
+    words = shlex.split(translate("trl", command).command().replace("\\\n", ""))
+    config, _ = command_line.read_command_line(["train", *words[3:]])
+    assert config.data.train_files == "hf:a/b:train" and config.data.val_files == ""
+    assert config.critic.path == config.reward.model_path == "judge" and config.critic.keep_head
+    assert (config.actor.ppo_epochs, config.rollout.temperature) == (4, 0.7)
+    assert (config.critic.value_loss_coef, config.critic.cliprange_value) == (0.1, 0.2)
+    assert (config.actor.optim.lr, config.actor.optim.lr_schedule) == (3e-6, "linear")
+    assert (config.data.train_batch_size, config.data.max_response_length) == (8, 53)
+    assert (config.actor.clip_ratio_c, config.reward.normalize) == (0, "none")
+    assert (config.reward.missing_eos_penalty, config.trainer.total_epochs) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "files"),
+    [
+        ("trl", "--dataset_name a/b --dataset_config main", ("hf:a/b/main:train", "")),
+        ("trl", "--dataset_name a/b --eval_strategy steps", ("hf:a/b:train", "hf:a/b:test")),
+        ("trl", "--dataset_name a/b --dataset_train_split x", ("hf:a/b:x", "")),
+        ("openrlhf", "--prompt_data ./x.jsonl --eval_dataset c/d", ("./x.jsonl", "hf:c/d:train")),
+        (
+            "openrlhf",
+            "--data.prompt_dataset a/b,c.parquet --data.prompt_probs 0.3,0.7",
+            ("hf:a/b:train*0.3,c.parquet*0.7", ""),
+        ),
+    ],
+)
+def test_names_of_data_sets_become_addresses_on_the_hub(framework, words, files):
+    options = translate(framework, f"{PROGRAMS[framework]} {words}").options
+    assert (options["data.train_files"], options["data.val_files"]) == files
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("actor.optim.warmup_steps=5", "--config.actor.optim.lr_warmup_steps=5"),
+        (
+            "actor.fsdp_config.gradient_checkpointing=False",
+            "--config.model.gradient_checkpointing=",
+        ),
+        ("trainer.node_rank=0", "trainer.node_rank=0: the launcher starts the processes"),
+        ("master_addr=x", "master_addr=x: the launcher starts the processes"),
+        ("actor.megatron_config.a.b=1", "actor.megatron_config.a.b=1: Megatron is not used"),
+        ("critic.model.fsdp_config.param_offload=True", "--config.critic.param_offload=true"),
+    ],
+)
+def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
+    translate_command.main(["translate", "verl", f"{PROGRAMS['verl']} {name}"])
+    assert answer in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "expected"),
+    [
+        ("verl", "actor.policy_loss.loss_mode=geo_mean", {"actor.policy_loss": "gmpo"}),
+        ("verl", "actor.policy_loss.loss_mode=gpg", {"actor.policy_loss": "reinforce"}),
+        ("verl", "trainer.resume_mode=disable", {"trainer.resume": "false"}),
+        (
+            "openrlhf",
+            "--advantage_estimator dr_grpo",
+            {
+                "algorithm.adv_estimator": "grpo",
+                "algorithm.norm_adv_by_std_in_grpo": "false",
+            },
+        ),
+        ("openrlhf", "--reward.clip_range -5 5", {"reward.clip": "5"}),
+    ],
+)
+def test_values_of_another_name_are_translated(framework, words, expected):
+    options = translate(framework, f"{PROGRAMS[framework]} {words}").options
+    assert {name: options.get(name) for name in expected} == expected
+
+
+def test_a_weight_of_zero_turns_its_loss_off():
+    assert translate("trl", "trl grpo --beta 0.0").options["actor.use_kl_loss"] == "False"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+# Names in the page's left column that are arguments in Python, or values.
+NO_OPTIONS = {"value_model", "peft_config", "rollout.val_kwargs"}
+
+
+def rows_of_the_page():
+    """Yield framework, its options and ours of each row of the page's tables."""
+    known = {option.name for option in all_options()}
+    framework = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## From "):
+            framework = line.removeprefix("## From ").lower()
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")]
+        if not line.startswith("| ") or len(cells) != 2 or not framework or not cells[0]:
+            continue
+        section = ""
+        names = []
+        for text in cells[0]:
+            name = re.split(r"[ =(]", text.removeprefix("--").removeprefix("actor_rollout_ref."))[0]
+            # The first name of a row has the section of those that follow.
+            names.append(name if "." in name or not section else f"{section}{name}")
+            section = section or name.rpartition(".")[0] + "." * ("." in name)
+        is_same = "the same" in line.split(" | ")[1]
+        ours = {re.split(r"[ =]", text)[0] for text in cells[1]}
+        yield framework, names, (ours & known) | {name for name in names if is_same}, line
+
+
+def test_the_page_says_what_the_translator_does():
+    """Each row's options are in the tables, and the row names their counterparts."""
+    known = {option.name for option in all_options()}
+    count = 0
+    for framework, names, ours, line in rows_of_the_page():
+        if names[0] in ("PPOConfig", "train_ppo_ray", "verl"):
+            continue
+        program = PEERS[framework].PROGRAMS[0]
+        for name in set(names) - NO_OPTIONS:
+            count += 1
+            assert is_known(program, framework, name), (name, line)
+            answer = answer_of(program, framework, name) or f"config.{name}"
+            targets = known & set(re.findall(r"config\.([\w.]*\w)", answer))
+            assert targets <= ours or "none" in line, (name, answer, line)
+    assert count > 150
+
+
+def test_verls_replay_of_routing():
+    """R3 is one option here; R2, which records in the old policy's scoring, is none."""
+    switch = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    expected = {"actor.router_replay.mode": "R3"}
+    for command in (f"{switch}=True", f"{mode}=R3"):
+        assert translate("verl", command).options == expected
+    for command in (f"{switch}=False", f"{mode}=R2"):
+        translated = translate("verl", command)
+        assert translated.options == {} and len(translated.notes) == 1
+
+
+def test_a_command_of_verl():
+    translated = translate("verl", VERL)
+    options, notes = translated.options, "\n".join(translated.notes)
+    assert options == {
+        "data.train_files": "$HOME/data/gsm8k/train.parquet",
+        "data.val_files": "test.parquet,more.parquet",
+        "data.train_batch_size": "256",
+        "data.max_prompt_length": "512",
+        "data.max_response_length": "256",
+        "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "packing.enabled": "true",
+        "actor.optim.lr": "1e-6",
+        "actor.ppo_mini_batch_size": "64",
+        "actor.ppo_micro_batch_size_per_device": "4",
+        "rollout.logprob_micro_batch_size_per_device": "8",
+        "rollout.mesh.model": "1",
+        "actor.optimizer_offload": "false",
+        "critic.optim.lr": "1e-5",
+        "critic.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "algorithm.use_kl_in_reward": "true",
+        "algorithm.kl_ctrl.kl_coef": "0.001",
+        "reward.function": "my.py:score",
+        "trainer.logger": "wandb",
+        "trainer.val_before_train": "false",
+        "trainer.save_freq": "-1",
+        "trainer.test_freq": "10",
+        "trainer.total_epochs": "15",
+    }
+    assert "rollout.gpu_memory_utilization=0.4: there is no inference server" in notes
+    assert "trainer.ref_fancy_option=3: there is no such option" in notes
+    assert "rollout.name=vllm: the sampler is built in" in notes and "trainer.nnodes=1" in notes
+    assert "a variable of the shell" in notes
+
+
+def test_every_option_of_verls_example_is_known():
+    translated = translate("verl", VERL_FSDP)
+    assert translated.options == {
+        "packing.enabled": "true",
+        "model.gradient_checkpointing": "true",
+        "algorithm.reference_offload": "true",
+        "critic.param_offload": "false",
+        "critic.optimizer_offload": "false",
+    }
+    assert len(translated.notes) == 8  # packing needs no limits: they are named, with the reason
+    assert "there is no such option" not in "\n".join(translated.notes)
+
+
+def test_commands_of_trl_and_openrlhf():
+    options = translate("trl", TRL).options
+    assert options["actor.optim.lr"] == options["critic.optim.lr"] == "3e-6"
+    assert options["algorithm.use_kl_in_reward"] == "True"
+    assert options["algorithm.kl_ctrl.kl_coef"] == "0.05" and options["actor.clip_ratio"] == "0.3"
+    assert options["model.dtype"] == "bfloat16" and options["model.lora.rank"] == "16"
+    assert options["model.lora.targets"] == "q_proj,v_proj"
+    assert any("whatever=3" in note for note in translate("trl", TRL).notes)
+    options = translate("openrlhf", OPENRLHF).options
+    assert (options["actor.optim.beta1"], options["actor.optim.beta2"]) == ("0.9", "0.95")
+    assert options["critic.optim.lr"] == "9e-6" and options["rollout.n"] == "2"
+
+
+@pytest.mark.parametrize(("framework", "text"), [("verl", VERL), ("openrlhf", OPENRLHF)])
+def test_what_is_printed_is_read_by_our_command(framework, text):
+    command = translate(framework, text).command()
+    assert re.search(r" \\\n    --config\.", command)
+    words = shlex.split(command.replace("$HOME", "/root").replace("\\\n", ""))
+    config, _ = command_line.read_command_line(["train", *words[3:]])
+    assert config.rollout.n == (2 if framework == "openrlhf" else 1)
+
+
+def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
+    translate_command.main(["translate", "verl", "data.train_batch_size=8", "trainer.nnodes=2"])
+    assert capsys.readouterr().out == (
+        "python -m jax_ppo.train --config=gsm8k \\\n    --config.data.train_batch_size=8 \\\n"
+        "    --config.data.filter_overlong_prompts=false \\\n"
+        "    --config.actor.ppo_mini_batch_size=256 \\\n"
+        "    --config.trainer.total_epochs=30 \\\n    --config.trainer.save_freq=-1 \\\n"
+        "    --config.trainer.test_freq=-1\n\n"
+        "To look at:\n"
+        "- trainer.nnodes=2: the launcher starts the processes: see docs/launching.md\n"
+        "- config.actor.ppo_mini_batch_size=256: must divide config.data.train_batch_size=8; "
+        "the nearest divisor is 8\n\n"
+        "Not in the command:\n"
+        "- no program: read as options of main_ppo\n"
+        "- the last 5 options, from config.data.filter_overlong_prompts on: defaults of verl, "
+        "unlike those of gsm8k\n"
+        "- config.model.path=Qwen/Qwen2.5-0.5B-Instruct, config.data.train_files="
+        "hf:openai/gsm8k/main/train-00000-of-00001.parquet: set by gsm8k, not by the command\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "message"),
+    [("verll", "", "verll: expected one of verl, trl"), ("verl", "a='b", "cannot be read")],
+)
+def test_what_is_no_command_is_one_line(framework, text, message):
+    with pytest.raises(UserError, match=message):
+        translate(framework, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [
+        ("$HOME/x y", "\"$HOME\"'/x y'"),
+        ("${SIZE:-8}", '"${SIZE:-8}"'),
+        ("$(touch a)", "'$(touch a)'"),
+        ('$A"; touch a; "', """"$A"'"; touch a; "'"""),
+    ],
+)
+def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
+    """Regression: a value with a dollar sign was put into double quotes as it is."""
+    translated = translate("verl", f"trainer.experiment_name={shlex.quote(value)}")
+    assert f"--config.experiment_name={quoted} \\\n" in translated.command()
+    assert "config.experiment_name: a " in translated.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "note"),
+    [
+        ("verl", "tr\\ ainer.x=1 ", "tr ainer.x=1: there is no such option"),
+        ("verl", "hybrid_engin=1", "hybrid_engin=1: there is no such option"),
+        ("verl", "hybrid_engine", "hybrid_engine: not an option, and not read"),
+        ("verl", '"$@"', "$@: what the shell puts in its place is not seen"),
+        ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
+        ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
+        ("trl", "--config ppo.yaml", "config=ppo.yaml: the options in the file are not seen"),
+        ("trl", "--num_sample_generations 3", "num_sample_generations=3: config.trainer.test_freq"),
+        ("trl", "ppo.yaml", "ppo.yaml: not an option, and not read"),
+        ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: managers are verl's"),
+        ("verl", "actor.optim.warmup_steps=x", "config.actor.optim.lr_warmup_steps='x': expected"),
+        ("trl", "--run_name '\x1b[2J'", "config.experiment_name='\\x1b[2J': expected printable"),
+        ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
+        ("verl", "custom_reward_function.name=f", "custom_reward_function.name=f: without"),
+        ("openrlhf", "--prompt_data imdb", "prompt_data=imdb: config.data.train_files=hf:"),
+        ("trl", "--max_steps none 2>&1 | tee x=1", "max_steps=none: config.trainer.total_training"),
+    ],
+)
+def test_nothing_is_lost_without_a_note(framework, words, note):
+    translated = translate(framework, f"{PROGRAMS[framework]} {words}")
+    unset = translate(framework, PROGRAMS[framework])
+    new = [text for text in translated.notes if text not in unset.notes]
+    assert len(new) == 1 and new[0].startswith(note), translated.notes
+    assert translated.options == unset.options
+
+
+def test_numbers_of_thousands_of_digits_and_commas_in_texts_are_kept():
+    size = "1" + "0" * 4400
+    notes = translate("trl", f"--per_device_train_batch_size {size}").notes
+    assert any("set config.data.train_batch_size" in note for note in notes)
+    assert translate("trl", "--run_name 'a, b'").options["experiment_name"] == "a, b"

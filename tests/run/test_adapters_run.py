@@ -1,0 +1,284 @@
+"""Whole runs of the command with adapters: four roles on one base, resumed and exported."""
+
+import csv
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jax_ppo.config import command_line, schema
+from jax_ppo.data import arithmetic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.peft import save_adapters
+from jax_ppo.models.lora import Lora, init_adapters
+from jax_ppo.run import loop
+from llama_folder import write_llama
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path, config.model.dtype = "{folder}/llama", "float32"
+    config.model.lora.rank, config.model.lora.alpha = 4, 8.0
+    config.model.lora.targets = "q_proj,v_proj,down_proj"
+    config.data.train_files, config.data.val_files = "arithmetic:64", "arithmetic:8:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 4, 2
+    config.actor.optim.lr = config.critic.optim.lr = 1e-2
+    config.algorithm.use_kl_in_reward = True
+    config.reward.model_path = config.critic.path = "{folder}/reward"
+    config.critic.keep_head = True
+    config.trainer.total_training_steps = 2
+    config.trainer.save_freq, config.trainer.test_freq = 1, 0
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Write a random tiny Llama with a tokenizer, a reward model as adapters, and a configuration.
+
+    The reward model's adapters belong to the same Llama.
+    """
+    folder = tmp_path_factory.mktemp("lora")
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
+    ]
+    architecture = write_llama(folder, texts, tokens=192)
+    shape = Lora(2, 2.0, ("k_proj", "up_proj"))
+    adapters = jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, jnp.float32),
+        init_adapters(architecture, shape, jax.random.key(1), "scalar"),
+    )
+    save_adapters(adapters, architecture, shape, folder / "reward", f"{folder}/llama")
+    (folder / "config.py").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+# Shows what is loaded, however fast that is.
+TRAIN = """
+import sys
+from jax_ppo import train
+from jax_ppo.reporting import console
+console.LEAST_REPORTED_SECONDS = 0
+train.main(sys.argv)
+"""
+
+
+def run(files, workdir, *overrides, devices=1):
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN,
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+    process = subprocess.run(
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def steps(workdir):
+    with open(workdir / "training_metrics.csv") as file:
+        return [row for row in csv.DictReader(file) if row["reward/mean"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return workdir, run(files, workdir)
+
+
+@pytest.mark.slow
+def test_a_run_learns_adapters_alone(files, undisturbed):
+    workdir, output = undisturbed
+    assert "loaded the base: 20 tensors" in output and "loaded the reference" not in output
+    assert (
+        "loaded the critic's adapters: 9 tensors" in output
+        and "loaded the reward model's adapters: 9 tensors" in output
+    )
+    first, second = steps(workdir)
+    assert abs(float(first["kl/reference"])) < 1e-6 < abs(float(second["kl/reference"]))
+    assert all(
+        float(row["actor/first_log_ratio"]) < 1e-5 < float(row["actor/log_ratio_max"])
+        for row in (first, second)
+    )
+    assert abs(float(first["critic/values_mean"])) > 1e-3  # the head is the reward model's
+
+    base, merged = (
+        load_file(folder / "model.safetensors") for folder in (files / "llama", workdir / "actor")
+    )
+    tensors = load_file(workdir / "adapter" / "adapter_model.safetensors")
+    config = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj", "down_proj"] and (
+        config["r"],
+        config["lora_alpha"],
+    ) == (4, 8)
+    assert config["base_model_name_or_path"] == f"{files}/llama" and len(tensors) == 12
+    for name, weight in merged.items():
+        prefix = "base_model.model." + name.removesuffix("weight")
+        change = 0
+        if f"{prefix}lora_A.weight" in tensors:
+            change = 2 * tensors[f"{prefix}lora_B.weight"] @ tensors[f"{prefix}lora_A.weight"]
+            assert np.abs(change).max() > 1e-3
+        np.testing.assert_allclose(weight, base[name] + change, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.exhaustive
+def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    run(files, tmp_path, "--config.trainer.total_training_steps=1")
+    assert "resuming after step 1 of 2" in run(files, tmp_path)
+    ours, theirs = (
+        load_file(folder / "adapter" / "adapter_model.safetensors")
+        for folder in (tmp_path, undisturbed[0])
+    )
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    assert [row["critic/loss"] for row in steps(tmp_path)] == [
+        row["critic/loss"] for row in steps(undisturbed[0])
+    ]
+
+
+@pytest.mark.exhaustive
+def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
+    """A run can start from exported adapters and takes over their rank and targets."""
+    run(
+        files,
+        tmp_path,
+        f"--config.model.lora.path={undisturbed[0]}/adapter",
+        "--config.model.lora.rank=0",
+        "--config.model.lora.alpha=16",
+        "--config.model.lora.targets=all-linear",
+        "--config.mesh.fsdp=2",
+        "--config.mesh.model=2",
+        devices=8,
+    )
+    before, after = (
+        json.loads((folder / "summary.json").read_text())["evaluations"]
+        for folder in (undisturbed[0], tmp_path)
+    )
+    assert after[0]["reward_mean"] == pytest.approx(before[-1]["reward_mean"], abs=1e-4)
+    assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # relative to the bare base
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--config.critic.path={files}/llama", r"config\.critic\.path: .*/llama holds no adapters"),
+        (
+            "--config.model.lora.targets=vproj,q_proj",
+            r"config\.model\.lora\.targets='vproj,q_proj'.*Did you mean 'v_proj'",
+        ),
+        (
+            "--config.model.lora.path={files}/reward",
+            r"config\.model\.lora\.path=.*determines rank, alpha and targets",
+        ),
+        (
+            "--config.model.lora.rank=0",
+            r"config\.critic\.path=.*reward': holds adapters; expected all weights",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UserError, match=message):
+        config, _ = command_line.read_command_line(
+            ["train", f"--config={files}/config.py", override.format(files=files)]
+        )
+        assert isinstance(config, schema.Config)
+        loop.train(config, tmp_path)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+    )
+    tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
+    critic = shutil.copytree(files / "llama", tmp_path / "critic")
+    shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
+    with pytest.raises(
+        UserError,
+        match=r"config\.critic\.path='.*/critic': has the tokenizer of another vocabulary",
+    ):
+        config, _ = command_line.read_command_line(
+            [
+                "train",
+                f"--config={files}/config.py",
+                "--config.model.lora.rank=0",
+                "--config.reward.model_path=",
+                "--config.critic.keep_head=False",
+                f"--config.critic.path={critic}",
+            ]
+        )
+        loop.train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("base", "refused", "warned"),
+    [
+        ("{files}", True, False),
+        ("some/other-name", False, True),
+        ("{files}/../{files.name}/llama", False, False),
+    ],
+)
+def test_adapters_of_another_folder_are_refused(
+    files, tmp_path, base, refused, warned, monkeypatch, caplog
+):
+    """A base folder with only a different name causes a warning: a model may have several."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt("weights would be loaded now")
+
+    monkeypatch.setattr("jax_ppo.run.loop.create_state", stop)
+    path, base = files / "reward" / "adapter_config.json", base.format(files=files)
+    text = path.read_text()
+    try:
+        path.write_text(text.replace(f"{files}/llama", base))
+        config, _ = command_line.read_command_line(["train", f"--config={files}/config.py"])
+        with pytest.raises(
+            UserError if refused else KeyboardInterrupt,
+            match=f"stand on '{base}'" if refused else "weights",
+        ):
+            loop.train(config, tmp_path)
+    finally:
+        path.write_text(text)
+    assert (f"stand on '{base}'" in caplog.text) == warned
+
+
+@pytest.mark.exhaustive
+def test_with_a_shared_trunk_too(files, tmp_path):
+    """The critic's head is trained and stored with the actor's adapters, but not exported."""
+    shared = (
+        "--config.critic.shared_trunk=True",
+        "--config.critic.path=",
+        "--config.critic.keep_head=False",
+    )
+    run(files, tmp_path, *shared, "--config.trainer.total_training_steps=1")
+    assert "resuming after step 1 of 2" in run(files, tmp_path, *shared)
+    first, second = steps(tmp_path)
+    assert float(first["critic/values_mean"]) == 0 != float(second["critic/values_mean"])
+    assert not list(tmp_path.glob("checkpoints/*/critic"))
+    for path in ("actor/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert not any("score" in name for name in load_file(tmp_path / path))

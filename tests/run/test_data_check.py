@@ -1,0 +1,273 @@
+"""`python -m jax_ppo.check` on data with and without problems."""
+
+import dataclasses
+import json
+
+import pytest
+
+import tiny
+from jax_ppo import check
+from jax_ppo.config.schema import Config, Data, Reward
+from jax_ppo.data import arithmetic
+from jax_ppo.data.tokenizer import load_tokenizer
+from jax_ppo.errors import UserError
+from jax_ppo.run import build, data_check
+from jax_ppo.run.rule_trial import try_rule
+from jax_ppo.types import Example
+from llama_folder import write_llama
+
+ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    write_llama(folder, texts, tokens=192)
+    return folder / "llama"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run_check(capsys, *arguments):
+    """Return the report as JSON and the exit code."""
+    with pytest.raises(SystemExit) as end:
+        check.main(["check", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out), end.value.code
+
+
+def test_good_data_are_described(tmp_path, model, capsys):
+    rows = [ROW, ROW, ROW | {"question": "2 + 2?", "answer": "5\n#### 4\nor #### 5"}]
+    rows[2]["answer"] = "I think 4 #### 4"
+    training = write_rows(tmp_path / "a.jsonl", rows)
+    held_out = write_rows(tmp_path / "b.jsonl", [ROW])
+    report, code = run_check(
+        capsys,
+        training,
+        "--config=gsm8k",
+        f"--config.data.val_files={held_out}",
+        f"--config.model.path={model}",
+        "--config.data.instruction=Think.",
+        "--config.data.train_batch_size=2",
+        "--config.actor.ppo_mini_batch_size=2",
+    )
+    assert (code, report["problems"], report["overlap"]) == (0, [], 1)
+    part = report["training"]
+    assert (part["rows"], part["duplicates"], part["with_ground_truth"]) == (3, 1, 3)
+    assert part["data_sources"] == {"openai/gsm8k": 3}
+    assert part["columns"] == {"question": 3, "answer": 3}
+    rule = part["rule"]
+    assert (rule["not_run"], rule["tried"], rule["wrong"], rule["failed"]) == ("", 3, 0, 0)
+    assert rule["perfect"] == {"tried": 3, "right": 3, "impossible": []}
+    tokens = part["prompt_tokens"]
+    assert sum(tokens["histogram"].values()) == 3 and tokens["too_long"] == 0
+    assert 0 < tokens["p0"] <= tokens["p50"] <= tokens["p100"]
+    assert report["first_prompt"].endswith("1 + 1? Think.")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "note"),
+    [
+        ((), "{long}{short}", "example 1, {all} tokens"),
+        (("max_prompt_length=8",), "{short}", "example 2, {few} tokens"),
+        (("max_prompt_length=8", "filter_overlong_prompts=False"), "{long}{short}", "example 1, "),
+        (
+            ("max_prompt_length=8", "filter_overlong_prompts=False", "truncation=left"),
+            "{end}",
+            "example 1, 8 tokens of {all}, config.data.truncation=left",
+        ),
+        (("max_prompt_length=1",), "{long}{short}", "example 1, {all} tokens"),
+    ],
+)
+def test_the_first_prompt_is_shown_as_it_is_sampled(tmp_path, model, capsys, options, shown, note):
+    """Dropped prompts are passed over, and tokens that are cut off are not shown."""
+    short, long = "3 + 4 = ", "12 + 34 + 56 + "
+    rows = [ROW | {"question": long + short}, ROW | {"question": short}]
+    report, _ = run_check(
+        capsys,
+        write_rows(tmp_path / "a.jsonl", rows),
+        "--config=gsm8k",
+        "--config.data.val_files=",
+        f"--config.model.path={model}",
+        "--config.data.instruction=",
+        *(f"--config.data.{option}" for option in options),
+    )
+    tokenizer = load_tokenizer(str(model))
+    ids = tokenizer.encode(long + short)
+    words = {"long": long, "short": short, "all": len(ids), "few": len(tokenizer.encode(short))}
+    words["end"] = tokenizer.decode(ids[-8:])
+    assert report["first_prompt"] == shown.format(**words)
+    assert report["first_prompt_note"].startswith(note.format(**words))
+
+
+def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
+    rows = [{"question": "q", "answer": "#### $4"}, ROW]
+    report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
+    rule = report["training"]["rule"]
+    assert (code, rule["tried"], rule["wrong"]) == (0, 2, 1)
+    assert rule["misses"] == ["looked for '$4', in '#### $4'"] and not report["warnings"]
+    assert report["training"]["prompt_tokens"] is None
+
+
+def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_path, model, capsys):
+    pattern = {"prompt": "p", "data_source": "regex", "ground_truth": r"\d", "completion": "4"}
+    path = write_rows(tmp_path / "a.jsonl", [pattern, pattern | {"completion": "four"}])
+    rule = run_check(capsys, path)[0]["training"]["rule"]
+    assert (rule["tried"], rule["wrong"]) == (2, 1)
+    assert rule["perfect"] == {"tried": 0, "right": 0, "impossible": ["regex"]}
+    (tmp_path / "mine.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1 / (solution_str != 'four'), 'acc': 1}\n"
+        "def broken(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return extra_info['absent']\n"
+    )
+    options = ("--config=gsm8k", "--config.data.val_files=", f"--config.model.path={model}")
+    options += ("--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1")
+    for name, failed in (("score", 1), ("broken", 2)):
+        function = f"{tmp_path}/mine.py:{name}"
+        report, code = run_check(capsys, path, *options, f"--config.reward.function={function}")
+        rule = report["training"]["rule"]
+        assert (rule["tried"], rule["wrong"], rule["failed"]) == (2, 0, failed)
+        assert rule["perfect"] == {"tried": 0, "right": 0, "impossible": [function]}
+        assert code == (name == "broken")
+    assert "failed on each of 2 responses" in report["problems"][0]
+    assert "KeyError: 'absent'" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "command", "words"),
+    [
+        ([{"prompt": "p", "chosen": "a", "rejected": "b"}], "reward_model", []),
+        ([{"prompt": "p", "completion": "a"}], "sft", []),
+        ([{"prompt": "p", "completion": "a", "data_source": "exact"}], "train", ["is empty"]),
+        ([{"prompt": "p"}], "train", ["has no built-in rule"]),
+    ],
+)
+def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, rows, command, words):
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    report, code = run_check(capsys, path)
+    assert (report["command"], code) == (command, bool(words))
+    assert all(word in str(report["problems"]) for word in words)
+    if not words:
+        assert report["training"]["rule"]["not_run"] == f"{command} reads no rewards"
+    # What they are for can be said.
+    report, code = run_check(capsys, path, "--for=reward_model")
+    assert code == ("rejected" not in rows[0])
+    assert report["command"] == "reward_model"
+
+
+def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
+    tmp_path, model, capsys
+):
+    """Regression: every row was a problem, as its data source has no rule."""
+    turns = "\n\nHuman: 1 + 1?\n\nAssistant: "
+    rows = [{"chosen": f"{turns}2", "rejected": f"{turns}3"}] * 64
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    options = (f"--config.model.path={model}", "--config.data.val_files=")
+    report, code = run_check(capsys, path, "--config=hh_rlhf_reward", *options)
+    assert (report["command"], code, report["problems"]) == ("reward_model", 0, [])
+    report, code = run_check(capsys, path, "--config=hh_rlhf_sft", "--for=sft", *options)
+    assert (report["command"], code, report["problems"]) == ("sft", 0, [])
+
+
+def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
+    rows = [
+        {"question": "1 + 1? Put it in \\boxed{}.", "answer": "so\n#### 2"},
+        {"question": "1 + 1? End with #### and the answer.", "answer": "so\n#### 2"},
+        {"question": "1 + 1? Reply in \\boxed{} in <answer></answer>.", "answer": "so\n#### 2"},
+        {"question": "1 + 1?\nAnswer:", "answer": "so\n#### 2"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    (warning,) = run_check(capsys, path)[0]["warnings"]
+    assert warning.startswith(
+        "training data: 1 of 4 prompts ask for `\\boxed`, and their rule reads"
+    )
+    assert "config.reward.terms=math:1.0" in warning
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{"prompt": "p"}], "example 1: data_source='' (the rows have no such column) has no"),
+        ([{"prompt": "p", "data_source": "gsm8k"}] * 9, "9 examples in all cannot be scored"),
+        ([ROW, ROW | {"question": " "}], "1 prompts are empty, the first is example 2"),
+    ],
+)
+def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):
+    report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
+    assert code == 1 and any(line.startswith(problem) for line in report["problems"])
+
+
+def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
+    path = write_rows(tmp_path / "a.jsonl", [ROW, ROW | {"question": "1 + " * 99 + "1?"}])
+    options = ("--config=gsm8k", f"--config.model.path={model}", "--config.data.val_files=")
+    report, code = run_check(capsys, path, *options, "--config.data.max_prompt_length=100")
+    assert code == 1 and report["problems"] == [
+        "1 prompt left, and config.data.train_batch_size=256 asks for that many per step"
+    ]
+    overrides = ("--config.data.max_prompt_length=100", "--config.data.filter_overlong_prompts=0")
+    report, code = run_check(capsys, path, *options, *overrides)
+    assert code == 1 and "50.0% of the prompts are longer" in report["problems"][0]
+
+
+def test_the_report_is_text_by_default(tmp_path, model, capsys):
+    path = write_rows(tmp_path / "a.jsonl", [ROW | {"question": "1\x1b[2J"}] * 3)
+    with pytest.raises(SystemExit) as end:
+        check.main(["check", path])
+    output = capsys.readouterr().out
+    assert end.value.code == 0 and output.endswith("no problems\n")
+    assert "rows 3, of which 2 repeat" in output and "\x1b" not in output
+
+
+def test_mistakes_are_one_line(capsys):
+    for arguments, message in (
+        (["a.jsonl", "--for=stf"], "error: --for=stf: expected train, sft.*Did you mean 'sft'"),
+        ([], "error: check: name the files"),
+        (["/nowhere/a.jsonl"], "error: config.data.train_files: there is no file"),
+        (["--config=gsm9k"], "error: "),
+    ):
+        with pytest.raises(SystemExit, match=message) as end:
+            check.main(["check", *arguments])
+        assert "\n" not in str(end.value)
+
+
+def test_training_tries_its_rule_on_the_first_rows_before_models_are_read(tmp_path, monkeypatch):
+    """Every response of the data is wrong, so the run says so before it reads a folder."""
+    rows = [ROW | {"answer": "so\n#### $2"}] * 9
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    config = dataclasses.replace(Config(), data=Data(train_files=path))
+
+    class Read(Exception):
+        """A model is read."""
+
+    def read(*arguments):
+        raise Read
+
+    monkeypatch.setattr(build, "read_run_models", read)
+    lines = []
+    with pytest.raises(Read):
+        build.set_up_run(config, tmp_path, tiny.make_mesh(), lines.append)
+    (warning,) = [line for line in lines if line.startswith("warning: the rule scores")]
+    assert "scores all 8 responses of the data that were tried as wrong" in warning
+    assert "looked for '$2', in 'so\\n#### $2'" in warning
+
+
+def test_functions_are_not_called_before_training():
+    options = Reward(function="mine.py:absent")
+    trial = try_rule([Example("q", "s", "1", response="1")] * 2, options, 2, calls_functions=False)
+    assert trial.tried == 0 and "`check` calls them" in trial.not_run
+
+
+def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models_are_read(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [ROW])
+    (tmp_path / "mine.py").write_text("def f(completions, trainer_state, **columns): pass")
+    config = dataclasses.replace(
+        Config(), data=Data(train_files=path), reward=Reward(function=f"{tmp_path}/mine.py:f")
+    )
+    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+        build.set_up_run(config, tmp_path, tiny.make_mesh(), print)
+    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+        data_check.check_data(config)

@@ -1,0 +1,108 @@
+"""Held-out averages: every prompt counts once, and every response is sampled independently."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.data.prompt_batches import evaluation_batches
+from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.run.evaluation import evaluate
+from jax_ppo.run.sample_metrics import measure_sampling
+from jax_ppo.types import Example, Rollout
+
+N = 2  # responses per prompt
+
+
+def evaluate_prompts(scores, batch_size, correct=None):
+    """Evaluate prompts that consist of one token, the number of their row.
+
+    The responses to the prompt of row i have the score `scores[i]` and i + 1 tokens.
+    """
+    examples = tuple(Example(str(row), "mine") for row in range(len(scores)))
+    dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
+    first_indices = []
+
+    def sample(prompts, key, first):
+        first_indices.append(first)
+        rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
+        return Rollout(
+            prompts=prompts,
+            responses=rows,
+            lengths=jax.numpy.asarray(rows + 1),
+            logprobs=None,
+            truncated=None,
+            action_mask=None,
+        )
+
+    def reward(batch, rollout, first):
+        rows = rollout.responses
+        correctness = (
+            np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
+        )
+        return (
+            np.asarray(scores, float)[rows],
+            correctness,
+            [{"response": str(row), "answer": None} for row in rows],
+        )
+
+    result = evaluate(
+        sample=sample,
+        reward=reward,
+        batches=evaluation_batches(dataset, batch_size),
+        mesh=tiny.make_mesh(),
+        key=jax.random.key(0),
+    )
+    return result, first_indices
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
+    """Scores 1, 2, 6 have mean 3. Lengths are 1, 2, 3. One of three answers is right."""
+    result, _ = evaluate_prompts([1, 2, 6], batch_size, correct=[0, 0, 1])
+    assert (result.reward_mean, result.length_mean) == (3, 2)
+    assert result.accuracy == pytest.approx(1 / 3)
+
+
+def test_samples_of_all_batches_have_addresses_of_their_own():
+    _, first_rows = evaluate_prompts([1, 2, 6, 7, 8], 2)
+    assert first_rows == [0, 4, 8]
+
+
+def test_what_has_no_notion_of_right_has_no_accuracy():
+    result, _ = evaluate_prompts([1, 2, 6], 2)
+    assert result.accuracy is None and result.reward_mean == 3
+
+
+def test_all_responses_are_kept_and_those_to_different_prompts_are_shown():
+    result, _ = evaluate_prompts([1, 2, 6], 2)
+    assert [row["response"] for row in result.records] == ["0", "0", "1", "1", "2", "2"]
+    assert [row["response"] for row in result.samples(2)] == ["0", "1"]
+
+
+def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
+    result, _ = evaluate_prompts([1, 2, 6], 2, correct=[0, np.nan, 1])
+    assert result.accuracy == 0.5
+    rollout = Rollout(
+        prompts=None,
+        responses=jnp.array([[5, 6, 9], [5, 6, 8], [5, 6, 8], [5, 5, 0]]),
+        lengths=jnp.array([2, 2, 3, 1]),
+        logprobs=None,
+        truncated=jnp.array([True, False, False, False]),
+        action_mask=None,
+    )
+    metrics = measure_sampling(
+        rollout,
+        jnp.array([1.0, jnp.nan, 1.0, 0.0]),
+        jnp.array([1.0, 1.0, 0.5, 0.5]),
+        jnp.zeros((4, 3)).at[3, 0].set(0.25),
+        responses_per_prompt=2,
+    )
+    # Tokens after the end of a response do not count: the first two are the same.
+    assert float(metrics["rollout/duplicates"]) == 0.25
+    assert float(metrics["rollout/most_common"]) == 0.5
+    # The rewards of steps count: the second prompt's responses differ by one.
+    assert float(metrics["reward/uniform_groups"]) == 0.5
+    assert float(metrics["reward/accuracy"]) == pytest.approx(2 / 3)
+    assert float(metrics["response_length/truncated_share"]) == 0.25

@@ -1,0 +1,393 @@
+"""What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
+
+import contextlib
+import json
+import signal
+import sys
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.reporting import journal, sample_files
+from jax_ppo.reporting.sinks import read_metrics_csv
+from jax_ppo.run import evaluation, loop, reporter
+from jax_ppo.run.evaluation import Evaluation
+from jax_ppo.runtime import device_speed, stragglers
+from jax_ppo.runtime.compilation import Compilations
+from jax_ppo.training.progress import Progress
+
+HEALTHY = {
+    "actor/entropy": 1.0,
+    "kl/reference": 0.1,
+    "actor/loss": 0.5,
+    "actor/skipped": 0.0,
+    "reward/accuracy": 0.5,
+    "response_length/mean": 4.0,
+}
+
+
+def report_steps(workdir, steps, progress=None, flops=None, **changes):
+    """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
+    rewarded = types.SimpleNamespace(failures=2, extra={"rule_failures": 0.0}, misses=())
+    run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
+    progress = progress or Progress()
+    with reporter.Reporter(run, workdir, progress, Compilations()) as writer:
+        for step, metrics in enumerate(steps):
+            writer.report_later(
+                step,
+                jax.tree.map(np.float32, HEALTHY | metrics),
+                rewarded,
+                flops,
+            )
+            writer.flush()
+
+
+def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
+    report_steps(tmp_path, [{}])
+    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert row["reward/rule_failures"] == "2.0"
+
+
+def test_optimizer_steps_have_rows_in_a_file_of_their_role(tmp_path):
+    def steps(*losses):
+        return {"optimizer_steps/actor/actor/loss": np.array(losses)}
+
+    report_steps(tmp_path, [steps(1.0, 2.0), steps(3.0, np.nan)])
+    rows = read_metrics_csv(tmp_path / "optimizer_steps_actor.csv")
+    columns = ("step", "training_step", "actor/loss")
+    assert [[row[name] for name in columns] for row in rows] == [
+        ["1", "1.0", "1.0"],
+        ["2", "1.0", "2.0"],
+        ["3", "2.0", "3.0"],
+        ["4", "2.0", ""],
+    ]
+    assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 2
+    assert not (tmp_path / "optimizer_steps_critic.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "figure", "bad", "quantity"),
+    [
+        ("trainer__warn_entropy_below", "actor/entropy", 0.01, "entropy"),
+        ("trainer__warn_kl_above", "kl/reference", 9.0, "KL"),
+    ],
+)
+def test_a_collapse_is_said_once_and_counted_also_after_a_resume(
+    option, figure, bad, quantity, tmp_path, capsys
+):
+    progress = Progress()
+    limits = {option: 0.1 if bad < 0.1 else 1.0}
+    report_steps(tmp_path, [{figure: value} for value in (0.5, bad, bad, 0.5)], progress, **limits)
+    resumed = Progress(step=4, **progress.history())
+    report_steps(tmp_path, [{figure: bad}] * 5, resumed, **limits)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1 and "step 2" in warnings[0] and quantity in warnings[0]
+    (text,) = resumed.warning_texts()
+    assert text.endswith("(7 times, last in step 5)")
+
+
+@pytest.mark.parametrize("end", ["complete", "ValueError: bad luck", "stopped by SIGTERM"])
+def test_the_report_says_when_and_why_a_run_ended(end, tmp_path, monkeypatch):
+    if "SIGTERM" in end:
+        monkeypatch.setattr(journal.signals, "received_signal", lambda: signal.SIGTERM)
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=9)
+    with contextlib.suppress(ValueError):
+        with reporter.Reporter(run, tmp_path, Progress(step=3), Compilations()):
+            if "ValueError" in end:
+                raise ValueError("bad luck")
+    status = json.loads((tmp_path / "report.json").read_text())["status"]
+    assert status.startswith("3 of 9 steps, ended 2") and status.endswith(f": {end}")
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
+    skipped = {"critic/skipped": 1.0}
+    report_steps(
+        tmp_path / "interrupted",
+        [skipped, skipped, {}, skipped, skipped],
+        trainer__max_skipped_updates=3,
+    )
+    with pytest.raises(
+        FloatingPointError, match="step 4: the gradient was not finite for 3 steps in a row"
+    ):
+        report_steps(
+            tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
+        )
+    # The row of the last step is written as well.
+    assert len(read_metrics_csv(tmp_path / "on end" / "training_metrics.csv")) == 4
+
+
+def test_an_update_is_its_roles(tmp_path):
+    report_steps(
+        tmp_path,
+        [
+            {"actor/loss": 0.5, "actor/skipped": 1.0},
+            {"actor/loss": 0.5, "critic/loss": 0.25, "actor/skipped": 1.0, "critic/skipped": 2.0},
+        ],
+    )
+    curves = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert [(float(row["update/loss"]), float(row["update/skipped"])) for row in curves] == [
+        (0.5, 1.0),
+        (0.75, 3.0),
+    ]
+
+
+def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
+    report_steps(tmp_path, [{"reward/accuracy": np.nan}])
+    assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]
+
+
+def test_a_step_without_a_response_to_learn_from_has_no_figures_of_an_update(tmp_path, capsys):
+    """NaN of an update that had responses is a divergence, and stays."""
+    nan = {"actor/entropy": np.nan, "actor/loss": np.nan}
+    report_steps(tmp_path, [{"response_length/masked_share": 1.0, **nan}, nan, {}])
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    figures = ("actor/entropy", "actor/loss", "update/loss")
+    assert [[row[name] for name in figures] for row in rows[:2]] == [[""] * 3, ["nan"] * 3]
+    assert all(float(rows[2][name]) > 0 for name in figures)
+    output = capsys.readouterr().out
+    assert "step 1, nothing_left: no response is left to learn from" in output
+    assert "collapsed" not in output
+
+
+def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
+    report_steps(tmp_path, [{"response_length/mean": 4.0}], data__train_batch_size=8, rollout__n=2)
+    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    tokens = float(row["tokens_per_second"]) * float(row["seconds/step"])
+    assert tokens == pytest.approx(4 * 8 * 2)
+
+
+def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(reporter.Reporter, "_plot", lambda self, step: written.append(step))
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
+    assert written == [3, 6]
+    monkeypatch.undo()
+    reported = []
+    monkeypatch.setattr(
+        reporter.Reporter,
+        "_write_report",
+        lambda self, step, end="": reported.append((step, bool(end))),
+    )
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
+    assert reported == [(3, False), (6, False), (7, True)]
+
+
+# The pause after a drawing is longer than any machine takes for the steps, or shorter.
+@pytest.mark.parametrize(("share", "drawn"), [(1e-6, 1), (1000.0, 6)])
+def test_drawing_curves_takes_a_bounded_share_of_the_time(tmp_path, monkeypatch, share, drawn):
+    drawings = []
+
+    def plot_slowly(**arguments):
+        time.sleep(0.05)
+        drawings.append(arguments)
+
+    monkeypatch.setattr(journal, "MAX_PLOT_SHARE", share)
+    monkeypatch.setattr(journal, "plot_curves", plot_slowly)
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=1)
+    # The curves of the end are those of the summary, which is not written here.
+    assert len(drawings) == drawn
+
+
+def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):
+    report_steps(tmp_path, [{}] * 5)
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    seconds = [float(row["seconds/step"]) for row in rows]
+    left = [float(row["perf/seconds_left"]) for row in rows]
+    assert left == pytest.approx([np.median(seconds[: k + 1]) * (4 - k) for k in range(5)])
+    per_device = float(rows[0]["perf/tokens_per_second_per_device"])
+    assert per_device * jax.device_count() == pytest.approx(float(rows[0]["tokens_per_second"]))
+
+
+def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
+    """4,000 of 10,000 s counted until the checkpoint; a skipped step adds nothing."""
+    progress = Progress(started_at=time.time() - 10_000, kept_seconds=4_000)
+    report_steps(tmp_path, [{"actor/skipped": 1.0}, {"actor/skipped": 0.0}], progress=progress)
+    skipped, kept = (
+        float(row["perf/goodput"]) for row in read_metrics_csv(tmp_path / "training_metrics.csv")
+    )
+    assert skipped == pytest.approx(0.4, abs=0.01) and kept == pytest.approx(0.4, abs=0.01)
+    [_, row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    kept_seconds = progress.kept_seconds - 4_000
+    assert kept_seconds == pytest.approx(float(row["seconds/step"]), abs=1e-4)
+    assert progress.history()["kept_seconds"] == progress.kept_seconds
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("TPU v5 lite", 197e12), ("cpu", None)])
+def test_mfu_is_reported_where_the_peak_of_the_devices_is_known(kind, peak, tmp_path, monkeypatch):
+    devices = [types.SimpleNamespace(device_kind=kind)] * 8
+    monkeypatch.setattr(device_speed.jax, "devices", lambda: devices)
+    report_steps(tmp_path, [{}], flops=1e12)
+    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    if peak is None:
+        assert "perf/mfu" not in row
+    else:
+        utilization = 1e12 / (float(row["seconds/step"]) * 8 * peak)
+        assert float(row["perf/mfu"]) == pytest.approx(utilization)
+
+
+def test_a_process_that_falls_behind_is_named_once(tmp_path, monkeypatch, capsys):
+    behind = iter([0.0, 5.0, 6.0, 0.0])
+    monkeypatch.setattr(
+        stragglers, "exchange_own_seconds", lambda seconds: {0: 1.0, 1: 1.0, 2: 1.0 + next(behind)}
+    )
+    report_steps(tmp_path, [{}] * 4)
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert [float(row["perf/straggler_seconds"]) for row in rows] == [0.0, 5.0, 6.0, 0.0]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "process 2" in line]
+    assert len(warnings) == 1 and "step 2: process 2 spends 5.00 s more" in warnings[0]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", "F32"), ("bfloat16", "BF16")])
+def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
+    config = tiny.config(trainer__export_dtype=dtype)
+    run = types.SimpleNamespace(
+        config=config,
+        total_steps=1,
+        nets=tiny.networks(config),
+        folders=types.SimpleNamespace(actor=tmp_path / "no_source"),
+        tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
+        sampling=types.SimpleNamespace(eos_ids=(7, 9)),
+    )
+    state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+        writer._export_actor(state)
+    with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
+    exported = json.loads((tmp_path / "actor" / "config.json").read_text())
+    assert dtype in (exported.get("dtype"), exported.get("torch_dtype"))
+    # Each token that ended a response of the run.
+    generation = json.loads((tmp_path / "actor" / "generation_config.json").read_text())
+    assert {7, 9} <= set(exported["eos_token_id"]) == set(generation["eos_token_id"])
+
+
+@pytest.mark.parametrize(
+    ("count", "frequency", "step", "is_logged"),
+    [(3, 10, 0, True), (3, 10, 9, True), (3, 10, 8, False), (0, 10, 0, False), (3, 0, 0, False)],
+)
+def test_samples_are_written_of_the_first_step_and_every_nth(
+    count, frequency, step, is_logged, tmp_path
+):
+    config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
+    run = types.SimpleNamespace(config=config, total_steps=20)
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+        assert writer._logs_samples(step) is is_logged
+
+
+def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
+    def make_evaluation(accuracy, greedy=None):
+        return Evaluation(
+            accuracy=accuracy,
+            reward_mean=accuracy,
+            length_mean=4.0,
+            figures={"accuracy_low": 0.0},
+            records=[],
+            responses_per_prompt=1,
+            greedy=greedy,
+        )
+
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+        greedy = make_evaluation(0.75)
+        writer.report_evaluation(0, make_evaluation(0.25, greedy=greedy))
+    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")
+    assert row["eval/greedy/accuracy_low"] == "0.0"
+    assert "accuracy 0.250, reward 0.250; greedy: accuracy 0.750" in capsys.readouterr().out
+
+
+def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
+    """The main process deletes those of later steps, perhaps while others start."""
+    monkeypatch.setattr(journal.distributed, "is_main", lambda: False)
+    (tmp_path / sample_files.FOLDER).mkdir()
+    vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"
+    vanished.symlink_to(tmp_path / "deleted")
+    report_steps(tmp_path, [{}])
+
+
+def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_path, capsys):
+    """Regression: nothing but the log said that the accuracy was one of the others alone."""
+    rewards = [
+        types.SimpleNamespace(failures=count, scored=4, first_failure=cause)
+        for count, cause in ((0, ""), (2, "row 3"), (1, "row 0"))
+    ]
+    scored = Evaluation(
+        accuracy=1.0,
+        reward_mean=0.5,
+        length_mean=4.0,
+        figures={},
+        records=[],
+        responses_per_prompt=1,
+    )
+    failing = evaluation.with_failures(scored, rewards)
+    assert failing.first_failure == "row 3"
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+        writer.report_evaluation(0, scored)
+        assert "warning" not in capsys.readouterr().out
+        writer.report_evaluation(1, failing)
+    assert [
+        row.get("eval/rule_failures") for row in read_metrics_csv(tmp_path / "training_metrics.csv")
+    ] == ["", "3.0"]
+    warning = "evaluation after step 1: the reward function failed on 3 of 12 responses"
+    assert warning in capsys.readouterr().out
+
+
+def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path, capsys):
+    def make_record(correct, answer, truncated):
+        response = {"response": "It is 7.", "score": 0.0, "prompt": "3 + 4 ="}
+        found = {"ground_truth": "7", "answer": answer, "correct": correct, "truncated": truncated}
+        return response | found
+
+    def make_evaluation(records, accuracy):
+        return Evaluation(
+            accuracy=accuracy,
+            reward_mean=accuracy,
+            length_mean=4.0,
+            figures={},
+            records=records,
+            responses_per_prompt=1,
+        )
+
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    wrong = [make_record(False, None, True), make_record(False, "3", False)]
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+        writer.report_evaluation(0, make_evaluation(wrong, 0.0))
+        printed = capsys.readouterr().out
+        assert "accuracy 0.000, reward 0.000, 1 of 2 responses cut off" in printed
+        assert "no answer is right\n  looked for '7', in 'It is 7.'\n" in printed
+        assert "  looked for '7', read '3' in 'It is 7.'" in printed
+        right = [make_record(True, "7", False), *wrong]
+        writer.report_evaluation(1, make_evaluation(right, 1 / 3))
+    assert "looked for" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("folder", "rank"), [("actor", 0), ("adapter", 4)])
+def test_a_run_that_could_not_export_is_refused_before_it_trains(
+    tmp_path, monkeypatch, folder, rank
+):
+    """Regression: it ended with a traceback after its last step."""
+    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: pytest.fail("it was set up"))
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "notes.txt").touch()
+    with pytest.raises(UserError, match=f"{folder} exists and holds something other than an exp"):
+        loop.train(tiny.config(model__lora__rank=rank), tmp_path)
+
+
+def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: sys.exit("it is set up"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "notes.txt").touch()
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(), tmp_path)
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).touch()
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(model__lora__rank=4), tmp_path)

@@ -1,0 +1,198 @@
+"""The command trains an actor with a DeBERTa reward model that has its own tokenizer.
+
+The printed rewards are those that transformers computes.
+"""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import reward_models
+from jax_ppo.config import command_line
+from jax_ppo.errors import UserError
+from jax_ppo.run import loop
+from llama_folder import write_llama
+from waiting import RUN_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path, config.model.dtype = {model!r}, "float32"
+    config.data.train_files, config.data.val_files = "{folder}/train.jsonl", "{folder}/val.jsonl"
+    config.data.train_batch_size = config.actor.ppo_mini_batch_size = config.data.val_batch_size = 4
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.rollout.n = 2
+    config.actor.optim.lr = config.critic.optim.lr = 1e-2
+    config.reward.function = "{folder}/note.py:note"
+    config.reward.model_path = {reward!r}
+    config.trainer.total_training_steps, config.trainer.test_freq = 2, 0
+    return config
+"""
+NOTE = '''
+import json
+
+def note(data_source, solution_str, ground_truth, extra_info):
+    """Nothing is earned here: it writes down what was sampled."""
+    with open("{folder}/sampled.jsonl", "a") as file:
+        print(json.dumps([extra_info["question"], solution_str]), file=file)
+    return 0.0
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Write a random tiny Llama, a DeBERTa, rows of both kinds of prompt, and a configuration."""
+    folder = tmp_path_factory.mktemp("run")
+    write_llama(folder, reward_models.TEXTS, tokens=120, vocab_size=128)
+    for name, start, count in (("train", 0, 8), ("val", 8, 6)):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for i in range(start, start + count):
+                question = f"Tom has {i} apples. How many" + " more" * (i % 3) + "?"
+                prompt = question if i % 2 else [{"role": "user", "content": question}]
+                row = {
+                    "data_source": "apples",
+                    "prompt": prompt,
+                    "reward_model": {"style": "model", "ground_truth": ""},
+                    "extra_info": {"question": question},
+                }
+                print(json.dumps(row), file=file)
+    reward = reward_models.deberta(folder / "deberta")
+    (folder / "note.py").write_text(NOTE.format(folder=folder))
+    (folder / "config.py").write_text(
+        CONFIG.format(folder=folder, model=str(folder / "llama"), reward=str(reward))
+    )
+    return folder
+
+
+def run(files, workdir, *overrides, devices=1):
+    """Return the output of the command, the sampled texts and the rows of the CSV file."""
+    (files / "sampled.jsonl").unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+    process = subprocess.run(
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    with open(workdir / "training_metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    return (
+        process.stdout,
+        [json.loads(line) for line in (files / "sampled.jsonl").read_text().splitlines()],
+        rows,
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+def test_the_rewards_are_those_of_transformers(files, tmp_path):
+    output, sampled, rows = run(files, tmp_path)
+    tokenizer = reward_models.load_tokenizer(files / "deberta")
+    inputs = reward_models.pair_inputs(tokenizer, sampled)
+    scores = reward_models.live_scores(files / "deberta", inputs)
+    # An evaluation (two batches of four prompts, six of them real), two steps of 4 x 2, an
+    # evaluation.
+    first, one, two, last = np.split(np.array(scores), [8, 16, 24])
+    assert len(last) == 8 and np.std(scores) > 0.02
+    steps = [row for row in rows if row["reward/mean"]]
+    for row, expected in zip(steps, (one, two), strict=True):
+        assert float(row["reward/mean"]) == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
+        assert float(row["reward/std"]) == pytest.approx(expected.std(), rel=1e-3)
+        assert float(row["reward/model_inputs_cut"]) == 0
+    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    for entry, expected in zip(evaluations, (first[:6], last[:6]), strict=True):
+        assert entry["reward_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
+    assert (
+        "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
+        in output
+    )
+    assert f"evaluation after step 0: reward {first[:6].mean():.3f}" in output
+    for expected in first[:3]:  # the table of samples shows them as well
+        assert f"{expected:8.3f}" in output
+
+
+@pytest.mark.exhaustive
+def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
+    options = "--config.trainer.total_training_steps=1", "--config.data.val_files="
+    _, _, [one] = run(files, tmp_path / "one", *options)
+    _, _, [eight] = run(
+        files,
+        tmp_path / "eight",
+        *options,
+        "--config.mesh.fsdp=2",
+        "--config.mesh.model=2",
+        devices=8,
+    )
+    arguments = [f"--config={files}/config.py", f"--workdir={tmp_path}/two", *options]
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
+        cwd=ROOT,
+        text=True,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "PYTHON": sys.executable,
+            "LOG_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(tmp_path / "two" / "training_metrics.csv") as file:
+        [two] = csv.DictReader(file)
+    for other in (eight, two):
+        for name in ("reward/mean", "reward/std", "critic/loss"):
+            assert float(other[name]) == pytest.approx(float(one[name]), rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "--config.reward.model_path={files}/llama",
+            "there is no score.weight in it: it is not a sequence-classification",
+        ),
+        (
+            "--config.reward.model_input=chat",
+            r"config\.reward\.model_input='chat'.*its tokenizer has no chat template",
+        ),
+        (
+            "--config.reward.model_path=/nowhere/model",
+            r"config\.reward\.model_path='/nowhere/model'",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+    )
+    config, _ = command_line.read_command_line(
+        [
+            "train",
+            f"--config={files}/config.py",
+            option.format(files=files),
+            "--config.data.train_batch_size=8",
+            "--config.data.val_batch_size=8",
+        ]
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(config, tmp_path)

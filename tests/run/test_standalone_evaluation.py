@@ -1,0 +1,82 @@
+"""What an evaluation by itself refuses. Its figures are compared with a run's in test_train.py."""
+
+import dataclasses
+import json
+
+import pytest
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.run import evaluation, standalone_evaluation
+from jax_ppo.run.standalone_evaluation import evaluate_model
+
+
+def test_an_evaluation_needs_held_out_prompts(tmp_path):
+    with pytest.raises(UserError, match="config.data.val_files=''"):
+        evaluate_model(tiny.config(data__val_files=""), tmp_path)
+
+
+def test_a_checkpoint_without_the_options_of_its_run_is_refused(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "3"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot read the options of its run"):
+        config = tiny.config(model__path=str(checkpoint), data__val_files="arithmetic:4:heldout")
+        evaluate_model(config, tmp_path)
+
+
+def test_options_of_a_run_that_are_no_object_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="options of its run: .*config.json must hold a JSON objec"):
+        standalone_evaluation._read_run(tiny.config(), tmp_path / "checkpoints" / "3")
+
+
+def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
+    """Regression: its config.json was read as that of a model."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_metrics.csv").write_text("step\n")
+    config = tiny.config(model__path=str(tmp_path), data__val_files="arithmetic:4:heldout")
+    with pytest.raises(UserError, match="has not exported its model; it has no checkpoint either"):
+        evaluate_model(config, tmp_path / "evaluation")
+    for step in (8, 12):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"newest checkpoint is config.model.path=.*/checkpoints/12"
+    ):
+        evaluate_model(config, tmp_path / "evaluation")
+
+
+def test_the_models_of_a_run_are_evaluated_without_its_reference(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "3"
+    checkpoint.mkdir(parents=True)
+    run = tiny.config(model__dtype="bfloat16", algorithm__use_kl_in_reward=True)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run)))
+    config = standalone_evaluation._read_run(tiny.config(), checkpoint)
+    assert config.model.dtype == "bfloat16" and config.critic == run.critic
+    assert config.algorithm.use_kl_in_reward and not config.algorithm.use_reference
+
+
+@pytest.mark.parametrize("name", ["my-model", "12.damaged"])
+def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    config = tiny.config(
+        model__path=str(tmp_path / "checkpoints" / name), data__val_files="arithmetic:4:heldout"
+    )
+    with pytest.raises(UserError, match=f"{name} has no config.json"):
+        evaluate_model(config, tmp_path)
+
+
+def test_a_reward_function_that_fails_on_everything_gives_no_figures():
+    failing = evaluation.Evaluation(
+        accuracy=None,
+        reward_mean=0.0,
+        length_mean=1.0,
+        figures={},
+        records=[],
+        responses_per_prompt=1,
+        failures=2,
+        scored=3,
+        first_failure="row 0 of the batch:\nTraceback",
+    )
+    evaluation.require_scores(failing)
+    with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
+        evaluation.require_scores(dataclasses.replace(failing, failures=3))

@@ -1,0 +1,1111 @@
+"""Whole runs: killed and resumed, in two processes, on eight devices, without recompilation."""
+
+import collections
+import csv
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import types
+from unittest import mock
+
+import jax
+import jax.monitoring
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors.numpy import load_file
+
+import metrics_page
+from jax_ppo.config import loading, schema
+from jax_ppo.data import arithmetic
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.reporting.sinks import read_metrics_csv
+from jax_ppo.run import loop, precompilation, standalone_evaluation
+from jax_ppo.runtime import compilation, meshes, placement
+from jax_ppo.training.progress import Progress
+from llama_folder import write_llama
+from waiting import HANG_SECONDS, RUN_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path = {model!r}
+    config.model.dtype = "float32"
+    config.data.train_files = "arithmetic:64"
+    config.data.val_files = "arithmetic:12:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.actor.ppo_mini_batch_size = 4
+    config.actor.ppo_epochs = 2
+    config.rollout.n = 2
+    config.rollout.temperature = 0.8
+    config.actor.optim.lr = config.critic.optim.lr = 1e-3
+    config.algorithm.use_kl_in_reward = True
+    config.algorithm.kl_ctrl.type = "adaptive"
+    config.critic.normalize_values = True
+    config.reward.normalize = "running"
+    config.reward.function = {reward!r}
+    config.reward.workers = 0  # starts sooner; tests/rewards/test_worker_pool.py tests the workers
+    config.trainer.total_training_steps = 8
+    config.trainer.save_freq = 2
+    config.trainer.test_freq = 4
+    config.trainer.log_rollouts_freq = 3
+    config.trainer.critic_warmup = 1
+    config.trainer.show_first_step = True
+    config.trainer.log_optimizer_steps = True
+    return config
+"""
+REWARD = '''
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """The share of digits: a random model has something to find."""
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Write a random tiny Llama with a tokenizer, a reward function and a configuration file."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
+    ]
+    write_llama(folder, texts, tokens=192, vocab_size=196)  # mesh.model may be 4 and not 8
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "config.py").write_text(
+        CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward_model")
+    architecture = read_architecture(files / "llama")
+    params = heads.init_params(Transformer(architecture), jax.random.key(1), "scalar")
+    params["score"]["kernel"] = jax.random.normal(
+        jax.random.key(2), params["score"]["kernel"].shape
+    )
+    export_checkpoint(params, architecture, folder)
+    return folder
+
+
+def command(files, workdir, *overrides):
+    return [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+
+
+def environment(devices=1):
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def run(files, workdir, *overrides, devices=1):
+    process = subprocess.run(
+        command(files, workdir, *overrides),
+        env=environment(devices),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def read_metrics(workdir):
+    """Return the rows of training_metrics.csv without the columns that depend on time."""
+    with open(workdir / "training_metrics.csv") as file:
+        return [
+            {
+                name: value
+                for name, value in row.items()
+                if "second" not in name and "perf/" not in name
+            }
+            for row in csv.DictReader(file)
+        ]
+
+
+def read_step_rows(workdir):
+    """Return the rows of training_metrics.csv that belong to steps, not to evaluations."""
+    return [row for row in read_metrics(workdir) if row["reward/mean"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    output = run(files, workdir)
+    return workdir, output
+
+
+def test_a_run_writes_what_it_should(undisturbed):
+    workdir, output = undisturbed
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
+    assert summary["compilations"]["programs"] > 5 and summary["compilations"]["seconds"] > 0
+    assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {
+        "step",
+        "accuracy",
+        "reward_mean",
+        "response_length",
+        "reward_mean_low",
+        "reward_mean_high",
+    }
+    assert summary["training"]["last"]["step"] == 8
+    rows = read_metrics(workdir)
+    expected = {
+        "reward/mean",
+        "reward/std",
+        "actor/loss",
+        "critic/loss",
+        "update/loss",
+        "kl/reference",
+        "actor/approx_kl",
+        "actor/ratio_mean",
+        "actor/ratio_min",
+        "actor/ratio_max",
+        "actor/clip_fraction",
+        "critic/clip_fraction",
+        "actor/entropy",
+        "advantages/mean",
+        "critic/returns_mean",
+        "critic/values_mean",
+        "critic/explained_variance",
+        "response_length/mean",
+        "response_length/truncated_share",
+        "actor/grad_norm",
+        "critic/grad_norm",
+        "actor/lr",
+        "critic/lr",
+        "rollout/slot_use",
+        "update/padding",
+    }
+    assert expected <= rows[0].keys()
+    with open(workdir / "training_metrics.csv") as file:
+        header = set(file.readline().strip().split(","))
+    assert metrics_page.unknown(header) == {"step"}
+    steps = read_step_rows(workdir)
+    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
+    assert [int(row["step"]) for row in steps] == list(range(1, 9))
+    assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
+    assert all(float(row["actor/first_log_ratio"]) < 1e-5 for row in steps)
+    assert float(steps[0]["actor/lr"]) == 0 < float(steps[1]["actor/lr"])
+    assert (workdir / "training_curves.png").stat().st_size > 10_000
+    assert list((workdir / "tensorboard").iterdir())
+    assert (workdir / "report.html").stat().st_size > 1_000_000
+    logged = {(kind, step): records for kind, step, records in read_samples(workdir)}
+    kinds = [("evaluation", step) for step in (0, 4, 8)] + [
+        ("training", step) for step in (1, 3, 6)
+    ]
+    assert sorted(logged) == kinds
+    for record in logged["training", 6]:
+        assert len(record["advantages"]) == len(record["kl"]) == len(record["response_ids"]) > 0
+    assert "step 8/8" in output and "ppo_epochs=2" in output
+    assert re.search(r"\n +experience.advantages +float32\[\d+, \d+\]\n", output)
+    first = logged["training", 1][0]
+    assert f"{first['advantages'][0]:>16.6g} {first['kl'][0]:>16.6g}" in output
+    for role in ("actor", "critic"):
+        optimizer_steps = read_metrics_csv(workdir / f"optimizer_steps_{role}.csv")
+        per_step = len(optimizer_steps) // 8
+        assert per_step > 1 and optimizer_steps[-1]["training_step"] == "8.0"
+        losses = [float(row[f"{role}/loss"]) for row in optimizer_steps[-per_step:]]
+        assert np.mean(losses) == pytest.approx(float(steps[-1][f"{role}/loss"]), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["", "actor", "checkpoints/8"])
+def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undisturbed, tmp_path):
+    path = undisturbed[0] / model
+    options = {"model.path": str(path), "trainer.compilation_cache": "off"}
+    # The training data are not read, and their number does not matter.
+    options |= {"data.train_files": "none/such.jsonl*2,x*1", "data.train_batch_size": 2000}
+    options |= {"data.cache_dir": "/proc/none", "data.curriculum": "solve_rate"}
+    config = loading.load_config(f"{files}/config.py", options)
+    summary = standalone_evaluation.evaluate_model(config, tmp_path)
+    last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]
+    (alone,) = summary["evaluations"]
+    assert alone | {"step": 8} == pytest.approx(last)
+    assert len(list(read_samples(tmp_path))[0][2]) == 12
+
+
+@pytest.mark.slow
+def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, capsys):
+    """Greedy figures are those of a greedy evaluation; sampled ones have responses of their own."""
+
+    def evaluate(name, **sampling):
+        options = {f"rollout.val_kwargs.{option}": value for option, value in sampling.items()}
+        options |= {"model.path": f"{files}/llama", "trainer.compilation_cache": "off"}
+        config = loading.load_config(f"{files}/config.py", options)
+        (figures,) = standalone_evaluation.evaluate_model(config, tmp_path / name)["evaluations"]
+        responses = {
+            kind: [record["response"] for record in records]
+            for kind, _, records in read_samples(tmp_path / name)
+        }
+        return figures, responses
+
+    both, responses = evaluate("both", temperature=1.0, n=2, and_greedy=True)
+    assert f"evaluation of {files}/llama: " in capsys.readouterr().out
+    greedy, greedy_responses = evaluate("greedy", temperature=0.0, and_greedy=True)
+    figures_of_greedy = {
+        name.removeprefix("greedy/"): value
+        for name, value in both.items()
+        if name.startswith("greedy/")
+    }
+    assert figures_of_greedy == {name: greedy[name] for name in greedy if name != "step"}
+    assert "best@2" in both and "greedy/best@2" not in both
+    assert responses.keys() == {"evaluation", "evaluation_greedy"}
+    assert len(responses["evaluation"]) == 24
+    # What is greedy already is not done twice.
+    assert greedy_responses == {"evaluation": responses["evaluation_greedy"]}
+    assert responses["evaluation"][::2] != responses["evaluation_greedy"]
+
+
+def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    killed, resumed = interrupt_and_resume(files, tmp_path / "run", IN_STEP_6, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
+
+
+@pytest.mark.slow
+def test_killed_between_checkpoints_it_resumes_from_the_local_disk(files, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    local = f"--config.trainer.local_dir={workdir}/local", "--config.trainer.local_save_freq=1"
+    killed, resumed = interrupt_and_resume(
+        files, workdir, IN_STEP_6, signal.SIGKILL, *local, awaited="local/*/process_0/5"
+    )
+    assert killed.returncode == -signal.SIGKILL and "resuming after step 5" in resumed.stdout
+    assert not any((workdir / "local").iterdir())
+    assert_equal_runs(workdir, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
+    shape = "--config.mesh.fsdp=2", "--config.mesh.model=2"
+    run(files, tmp_path / "undisturbed", *shape, devices=8)
+    killed, resumed = interrupt_and_resume(
+        files, tmp_path / "killed", IN_STEP_6, signal.SIGKILL, *shape, devices=8
+    )
+    assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_stopped_during_an_evaluation_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    """The evaluation ends between two batches; the resumed run begins with it."""
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "run", IN_THE_SECOND_EVALUATION, signal.SIGINT
+    )
+    assert stopped.returncode == 130, stopped.stderr
+    assert stopped.stdout.endswith("\nstopped by SIGINT, saved step 4\n")
+    assert "evaluation after step 4" not in stopped.stdout
+    assert "evaluation after step 4" in resumed.stdout
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
+
+
+# The number of a reward function's call, of which there are 16 in each evaluation and 16 in each
+# step. A machine's speed does not change what a run has done by then. At the sixth step's rewards,
+# the fourth step's checkpoint is the newest one, and a run one step off has sampled the seventh
+# step's responses.
+IN_THE_SECOND_EVALUATION = 16 + 4 * 16 + 5
+IN_STEP_6 = 16 + 4 * 16 + 16 + 16 + 5
+INTERRUPTING_REWARD = """
+import os, pathlib, time
+calls, workdir = 0, pathlib.Path({workdir!r})
+interrupted = workdir.with_suffix(".interrupted")
+
+def interrupt():
+    global calls
+    calls += 1
+    if calls == {call} and not interrupted.exists():
+        # A kill ends the writing of a checkpoint, too; its folder is renamed once it is complete.
+        while {number} == 9 and not any(workdir.glob({awaited!r})):
+            time.sleep(0.01)
+        interrupted.touch()
+        os.kill(os.getpid(), {number})
+"""
+
+
+def interrupt_and_resume(
+    files, workdir, call, number, *overrides, devices=1, awaited="checkpoints/4"
+):
+    """Run a command that signals itself in a call of its reward function, and run it again.
+
+    It is killed only once the work directory has a file of the name `awaited`.
+
+    Returns:
+      The interrupted process and the resumed one, which has succeeded.
+    """
+    reward = workdir.with_suffix(".py")
+    reward.write_text(
+        INTERRUPTING_REWARD.format(
+            workdir=str(workdir), call=call, number=int(number), awaited=awaited
+        )
+        + REWARD.replace("    return", "    interrupt()\n    return")
+    )
+    processes = [
+        subprocess.run(
+            command(files, workdir, f"--config.reward.function={reward}:reward", *overrides),
+            env=environment(devices),
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+        )
+        for _ in range(2)
+    ]
+    assert processes[1].returncode == 0, "".join(p.stdout + p.stderr for p in processes)
+    return processes
+
+
+def assert_equal_runs(workdir, other):
+    """Assert equal metrics (except timings), evaluations, samples and weights, bit for bit."""
+    assert list(read_samples(workdir)) == list(read_samples(other))
+    assert read_metrics(workdir) == read_metrics(other)
+    ours, theirs = (
+        json.loads((folder / "summary.json").read_text())["evaluations"]
+        for folder in (workdir, other)
+    )
+    assert ours == theirs
+    ours, theirs = (
+        load_file(folder / "actor" / "model.safetensors") for folder in (workdir, other)
+    )
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def assert_same_run(workdir, other, tolerance):
+    for ours, theirs in zip(read_metrics(workdir), read_metrics(other), strict=True):
+        for name in (
+            "reward/mean",
+            "kl/reference",
+            "actor/entropy",
+            "critic/loss",
+            "response_length/mean",
+            "eval/reward_mean",
+        ):
+            if theirs.get(name):
+                assert float(ours[name]) == pytest.approx(
+                    float(theirs[name]), rel=tolerance, abs=tolerance
+                ), name
+
+
+def mesh_case(name, suite, *options):
+    return pytest.param(
+        [f"--config.{option}" for option in options], id=name, marks=getattr(pytest.mark, suite)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        mesh_case("one mesh", "exhaustive", "mesh.fsdp=2", "mesh.model=2"),
+        # Training splits parameters over eight devices, decoding splits matrices over four.
+        mesh_case(
+            "a rollout mesh", "exhaustive", "mesh.data=1", "mesh.fsdp=8", "rollout.mesh.model=4"
+        ),
+        mesh_case(
+            "stages and a rollout mesh",
+            "slow",
+            "mesh.stage=2",
+            "mesh.model=4",
+            "rollout.mesh.model=4",
+        ),
+        # Decoding on the run's mesh: stages have different rows.
+        mesh_case("stages", "exhaustive", "mesh.stage=2", "mesh.fsdp=2", "mesh.model=2"),
+        mesh_case(
+            "stages of parts of rows", "exhaustive", "mesh.stage=2", "mesh.context=2", "mesh.fsdp=2"
+        ),
+        # Two devices hold parts of the same rows, and decode samples of their own.
+        mesh_case("parts of rows", "slow", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
+        # Prompts are longer than a part of a row; two devices split each cache.
+        mesh_case(
+            "parts of rows and a split cache",
+            "exhaustive",
+            "mesh.context=8",
+            "rollout.mesh.model=2",
+            "rollout.mesh.context=2",
+        ),
+    ],
+)
+def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
+    run(files, tmp_path, *options, devices=8)
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+# Process 1 of two scores 8 responses of each step: it is at the third one.
+STOPPED_IN_PROCESS_1 = """
+import os, signal
+import jax
+calls = 0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    if jax.process_index() == 1 and extra_info["split"] == "train":
+        calls += 1
+        if calls == 2 * 8 + 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
+    files, undisturbed, tmp_path, monkeypatch
+):
+    """Two hosts of four devices are stopped; one goes on with four devices, then three, then one.
+
+    Three devices do not divide the batch of eight prompts.
+    """
+    workdir, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_text(STOPPED_IN_PROCESS_1)
+    options = f"--config.reward.function={reward}:reward", "--config.trainer.log_rollouts_freq=1"
+    # Each host holds one half of the parameters.
+    shape = "--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.model=2"
+    arguments = command(files, workdir, *options, *shape)[3:]
+    stopped = run_two_processes(arguments, tmp_path, devices=4)
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    # Process 0 learns of the signal after this step or the next one.
+    assert re.search(r"\nstopped by SIGTERM, saved step [34]\n$", stopped.stdout), stopped.stdout
+
+    make_mesh = meshes.make_mesh
+    moves = (
+        (4, 5, ("--config.mesh.data=2", "--config.mesh.fsdp=2")),
+        (3, 7, ("--config.mesh.data=3",)),
+        (1, 8, ()),
+    )
+    for devices, last_step, shape in moves:
+        monkeypatch.setattr(
+            meshes, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:devices])
+        )
+        steps = f"--config.trainer.total_training_steps={last_step}"
+        loop.train(load_config(files, steps, *options, *shape), workdir)
+    rows, expected = read_step_rows(workdir), read_step_rows(undisturbed[0])
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
+    for ours, theirs in zip(rows, expected, strict=True):
+        for name in ("reward/mean", "response_length/mean", "kl/reference", "critic/loss"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3)
+    ours, theirs = drawn_tokens(workdir), drawn_tokens(undisturbed[0])
+    assert max(theirs) >= 6
+    assert {step: ours[step] for step in theirs} == theirs
+
+
+def drawn_tokens(workdir):
+    """Return the tokens of the recorded responses of each step of training."""
+    return {
+        step: [record["response_ids"] for record in records]
+        for kind, step, records in read_samples(workdir)
+        if kind == "training"
+    }
+
+
+@pytest.mark.slow
+def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
+    run(
+        files,
+        tmp_path,
+        "--config.rollout.max_num_seqs=6",
+        "--config.rollout.stage_length=3",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.test_freq=0",
+        "--config.trainer.val_before_train=False",
+    )
+    rows = read_step_rows(tmp_path)
+    assert len(rows) == 2
+    for ours, theirs in zip(rows, read_step_rows(undisturbed[0]), strict=False):
+        assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
+        for name in (
+            "reward/mean",
+            "kl/reference",
+            "actor/entropy",
+            "critic/loss",
+            "response_length/mean",
+        ):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
+
+
+ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
+
+
+@pytest.mark.exhaustive
+def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
+    """The batch sampled ahead is in the checkpoint that a signal asks for."""
+    options = (
+        *ONE_STEP_OFF,
+        "--config.trainer.save_freq=4",
+        "--config.trainer.total_training_steps=12",
+    )
+    run(files, tmp_path / "undisturbed", *options)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
+    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    for row in rows:
+        step, weight = int(row["step"]), float(row["rollout/importance_mean"])
+        # The first step samples with the weights that are trained. The second one does too, since
+        # the first one did not change them.
+        if step in (1, 2):
+            assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(
+                1, abs=1e-5
+            )
+        else:
+            assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
+        # The ratio is relative to the policy that the update starts from.
+        assert float(row["actor/first_log_ratio"]) < 1e-5
+
+
+DICE = """
+import random
+
+class Dice:
+    def reset(self, example, seed):
+        self.random, self.turns = random.Random(seed), 0
+
+    def step(self, text):
+        self.turns += 1
+        thrown = self.random.randint(0, 9)
+        return f"{thrown}", thrown / 10 + len(text) / 100, self.turns == 3
+"""
+
+
+@pytest.mark.slow
+def test_dialogues_are_resumed_bit_equal(files, tmp_path):
+    """Also those sampled ahead, with an environment that draws random numbers on the host."""
+    (tmp_path / "dice.py").write_text(DICE)
+    options = (
+        *ONE_STEP_OFF,
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
+        "--config.rollout.multi_turn.max_turn_length=3",
+        "--config.trainer.save_freq=4",
+    )
+    run(files, tmp_path / "undisturbed", *options)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
+    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
+    assert all(float(row["rollout/turns"]) > 2 for row in rows)
+    # What the turns earned is part of the reward that is learned from.
+    assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_without_a_critic_none_is_kept(files, tmp_path):
+    """A run with another loss and estimator, step rewards and initially measured moments."""
+    (tmp_path / "steps.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    digits = [i + 1 for i, c in enumerate(solution_str) if c.isdigit()]\n"
+        "    return {'score': 0.0, 'step_rewards': [(end, 1.0) for end in digits]}\n"
+    )
+    output = run(
+        files,
+        tmp_path / "run",
+        f"--config.reward.function={tmp_path}/steps.py:reward",
+        "--config.reward.process_rewards=True",
+        "--config.algorithm.adv_estimator=grpo",
+        "--config.actor.policy_loss=gspo",
+        "--config.critic.normalize_values=False",
+        "--config.trainer.critic_warmup=0",
+        "--config.reward.normalize=reference",
+        "--config.reward.normalize_samples=20",
+        "--config.algorithm.kl_ctrl.type=linear",
+        "--config.algorithm.kl_ctrl.schedule=0:0.1,2:0",
+        "--config.trainer.total_training_steps=3",
+        "--config.trainer.warn_entropy_below=100",
+    )
+    assert "the first policy's rewards: mean 0, deviation 1" in output
+    assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
+    assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
+    steps = read_step_rows(tmp_path / "run")
+    assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
+    assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any(
+        "critic/loss" in row for row in steps
+    )
+
+
+def run_two_processes(arguments, logs, devices=1):
+    return subprocess.run(
+        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
+        cwd=ROOT,
+        text=True,
+        env=environment(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
+    arguments = command(files, tmp_path)[3:]
+    process = run_two_processes(arguments, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+KILLED_IN_PROCESS_1 = """
+import os, pathlib, signal, time
+import jax
+folder = pathlib.Path({folder!r})
+calls = 0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    if jax.process_index() == 1 and extra_info["split"] == "train":
+        calls += 1
+        if calls == 5 * 8 + 5 and not (folder / "was_killed").exists():
+            while len(list(folder.glob("local/*/process_*/5"))) < 2:
+                time.sleep(0.01)
+            (folder / "was_killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_of_two_processes_resumes_from_its_local_disks(files, tmp_path):
+    """Its work directory has the fourth step, the processes' own folders the fifth."""
+    reward, local = tmp_path / "reward.py", tmp_path / "local"
+    reward.write_text(KILLED_IN_PROCESS_1.format(folder=str(tmp_path)))
+    options = f"--config.reward.function={reward}:reward", "--config.mesh.fsdp=2"
+    kept = f"--config.trainer.local_dir={local}", "--config.trainer.local_save_freq=1"
+
+    def start(name, *more):
+        arguments = command(files, tmp_path / name, *options, *more)[3:]
+        return run_two_processes(arguments, tmp_path)
+
+    killed = start("killed", *kept)
+    assert killed.returncode != 0
+    resumed = start("killed", *kept)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming after step 5" in resumed.stdout
+    assert not any(local.iterdir())
+    undisturbed = start("undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+@pytest.mark.exhaustive
+def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
+    """Each process steps the environments of its own samples, with the same random numbers."""
+    (tmp_path / "dice.py").write_text(DICE)
+    arguments = [
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
+        "--config.rollout.multi_turn.max_turn_length=3",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.save_freq=0",
+        "--config.data.val_files=",
+    ]
+    run(files, tmp_path / "one", *arguments)
+    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert json.loads((tmp_path / "two/summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(tmp_path / "two", tmp_path / "one", 1e-3)
+    for ours, theirs in zip(
+        *map(read_step_rows, (tmp_path / "two", tmp_path / "one")), strict=True
+    ):
+        for name in ("rollout/turns", "reward/turns"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3), name
+
+
+@pytest.mark.slow
+def test_two_processes_report_what_the_rule_reports_for_all_responses(files, tmp_path):
+    """Regression: its figures covered the responses of process 0 only."""
+    (tmp_path / "figures.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if len(solution_str) % 3 == 0: raise ValueError\n"
+        "    digits = sum(c.isdigit() for c in solution_str)\n"
+        "    name = 'digits' if digits else 'none'\n"
+        "    return {'score': digits, 'characters': len(solution_str), name: digits}\n"
+    )
+    arguments = [
+        f"--config.reward.function={tmp_path}/figures.py:reward",
+        "--config.reward.workers=1",
+        "--config.trainer.total_training_steps=1",
+        "--config.trainer.val_before_train=False",
+        "--config.data.val_files=",
+    ]
+    run(files, tmp_path / "one", *arguments)
+    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (alone,), (together,) = (read_step_rows(tmp_path / name) for name in ("one", "two"))
+    for name in ("rule_failures", "characters", "digits", "none"):
+        assert float(together[f"reward/{name}"]) == float(alone[f"reward/{name}"])
+    assert 0 < float(alone["reward/rule_failures"]) < 16
+
+
+@pytest.mark.slow
+def test_a_reward_model_alone(files, reward_model, tmp_path):
+    """The reward is its score at the last token of the sequence, in training and evaluations."""
+    run(
+        files,
+        tmp_path,
+        "--config.reward.function=",
+        f"--config.reward.model_path={reward_model}",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.test_freq=0",
+    )
+    steps = read_step_rows(tmp_path)
+    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
+    assert all(
+        entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations
+    )
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
+    """Regression: `sys.exit()` in it ended the run as a success, and errors trained on."""
+    (tmp_path / "bad.py").write_text(
+        "import sys\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    sys.exit()\n"
+    )
+    arguments = (
+        f"--config.reward.function={tmp_path}/bad.py:reward",
+        "--config.reward.workers=1",
+        "--config.reward.max_failed_steps=2",
+        "--config.trainer.val_before_train=False",
+    )
+    process = subprocess.run(
+        command(files, tmp_path / "work", *arguments),
+        cwd=ROOT,
+        text=True,
+        env=environment(),
+        capture_output=True,
+    )
+    assert process.returncode == 1
+    last = process.stderr[process.stderr.rindex("error: config.reward.function=") :]
+    for words in (
+        "failed on every response of 2 consecutive steps (config.reward.max_failed_steps=2)",
+        "The first failure of step 2 was row 0 of the batch, data_source='arithmetic'",
+        "SystemExit",
+    ):
+        assert words in last
+    # The second step's update was not made.
+    assert len(read_step_rows(tmp_path / "work")) == 1
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_path):
+    """Of a step's 16 responses, and of two held-out batches of 8, two each are tried."""
+    (tmp_path / "hangs.py").write_text(
+        "import pathlib, time\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with open(pathlib.Path(__file__).with_name('calls'), 'a') as calls: calls.write('x')\n"
+        "    time.sleep(3600)\n"
+    )
+    arguments = (
+        f"--config.reward.function={tmp_path}/hangs.py:reward",
+        "--config.reward.workers=1",
+        "--config.reward.timeout=0.2",
+        "--config.reward.max_timeouts=2",
+        "--config.trainer.val_before_train=False",
+        "--config.trainer.test_freq=1",
+    )
+    process = subprocess.run(
+        command(files, tmp_path / "work", *arguments),
+        cwd=ROOT,
+        text=True,
+        env=environment(),
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert process.returncode == 1
+    last = process.stderr[process.stderr.rindex("error: ") :]
+    assert "the reward function failed on all 16 responses of the held-out evaluation" in last
+    assert "no result within config.reward.timeout=0.2 seconds" in last
+    # A worker may have begun the next one.
+    assert 6 <= len((tmp_path / "calls").read_text()) <= 9
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_both(files, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import jax\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if jax.process_index() == 1: raise KeyboardInterrupt('reward service is gone')\n"
+        "    return 0.0\n"
+    )
+    arguments = command(
+        files,
+        tmp_path / "work",
+        f"--config.reward.function={tmp_path}/bad.py:reward",
+        "--config.reward.workers=0",
+    )[3:]
+    process = run_two_processes(arguments, tmp_path)
+    assert process.returncode != 0
+    output = (
+        process.stdout + process.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
+    )
+    assert "reward service is gone" in output
+
+
+@dataclasses.dataclass
+class WatchedRun:
+    """What was compiled and transferred in a run of six steps on eight devices.
+
+    Attributes:
+      summary: the compilations in its summary.json.
+      compiled: seconds of each compilation.
+      compiled_at_step: number of compilations by the end of each step.
+      calls_at_step: calls of each function that transfers arrays by the end of each step.
+    """
+
+    summary: dict[str, float]
+    compiled: list[float]
+    compiled_at_step: dict[int, int]
+    calls_at_step: dict[int, collections.Counter[str]]
+
+
+@pytest.fixture(scope="module")
+def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
+    """Train while implicit transfers are refused in steps 4 and 5."""
+    compiled: list[float] = []
+    calls: collections.Counter[str] = collections.Counter()
+    compiled_at_step, calls_at_step = {}, {}
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event == compilation.COMPILED:
+            compiled.append(seconds)
+
+    def count_calls(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        patch.setattr(owner, name, call)
+
+    finish = loop.finish_step
+
+    def finish_and_count(run, state, *, completed_steps: int, **named) -> None:
+        compiled_at_step[completed_steps] = len(compiled)
+        calls_at_step[completed_steps] = calls.copy()
+        finish(run, state, completed_steps=completed_steps, **named)
+        guard = "disallow" if completed_steps in (3, 4) else "allow"
+        jax.config.update("jax_transfer_guard", guard)
+
+    workdir = tmp_path_factory.mktemp("watched")
+    config = load_config(
+        files,
+        "--config.trainer.total_training_steps=6",
+        "--config.trainer.val_before_train=False",
+        "--config.data.val_files=",
+        "--config.trainer.save_freq=0",
+        "--config.mesh.data=2",
+        "--config.mesh.fsdp=4",
+    )
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "finish_step", finish_and_count)
+            for owner, name in (
+                (placement, "place"),
+                (placement, "to_host"),
+                (placement, "local_rows"),
+                (jax, "device_get"),
+            ):
+                count_calls(patch, owner, name)
+            loop.train(config, workdir)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+        jax.monitoring.clear_event_listeners()
+    summary = json.loads((workdir / "summary.json").read_text())["compilations"]
+    return WatchedRun(summary, compiled, compiled_at_step, calls_at_step)
+
+
+def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
+    compiled, at_step = watched.compiled, watched.compiled_at_step
+    assert at_step[1] > 5
+    assert at_step[6] == at_step[2], at_step
+    assert watched.summary["programs"] == len(compiled)
+    assert watched.summary["seconds"] == pytest.approx(sum(compiled))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_step_is_compiled_in_the_precompilation_alone(
+    files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
+):
+    """Precompiled shapes and shardings equal those of the run; otherwise programs compile twice."""
+    threads = collections.defaultdict(list)
+    options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
+    monkeypatch.setattr(
+        meshes,
+        "make_mesh",
+        functools.partial(meshes.make_mesh, devices=jax.devices()[:devices]),
+    )
+    jax.config.update("jax_log_compiles", True)
+    try:
+        loop.train(
+            load_config(
+                files,
+                "--config.trainer.total_training_steps=2",
+                "--config.trainer.val_before_train=False",
+                "--config.data.val_files=",
+                "--config.data.train_batch_size=16",
+                *options,
+            ),
+            tmp_path,
+        )
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    for record in caplog.records:
+        if match := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
+            threads[match[1]].append(record.threadName)
+    assert threads["score_part"] == ["precompilation"] * 2, threads  # the policy's and the critic's
+    for name in (
+        "estimate_experience",
+        "update_actor",
+        "update_critic",
+        *["reward_model_scores"] * with_model,
+    ):
+        assert threads[name] == ["precompilation"], (name, threads)
+    # These programs do not depend on the options, so another test may have compiled them.
+    for name in (
+        "unroll_params",
+        "generate_from",
+        "split_prompts",
+        "concatenate_rollouts",
+        "join",
+    ):
+        assert threads[name] in ([], ["precompilation"]), (name, threads)
+
+
+def test_an_error_stops_the_precompilation(monkeypatch):
+    """It stops after the program in progress; a compiler error is raised only without another."""
+    started, first, release = [], threading.Event(), threading.Event()
+
+    def programs(*_):
+        for name in ("one", "two"):
+            started.append(name)
+            first.set()
+            release.wait(HANG_SECONDS)
+            yield name
+        raise ValueError("out of memory")
+
+    class Event(threading.Event):
+        """The program ends once the error has been noticed."""
+
+        def set(self):
+            super().set()
+            release.set()
+
+    monkeypatch.setattr(precompilation, "compile_programs", programs)
+    threads = types.SimpleNamespace(Thread=threading.Thread, Event=Event)
+    monkeypatch.setattr(precompilation, "threading", threads)
+    monkeypatch.setattr(precompilation, "state_shapes", lambda *_: None)
+    run = mock.MagicMock(mesh=meshes.make_mesh(schema.MeshShape()))
+    run.config.data.train_batch_size = run.config.rollout.n = 1
+    run.batches.return_value = iter([mock.MagicMock()] * 2)
+    with pytest.raises(KeyError), precompilation.precompile_in_background(run, Progress()):
+        first.wait(HANG_SECONDS)
+        raise KeyError
+    assert started == ["one"]
+    with (
+        pytest.raises(ValueError, match="out of memory"),
+        precompilation.precompile_in_background(run, Progress()),
+    ):
+        pass
+
+
+def test_a_warm_step_transfers_only_what_it_says(watched: WatchedRun):
+    """There are no implicit transfers to the mesh, and explicit ones move a handful of arrays."""
+    # To the device: prompts, the two numbers of the key, the packings of scoring and update with
+    # three counts and members, two columns of rewards. To the host: lengths for packing, responses
+    # and their lengths for the rewards, and metrics of the previous step.
+    assert watched.calls_at_step[5] - watched.calls_at_step[4] == {
+        "place": 10,
+        "to_host": 1,
+        "local_rows": 2,
+        "device_get": 2,  # one of them in to_host
+    }
+
+
+def load_config(files, *overrides):
+    from jax_ppo.config import command_line
+
+    return command_line.read_command_line(["train", f"--config={files}/config.py", *overrides])[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--config.data.max_response_length=100", "the actor takes 128 tokens at most"),
+        (
+            "--config.data.train_files=arithmetic:4",
+            "has 4 prompts, and config.data.train_batch_size=8",
+        ),
+        ("--config.model.path=/nowhere/model", "config.model.path"),
+        ("--config.reward.function=jax_ppo.nothing:reward", "config.reward.function"),
+        ("--config.mesh.model=8", "config.mesh.model=8: must divide"),
+        ("--config.mesh.model=3", "must multiply to the number of devices, 8"),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.run.loop.create_state", lambda *_, **__: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)
+
+
+def test_resolved_options_are_hashable(files):
+    assert isinstance(hash(load_config(files)), int) and isinstance(
+        load_config(files), schema.Config
+    )
+
+
+@pytest.mark.exhaustive
+def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
+    files, undisturbed, tmp_path
+):
+    rows = [
+        {
+            "prompt": example.prompt,
+            "data_source": example.data_source,
+            "ground_truth": example.ground_truth,
+        }
+        for example in arithmetic.generate_arithmetic_examples(64)
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=10
+    )
+    options = (
+        f"--config.data.train_files={tmp_path}/train.parquet",
+        f"--config.data.cache_dir={tmp_path}/cache",
+    )
+    workdir = tmp_path / "run"
+    output = run(files, workdir, *options, "--config.trainer.total_training_steps=4")
+    assert "tokenizing: 64 prompts" in output
+    run(files, workdir, *options)
+    assert read_step_rows(workdir) == read_step_rows(undisturbed[0])
