@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
 
-Runs loop.train itself and pauses it where it requests the next batch. There it waits for the update,
-which would otherwise overlap with the next step.
+Runs loop.train itself and pauses it where it requests the next batch. There it waits for the
+update, which would otherwise overlap with the next step.
 """
 
 import contextlib
