@@ -20,7 +20,7 @@ WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
 
 # Each phase begins with a call of one of these functions, by the name under which it is called.
 PHASES = {
-    "making the model": ("jax_ppo.supervised.warmup:train_on_responses",),
+    "making the model": ("jax_ppo.demonstration.warmup:train_on_responses",),
     "loading": (
         "jax_ppo.run.loop:create_state",
         "jax_ppo.run.supervised_loop:start_parameters",
@@ -105,7 +105,7 @@ def announce_when_running(run: Callable) -> Callable:
     """Return a wrapper that announces from its call on, as modules are loaded only then."""
 
     def call(*arguments: Any) -> Any:
-        warmup = importlib.import_module("jax_ppo.supervised.warmup")
+        warmup = importlib.import_module("jax_ppo.demonstration.warmup")
         for name, value in WARMUP_SIZES.items():
             setattr(warmup, name, value)
         announce_examples()

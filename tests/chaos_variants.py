@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from llama_folder import write_llama
 
 CONFIG = '''

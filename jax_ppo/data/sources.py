@@ -17,6 +17,7 @@ of any file, selects a slice of its rows, counted from 0 as in Python.
 
 import dataclasses
 import glob
+import importlib
 import itertools
 import logging
 import os
@@ -27,15 +28,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories, sums
+from jax_ppo.data import files, hub_files, row_formats
 from jax_ppo.data.columns import Columns, ignored_columns, is_missing
 from jax_ppo.data.messages import Messages
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
 
-GENERATED = ("arithmetic", "sums", "stories")
-SCHEMES = (*GENERATED, "hf", "tfds")
+# The generated sources: a function of (count, split, seed) each, imported only when it is named.
+GENERATORS = {
+    "arithmetic": "jax_ppo.demonstration.arithmetic:generate_arithmetic_examples",
+    "sums": "jax_ppo.demonstration.sums:generate_sum_examples",
+    "stories": "jax_ppo.demonstration.stories:generate_story_examples",
+}
+SCHEMES = (*GENERATORS, "hf", "tfds")
 FORMS = (
     "files ("
     + ", ".join(files.SUFFIXES)
@@ -171,7 +177,7 @@ def _load_source(
     source: str, columns: Columns | None, instruction: str, seed: int, option: str
 ) -> list[Example]:
     scheme, colon, arguments = source.partition(":")
-    if colon and scheme in GENERATED:
+    if colon and scheme in GENERATORS:
         return _generate_examples(scheme, arguments, seed, option)
     # TFDS has a slice syntax of its own, in the name of the split.
     if colon and scheme == "tfds":
@@ -225,11 +231,9 @@ def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], column
 
 def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> list[Example]:
     count, split = _parse_count_and_split(scheme, arguments, option)
-    if scheme == "arithmetic":
-        return arithmetic.generate_arithmetic_examples(count, split)
-    if scheme == "sums":
-        return sums.generate_sum_examples(count, split)
-    return stories.generate_story_examples(count, split, seed)
+    module, _, name = GENERATORS[scheme].partition(":")
+    examples: list[Example] = getattr(importlib.import_module(module), name)(count, split, seed)
+    return examples
 
 
 def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[int, str]:
@@ -256,7 +260,7 @@ def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
     """
     sources = []
     for source, _ in _split_weights(spec):
-        has_files = source.partition(":")[0] not in (*GENERATED, "tfds")
+        has_files = source.partition(":")[0] not in (*GENERATORS, "tfds")
         located = _locate_files(source, option) if has_files else None
         if located is None or any(path.suffix.lower() != ".parquet" for path in located.paths):
             raise UserError(

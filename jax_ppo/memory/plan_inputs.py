@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
+from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.memory.least_memory import LeastMemory, measure_least_memory
 from jax_ppo.models.architecture import Architecture
@@ -26,7 +27,6 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
-from jax_ppo.supervised import warmup
 from jax_ppo.training.networks import Networks, full_parameters, read_networks
 from jax_ppo.training.role_folders import resolve_role_folders
 from jax_ppo.training.state import TrainState, policy_params

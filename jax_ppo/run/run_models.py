@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
-from jax_ppo.supervised import warmup
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, read_networks
 from jax_ppo.training.role_folders import resolve_role_folders

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.data import arithmetic, tokenizer
+from jax_ppo.data import tokenizer
+from jax_ppo.demonstration import arithmetic
 
 REPOSITORY = Path(__file__).parents[2]
 

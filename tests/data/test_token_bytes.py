@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jax_ppo.data import arithmetic
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.data.tokenizer import load_tokenizer, train_tokenizer
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 
 TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."

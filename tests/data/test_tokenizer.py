@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jax_ppo.data import arithmetic
 from jax_ppo.data.prompts import tokenize_prompts
 from jax_ppo.data.responses import tokenize_responses
 from jax_ppo.data.tokenizer import (
@@ -19,6 +18,7 @@ from jax_ppo.data.tokenizer import (
     train_tokenizer,
     validate_chat_template,
 )
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

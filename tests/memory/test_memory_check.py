@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from jax_ppo.config import loading
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import least_memory

@@ -13,7 +13,7 @@ from test_update import assert_close, run_gradients
 
 import tiny
 from jax_ppo.config.loading import load_config
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import quantize_kernels

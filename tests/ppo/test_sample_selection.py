@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from jax_ppo.config import loading
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import sample_selection
 from jax_ppo.ppo.algorithm import StepOptions

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_ppo.config import loading
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.run import loop

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jax_ppo.config import command_line, schema
-from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.lora import Lora, init_adapters

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
-from jax_ppo.data import arithmetic
 from jax_ppo.data.tokenizer import load_tokenizer
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.run import build, data_check
 from jax_ppo.run.rule_trial import try_rule

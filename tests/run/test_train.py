@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 import metrics_page
 from jax_ppo.config import loading, schema
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture

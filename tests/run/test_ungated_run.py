@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import recorded
 import tiny
-from jax_ppo.data import arithmetic
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer

@@ -11,8 +11,8 @@ from tiny_actor import ARCHITECTURE, T
 
 import tiny
 from jax_ppo.config import command_line
-from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf import save as hf_save

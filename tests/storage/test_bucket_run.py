@@ -95,7 +95,7 @@ def exported_actor(server, workdir):
 
 def arithmetic_rows():
     """Return a few problems as lines of JSON."""
-    from jax_ppo.data.arithmetic import generate_arithmetic_examples
+    from jax_ppo.demonstration.arithmetic import generate_arithmetic_examples
 
     rows = [
         {

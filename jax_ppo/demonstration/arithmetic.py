@@ -130,18 +130,17 @@ def generate_problem(index: int, split: str) -> Problem:
     return Problem(numbers=numbers, signs=signs, question=question)
 
 
-def generate_arithmetic_examples(
-    count: int, split: str = "train", offset: int = 0
-) -> list[Example]:
-    """Return problems with their answers, of data_source "arithmetic".
+def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
+    """Return problems 0 .. count - 1 with their answers, of data_source "arithmetic".
 
     Args:
       count: number of problems.
       split: "train" or "heldout".
-      offset: index of the first problem.
+      seed: ignored: a problem depends on its index alone.
     """
+    del seed
     examples = []
-    for index in range(offset, offset + count):
+    for index in range(count):
         problem = generate_problem(index, split)
         solution = problem.worked_solution
         example = Example(

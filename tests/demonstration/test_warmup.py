@@ -8,10 +8,10 @@ import pytest
 
 import tiny
 from jax_ppo.data.tokenizer import load_tokenizer
+from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import has_weights, read_architecture
 from jax_ppo.run.build import set_up_run
-from jax_ppo.supervised import warmup
 from jax_ppo.training.optimizer import learning_rate
 
 

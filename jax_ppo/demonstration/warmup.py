@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Create, CriticOptim, Supervised
-from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.token_rows import pad_rows
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import CREATED_FAMILY
