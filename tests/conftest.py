@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="parity",
         action="store_const",
         const="write",
-        help="store what torch, transformers and peft compute (tests/regenerate_expected.py)",
+        help="store what they compute (tests/harness/regenerate_expected.py)",
     )
 
 

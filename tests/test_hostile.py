@@ -1,4 +1,4 @@
-"""A short form of the harness of hostile inputs, tests/hostile.py."""
+"""A short form of the harness of hostile inputs, tests/harness/hostile.py."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.slow
 def test_hostile_inputs_are_accepted_correctly_or_refused_in_one_line():
-    script = Path(__file__).parent / "hostile.py"
+    script = Path(__file__).parent / "harness" / "hostile.py"
     command = [sys.executable, script, "--inputs", "510", "--seed", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stdout + result.stderr

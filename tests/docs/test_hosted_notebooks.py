@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 
-import doc_pages
 import pytest
 
+import doc_pages
 import jax_ppo
 from jax_ppo.config import validation
 

@@ -4,10 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-import doc_pages
 import jax.numpy as jnp
 import numpy as np
 
+import doc_pages
 import metrics_page
 from jax_ppo.kernels import importance
 from jax_ppo.run import evaluation_statistics

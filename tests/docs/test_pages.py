@@ -6,9 +6,9 @@ import shlex
 import subprocess
 import sys
 
-import doc_pages
 import pytest
 
+import doc_pages
 import museum
 from jax_ppo import check, plan, prepare, report
 from jax_ppo.config import command_line, loading, schema

@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 
-import doc_pages
 import pytest
+
+import doc_pages
 
 STEPS = "trainer__total_training_steps=12"
 SHORTER = "trainer__total_training_steps=3, model__create__steps=20, model__create__habit_steps=5"

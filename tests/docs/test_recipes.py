@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 
-import doc_pages
 import pytest
+
+import doc_pages
 
 # These pages train or sample a model, which takes longer.
 RUNS_MODELS = ("python-api", "model-family", "rollout-engine")

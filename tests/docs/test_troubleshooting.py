@@ -2,9 +2,9 @@
 
 import re
 
-import doc_pages
 import pytest
 
+import doc_pages
 import metrics_page
 from jax_ppo.run.diagnostics import DIAGNOSTICS
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumerate_policy import Enumerated
 
+from enumerate_policy import Enumerated
 from jax_ppo.kernels import advantages, importance, kl, losses
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
 

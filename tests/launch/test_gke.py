@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import yaml
-from stand_ins import LAUNCH, TRICKY, script
 
 from jax_ppo.config import command_line
+from stand_ins import LAUNCH, TRICKY, script
 from waiting import HANG_SECONDS
 
 JOBSET = LAUNCH / "gke" / "jobset.py"

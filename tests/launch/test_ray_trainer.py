@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+
 from stand_ins import LAUNCH
 
 SCRIPT = LAUNCH / "ray_trainer.py"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from stand_ins import LAUNCH
 
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import yaml
-from stand_ins import LAUNCH, TRICKY, script
 
 from jax_ppo.config import command_line
+from stand_ins import LAUNCH, TRICKY, script
 
 TASK = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
 

@@ -5,8 +5,8 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import LAUNCH, TRICKY, script
 
+from stand_ins import LAUNCH, TRICKY, script
 from waiting import HANG_SECONDS, wait_until
 
 

@@ -7,8 +7,8 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import LAUNCH, TRICKY, script
 
+from stand_ins import LAUNCH, TRICKY, script
 from waiting import HANG_SECONDS, wait_until
 
 # Accepts what gcloud 528 documents for each subcommand. The states of the queued resource are read

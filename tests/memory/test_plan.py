@@ -499,7 +499,7 @@ def test_a_tpus_compiler_measures_the_plan(folder):
 def test_a_tpus_update_sums_no_table_of_a_vocabulary_on_all_devices():
     """Each of eight devices has 64 columns, half as many as a vector."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    script = Path(__file__).with_name("compile_update_for_tpus.py")
+    script = Path(__file__).parents[1] / "harness" / "compile_update_for_tpus.py"
     output = subprocess.check_output([sys.executable, script, "512"], env=environment, text=True)
     kinds = [line.split()[0] for line in output.splitlines()]
     assert sorted(kinds) == ["all-gather", "all-to-all"]

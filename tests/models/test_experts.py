@@ -3,13 +3,13 @@
 import dataclasses
 import json
 
-import hf_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import hf_reference as reference
 import recorded
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError

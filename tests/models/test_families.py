@@ -8,7 +8,6 @@ that of head_dim.
 import functools
 import json
 
-import hf_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
+import hf_reference as reference
 import recorded
 import tiny
 from jax_ppo.kernels.logprobs import token_logprobs

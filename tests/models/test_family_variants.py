@@ -1,10 +1,10 @@
 """Unusual configurations and the reward models of all families compute transformers' numbers."""
 
-import hf_reference as reference
 import jax
 import pytest
 from test_families import VARIANTS, assert_close
 
+import hf_reference as reference
 from jax_ppo.models import heads
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.load import read_reward_architecture

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import json
 
-import hf_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import hf_reference as reference
 import recorded
 import tiny
 from jax_ppo.config import schema

@@ -1,9 +1,9 @@
 """Every kind of rotary position embedding has the frequencies and logits of transformers."""
 
-import hf_reference as reference
 import numpy as np
 import pytest
 
+import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope

@@ -2,13 +2,13 @@
 
 import json
 
-import hf_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import hf_reference as reference
 import recorded
 import tiny
 from jax_ppo.errors import UserError

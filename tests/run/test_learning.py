@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
 from test_real_data import DATA, ROOT, needs
 
 

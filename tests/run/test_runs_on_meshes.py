@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_meshes_of_eight_and_sixteen_devices_compute_what_one_does() -> None:
 
 
 def run_script(name: str, *arguments: str) -> str:
-    """Run a script beside this file and return what it printed."""
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}"}
-    command = [sys.executable, HERE / name, *arguments]
+    """Run a script of tests/harness/ and return what it printed."""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    command = [sys.executable, TESTS / "harness" / name, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr

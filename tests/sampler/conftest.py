@@ -1,4 +1,5 @@
 import pytest
+
 from tiny_actor import Actor, make_prompts
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import sharding
@@ -14,6 +13,7 @@ from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.text_search import search_for
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 V = ARCHITECTURE.vocab_size
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)

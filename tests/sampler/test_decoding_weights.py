@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor
 
 import tiny
 from hlo import read_collectives
@@ -14,6 +13,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.compilation import count_compilations
 from jax_ppo.sampler.decoding_weights import WeightPreparation
+from tiny_actor import ARCHITECTURE, Actor
 
 NUM_LAYERS = 6
 

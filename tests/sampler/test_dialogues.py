@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.environments import host
@@ -24,6 +23,7 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue, address_dialogues
 from jax_ppo.types import Example, Prompts
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 V, T = ARCHITECTURE.vocab_size, 24
 LONGEST = 3  # tokens of an observation

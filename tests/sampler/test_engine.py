@@ -7,7 +7,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, T
 
 import tiny
 from jax_ppo.config import command_line
@@ -22,6 +21,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
+from tiny_actor import ARCHITECTURE, T
 
 LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''

@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, T, make_prompts
 
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import decode_loop, generate
 from jax_ppo.types import Prompts
+from tiny_actor import ARCHITECTURE, T, make_prompts
 
 
 def select_rows(rollout, which):

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from tiny_actor import make_prompts
 
 from jax_ppo.config import schema
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import generate
+from tiny_actor import make_prompts
 
 EOS = (3, 7, 11, 30)
 

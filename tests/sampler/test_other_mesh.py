@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 import tiny
 from hlo import read_collectives
@@ -16,6 +15,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
+from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 SAMPLED = SamplingOptions(T, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 GREEDY = SamplingOptions(T, 0.0)

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import numpy as np
-from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 import tiny
 from hlo import read_collectives
@@ -12,6 +11,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
+from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 SAMPLED = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=2)
 

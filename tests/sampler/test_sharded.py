@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 from hlo import read_collectives
 from jax_ppo.config.schema import MeshShape
@@ -16,6 +15,7 @@ from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 SHAPE_AXES = ("data", "fsdp", "model")
 OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)

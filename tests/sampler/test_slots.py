@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_actor import make_prompts
 
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
@@ -18,6 +17,7 @@ from jax_ppo.sampler import decode_loop, generate, sampling
 from jax_ppo.sampler import slots as slots_lib
 from jax_ppo.sampler.slots import DecodeState
 from jax_ppo.types import Prompts
+from tiny_actor import make_prompts
 
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)

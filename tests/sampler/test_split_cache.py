@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 import tiny
 from hlo import read_collectives
@@ -14,6 +13,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
+from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 OPTIONS = SamplingOptions(T, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 

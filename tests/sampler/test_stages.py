@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import sharding
@@ -15,6 +14,7 @@ from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.slots import initial_state, plan_job
 from jax_ppo.sampler.stages import plan_next_stage, stage_limits
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)

@@ -194,7 +194,7 @@ def start_two(command, environment, coordinator_address, caches):
                 "JAX_COORDINATOR_ADDRESS": coordinator_address,
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(process),
-                "PYTHONPATH": str(ROOT / "tests"),
+                "PYTHONPATH": str(ROOT / "tests" / "harness"),
                 "XDG_CACHE_HOME": str(cache),
             },
             stdout=subprocess.PIPE,

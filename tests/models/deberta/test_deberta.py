@@ -3,7 +3,6 @@
 import functools
 import json
 
-import hf_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
+import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config

@@ -2,12 +2,12 @@
 
 import warnings
 
-import config_sweep
-import hf_reference as reference
 import numpy as np
 import pytest
 from test_deberta import live_scores, load, make, score_padded_rows
 
+import config_sweep
+import hf_reference as reference
 from jax_ppo.models.deberta.architecture import UNUSED_FIELDS, deberta_from_hf_config
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
 

@@ -3,10 +3,10 @@
 import json
 import warnings
 
-import config_sweep
-import hf_reference as reference
 import pytest
 
+import config_sweep
+import hf_reference as reference
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.hf.config import from_hf_config, text_config

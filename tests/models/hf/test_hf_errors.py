@@ -3,12 +3,12 @@
 import json
 import textwrap
 
-import hf_reference as reference
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config

@@ -2,13 +2,13 @@
 
 import json
 
-import hf_reference as reference
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
 from safetensors import safe_open
 
+import hf_reference as reference
 import recorded
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.load import read_architecture

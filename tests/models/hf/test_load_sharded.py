@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hf_reference as reference
 import pytest
 
+import hf_reference as reference
 from jax_ppo.models.hf.save import export_checkpoint
 from waiting import finish_all
 

@@ -2,11 +2,11 @@
 
 import json
 
-import hf_reference as reference
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture, read_reward_architecture

@@ -2,7 +2,6 @@
 
 import json
 
-import hf_reference as reference
 import jax
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import hf_reference as reference
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint

@@ -1,6 +1,6 @@
 """Print how eight TPUs exchange tables of a vocabulary in the actor's update, without a TPU.
 
-    python tests/memory/compile_update_for_tpus.py WIDTH
+    python tests/harness/compile_update_for_tpus.py WIDTH
 
 The compiler for TPUs, libtpu, does not accept the flags with which tests run; they run this in a
 process of its own. Each line is the kind of an exchange and its bytes.
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import tiny
 from hlo import read_collectives
 from jax_ppo.kernels.platform import assume_platform

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jax_ppo", "tests", "configs", "docs", "launch", "benchmarks", "examples")
 FILES = ("pyproject.toml", "README.md", "setup.py")
 TIMED_OUT = 124  # in place of pytest's exit code
@@ -117,7 +117,7 @@ def serve() -> None:
         os.chdir(folder)
         os.environ["PYTHONPATH"] = folder
         sys.path[:] = [folder] + [
-            p for p in sys.path if "edited_" not in p and p != str(ROOT / "tests")
+            p for p in sys.path if "edited_" not in p and p != str(ROOT / "tests" / "harness")
         ]
         _forget_modules()
         import jax_ppo

@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
 _PLACEHOLDERS = {"K": r"\d+", "NAME": r"[\w/@.-]+", "SOURCE": r"[\w/.-]+"}
 
 

@@ -1,6 +1,6 @@
 """Disturb tiny runs at random instants, resume them, and compare them with undisturbed ones.
 
-    python tests/chaos.py --faults 1000 --seed 0 --parallel 2
+    python tests/harness/chaos.py --faults 1000 --seed 0 --parallel 2
 
 A run is disturbed, resumed and disturbed again until it is complete. Then every exported file, each
 figure of training_metrics.csv except times, all evaluations and the training examples of each step

@@ -19,8 +19,8 @@ from chaos_server import ForkServer, WarmProcess
 from chaos_variants import Variant
 from waiting import keep_port
 
-ROOT = Path(__file__).parents[1]
-COMMAND = ROOT / "tests" / "chaos_command.py"
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(__file__).with_name("chaos_command.py")
 # Seconds of a start or of an end before a run counts as hung. Processes that wait for one that has
 # ended before it connected end by themselves after 300.
 TIMEOUT = 600.0

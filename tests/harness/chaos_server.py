@@ -1,6 +1,6 @@
 """Start commands from a process that has already imported what they need.
 
-    python tests/chaos_server.py SOCKET
+    python tests/harness/chaos_server.py SOCKET
 
 The server imports the package and its libraries once, and forks a child for each command. A child
 has the environment, directory, standard files, signal handlers and process group of a fresh
@@ -95,7 +95,7 @@ class ForkServer:
     def start(
         self, arguments: list[str], environment: dict[str, str], directory: Path
     ) -> WarmProcess:
-        """Start tests/chaos_command.py.
+        """Start tests/harness/chaos_command.py.
 
         Args:
           arguments: of the command, without the interpreter and the script.

@@ -1,6 +1,6 @@
 """Apply seeded mutations to the package and report the share that the default suite catches.
 
-    python tests/mutate.py --count 200 --seed 0
+    python tests/harness/mutate.py --count 200 --seed 0
 
 A mutation changes one operator, constant, condition or statement. It is caught if a test fails or
 does not end in time. Each is tried on a copy of the project, so that this checkout stays unchanged,
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 
 import edited_copies
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = "jax_ppo"
 
 COMPARISONS = {

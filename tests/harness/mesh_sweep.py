@@ -1,6 +1,6 @@
 """Run scoring, an update and decoding on every mesh of 8 and 16 devices, in float64.
 
-    PYTHONPATH=.:tests:tests/ppo python tests/ppo/mesh_sweep.py --devices 8 16
+    PYTHONPATH=.:tests python tests/harness/mesh_sweep.py --devices 8 16
 
 A dense model runs on every mesh without `expert`, a mixture of experts on every one with it. Each
 line has the largest relative difference from one device of what is scored and of four optimizer
@@ -17,12 +17,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import float64_meshes
+import conftest  # noqa: F401  (for its XLA_FLAGS)
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import conftest  # noqa: F401  (for its XLA_FLAGS)
+import float64_meshes
 import tiny
 from jax_ppo.config import validation
 from jax_ppo.errors import UserError

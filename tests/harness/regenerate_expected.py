@@ -1,6 +1,6 @@
 """Store what torch, transformers and peft compute in tests/expected/: needs the extra `parity`.
 
-python tests/regenerate_expected.py
+python tests/harness/regenerate_expected.py
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 USES = re.compile(r"^import .*(recorded|hf_reference|reward_models)", re.MULTILINE)
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What torch, transformers and peft compute, stored in tests/expected/ for tests without them.
 
 Tests compare with the stored values. With `--parity` pytest computes the values again, and fails
-where the stored ones differ; `tests/regenerate_expected.py` stores new ones.
+where the stored ones differ; `tests/harness/regenerate_expected.py` stores new ones.
 """
 
 import base64
@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-EXPECTED = Path(__file__).parent / "expected"
+EXPECTED = Path(__file__).parents[1] / "expected"
 LAYOUTS = "layouts"
 LIBRARIES = ("torch", "transformers", "peft")
-AGAIN = "store the values again with tests/regenerate_expected.py, which needs the extra `parity`"
+AGAIN = "store it again with tests/harness/regenerate_expected.py, which needs the extra `parity`"
 
 mode: str | None = None  # of --parity: None, "check" or "write"
 _files: dict[str, dict[str, Any]] = {}

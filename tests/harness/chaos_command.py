@@ -1,6 +1,6 @@
 """Run a command of jax_ppo, and announce its phases and the examples that it consumes.
 
-    python tests/chaos_command.py train|sft|reward_model [arguments of the command]
+    python tests/harness/chaos_command.py train|sft|reward_model [arguments of the command]
 
 Only announcements are added: `chaos.py` chooses by them when it disturbs the run. Each is one line,
 "chaos: phase NAME" or "chaos: step STEP of examples ID ID ...", on the standard output.

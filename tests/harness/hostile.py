@@ -1,6 +1,6 @@
 """Feed generated hostile inputs to the package: each must be accepted correctly or refused kindly.
 
-    python tests/hostile.py --inputs 10000 --seed 0
+    python tests/harness/hostile.py --inputs 10000 --seed 0
 
 An input is one thing that a person or a model supplies: an option, a field of a model's
 config.json, a row of data, a reward function's result. It is accepted, and then the outcome is what
@@ -35,7 +35,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, whatever is installed
 
 SECONDS = 2.0  # of one input: of the processor's time, so that a busy machine changes nothing
 HANG = 300.0  # seconds without an answer after which a child is killed; imports are slow
