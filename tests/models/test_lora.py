@@ -268,6 +268,30 @@ def test_what_peft_saves_of_our_reward_model_is_read(checkpoint, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
+def test_what_peft_saves_of_our_critic_is_read(checkpoint, tmp_path):
+    _, folder, architecture, _ = checkpoint
+    adapters = random_adapters(architecture, TWO, "scalar")
+    save_adapters(adapters, architecture, TWO, tmp_path / "critic", "some/base", per_token=True)
+
+    def theirs():
+        import peft
+        from transformers import AutoModelForTokenClassification
+
+        base = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "critic"))
+        model.save_pretrained(tmp_path / "theirs")
+        tensors = load_file(tmp_path / "theirs/adapter_model.safetensors")
+        return reference.read_adapters(tmp_path / "theirs"), tensors
+
+    config, tensors = recorded.value("adapters", theirs, folder, tmp_path / "critic")
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "again/adapter_model.safetensors")
+    assert read_adapter_config(tmp_path / "again", architecture) == (TWO, "some/base")
+    again = load_adapters(tmp_path / "again", architecture, TWO, shardings(adapters), head="reward")
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     adapters = random_adapters(ARCHITECTURE, ALL)

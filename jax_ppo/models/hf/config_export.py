@@ -17,7 +17,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     Args:
       architecture: the decoder.
       dtype: type of the exported weights.
-      head: "lm", or "scalar" for a sequence classifier with one label.
+      head: "lm"; "scalar" for a sequence classifier with one label; "token" for a classifier of
+        tokens with one label.
     """
     a = architecture
     family = FAMILIES[a.family]
@@ -63,9 +64,10 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         # The field lists the layers that are rotated, in spite of its name.
         config["no_rope_layers"] = [int(rotated) for rotated in a.layers_are_rotated]
     config |= write_rope(a, family)
-    if head == "scalar":
+    if head != "lm":
         prefix = family.classifier_prefix or family.class_prefix
-        config["architectures"] = [f"{prefix}ForSequenceClassification"]
+        unit = "Token" if head == "token" else "Sequence"
+        config["architectures"] = [f"{prefix}For{unit}Classification"]
         # This is how transformers writes num_labels = 1.
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
@@ -104,7 +106,7 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
     ):
         if before != after:
             changed[name] = ours[name]
-    if head == "scalar":
+    if head != "lm":
         changed |= {name: ours[name] for name in ("id2label", "label2id")}
         for name in ("num_labels", "problem_type"):
             changed.pop(name, None)

@@ -163,6 +163,7 @@ FAMILIES = {
     ),
     "granite": Family(
         class_prefix="Granite",
+        has_token_classifier=False,
         fields=_GRANITE_FACTORS,
         bias_fields=_ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)},
         defaults=dict.fromkeys(_GRANITE_FACTORS, 1.0) | {"max_position_embeddings": 2048},
@@ -170,6 +171,7 @@ FAMILIES = {
     ),
     "olmo2": Family(
         class_prefix="Olmo2",
+        has_token_classifier=False,
         fixed={
             "qk_norm": True,
             "qk_norm_over_heads": True,
@@ -228,6 +230,7 @@ FAMILIES = {
     "gemma3_text": Family(
         class_prefix="Gemma3",
         classifier_prefix="Gemma3Text",
+        has_token_classifier=False,
         fixed=_GEMMA_FIXED | {"post_norms": True, "qk_norm": True},
         fields=_GEMMA_2_FIELDS,
         bias_fields=_ATTENTION_BIAS,
@@ -249,6 +252,7 @@ FAMILIES = {
     ),
     "gpt2": Family(
         class_prefix="GPT2",
+        has_token_classifier=False,
         decoder_class="GPT2LMHeadModel",
         field_names={
             "hidden_size": "n_embd",
@@ -291,6 +295,7 @@ FAMILIES = {
     ),
     "gpt_neox": Family(
         class_prefix="GPTNeoX",
+        has_token_classifier=False,
         field_names={
             "rms_norm_eps": "layer_norm_eps",
             "rope_theta": "rotary_emb_base",

@@ -17,6 +17,7 @@ class Family:
     Attributes:
       class_prefix: prefix of the classes in transformers: {class_prefix}ForCausalLM.
       classifier_prefix: prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
+      has_token_classifier: whether transformers has ...ForTokenClassification with a head `score`.
       decoder_class: name of the language model's class; "" if it is {class_prefix}ForCausalLM.
       field_names: names of fields of config.json that differ from Llama's, by Llama's name. The
         names in the attributes below are the family's own.
@@ -66,6 +67,7 @@ class Family:
 
     class_prefix: str
     classifier_prefix: str = ""
+    has_token_classifier: bool = True
     decoder_class: str = ""
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: frozenset[str] = frozenset()

@@ -237,9 +237,11 @@ def _missing_weights_error(folder: Path) -> UserError:
     elif not cached:
         return UserError(found)
     config = folder / "config.json"
+    description = config.read_text(encoding="utf-8") if config.exists() else ""
     loader = "AutoModelForCausalLM"
-    if config.exists() and "ForSequenceClassification" in config.read_text(encoding="utf-8"):
-        loader = "AutoModelForSequenceClassification"
+    for task in ("SequenceClassification", "TokenClassification"):
+        if f"For{task}" in description:
+            loader = f"AutoModelFor{task}"
     return UserError(
         f"{found}. A pickle such as pytorch_model.bin is not read, because reading it would run "
         "whatever code it holds. If you trust it, convert it once where torch is installed, and "

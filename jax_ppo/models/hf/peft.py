@@ -27,7 +27,7 @@ from jax_ppo.models.hf.load import (
 )
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
 from jax_ppo.models.hf.save import atomic_folder
-from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, abbreviate, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed
@@ -195,9 +195,12 @@ def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head
     """Raise `UserError` unless the tensors are exactly those of these adapters."""
     validate_tensors(checkpoint, rows, head, ADAPTER_CONFIG)
     used = {name for row in rows.values() for name in row.names()}
+    bias = f"{PEFT_PREFIX}score.bias"
     if head in ("scalar", "both"):
         # The head of another role is not read.
-        used.add(PEFT_PREFIX + "score.weight")
+        used |= {f"{PEFT_PREFIX}score.weight", bias}
+    elif bias in checkpoint.names() and not np.any(checkpoint.read(bias)):
+        used.add(bias)  # of a classifier of tokens, as critics are exported
     unused = sorted(checkpoint.names() - used)
     if unused:
         raise UserError(
@@ -223,6 +226,7 @@ def save_adapters(
     folder: str | Path,
     base_model: str,
     revision: str | None = None,
+    per_token: bool = False,
 ) -> None:
     """Write a folder that PEFT loads; it appears complete or not at all.
 
@@ -236,6 +240,7 @@ def save_adapters(
       folder: the folder; an earlier export in it is replaced.
       base_model: hub name or path of the base model.
       revision: revision of the base model on the hub.
+      per_token: as in `export_checkpoint`.
 
     Raises:
       ValueError: `adapters` does not have this shape.
@@ -245,6 +250,10 @@ def save_adapters(
     folder = Path(folder)
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     arrays = flatten_like(adapters, rows, "`adapters`")
+    if head == "scalar" and per_token and FAMILIES[architecture.family].has_token_classifier:
+        head = "token"
+        rows["score", "bias"] = TensorMapping(f"{PEFT_PREFIX}score.bias", (1,))
+        arrays["score", "bias"] = jnp.zeros(1)
     total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if distributed.is_main():
@@ -272,18 +281,15 @@ def to_adapter_config(
     Args:
       architecture: the decoder that the adapters belong to.
       lora: shape of the adapters.
-      head: "lm", or "scalar" for a sequence classifier.
+      head: as in `config_export.to_hf_config`.
       base_model: hub name or path of the base model.
       revision: revision of the base model on the hub.
     """
     alpha = lora.alpha
     if alpha == int(alpha):
         alpha = int(alpha)
-    task = "SEQ_CLS"
-    trained_modules: list[str] | None = ["score"]
-    if head == "lm":
-        task = "CAUSAL_LM"
-        trained_modules = None
+    task = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS", "token": "TOKEN_CLS"}[head]
+    trained_modules = None if head == "lm" else ["score"]
     return {
         "peft_type": "LORA",
         "task_type": task,

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config_export import to_hf_config, update_hf_config
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.json_files import read_json_object, write_json
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
-from jax_ppo.models.hf.tensors import TensorTable, flatten_like
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, flatten_like
 from jax_ppo.models.hf.weight_files import (
     EXPORT_DTYPES,
     MergedKernel,
@@ -50,6 +52,7 @@ def export_checkpoint(
     max_shard_bytes: int = 4 * GIB,
     adapters: dict[str, Any] | None = None,
     lora: Lora | None = None,
+    per_token: bool = False,
 ) -> None:
     """Write a Hugging Face folder: a causal language model or, with a scalar head, a classifier.
 
@@ -69,6 +72,8 @@ def export_checkpoint(
       max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
       adapters: adapters to merge into `params` during the export, one tensor at a time.
       lora: shape of the adapters.
+      per_token: write a scalar head as a classifier of tokens, as a critic is one, instead of one
+        of sequences. Families for which transformers has none get one of sequences.
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
@@ -80,6 +85,11 @@ def export_checkpoint(
     rows = tensor_table(architecture, head)
     arrays = flatten_like(params, rows, "`params`")
     _validate_shapes(arrays, rows)
+    if head == "scalar" and per_token and FAMILIES[architecture.family].has_token_classifier:
+        head = "token"
+        # transformers' head has a bias, which critics do not.
+        rows["score", "bias"] = TensorMapping("score.bias", (1,))
+        arrays["score", "bias"] = jnp.zeros(1)
     if adapters is not None and lora is not None:
         arrays |= _merged_kernels(arrays, adapters, architecture, lora)
     with atomic_folder(Path(folder), *DESCRIPTION) as temporary:

@@ -104,27 +104,34 @@ def test_bfloat16(tmp_path):
     reference.assert_same_logits(reference.reload(tmp_path / "out"), rounded, reference.tokens())
 
 
-def test_a_critic_is_a_sequence_classifier(tmp_path):
-    for family in ("llama", "qwen2"):
-        reference.save(tmp_path / family, family)
-        architecture, params = reference.load(tmp_path / family, "scalar")
-        params["score"]["kernel"] = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
-        out = tmp_path / (family + "-critic")
-        export_checkpoint(params, architecture, out)
-        theirs = reference.reload(out, task="SequenceClassification")
-        config = json.loads((out / "config.json").read_text())
-        prefix = reference.CLASS_PREFIXES[family]
-        assert config["architectures"] == [f"{prefix}ForSequenceClassification"]
-        ids = reference.tokens()
-        values = reference.heads.compute_scalars(
-            params, reference.hidden(architecture, params, ids)
-        )
-        np.testing.assert_allclose(
-            reference.their_logits(theirs, ids)[:, 0], values[:, -1], atol=1e-4
-        )
-        again, loaded = reference.load(out, "reward")
-        assert again == architecture
-        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+@pytest.mark.parametrize(
+    ("family", "unit"), [("llama", "Sequence"), ("llama", "Token"), ("qwen2", "Token")]
+)
+def test_a_scalar_head_is_read_as_a_classifier(family, unit, tmp_path):
+    reference.save(tmp_path / "source", family)
+    architecture, params = reference.load(tmp_path / "source", "scalar")
+    params["score"]["kernel"] = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
+    out = tmp_path / "out"
+    export_checkpoint(params, architecture, out, per_token=unit == "Token")
+    theirs = reference.reload(out, task=f"{unit}Classification")
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [f"{reference.CLASS_PREFIXES[family]}For{unit}Classification"]
+    ids = reference.tokens()
+    values = reference.heads.compute_scalars(params, reference.hidden(architecture, params, ids))
+    logits = reference.their_logits(theirs, ids)[..., 0]
+    np.testing.assert_allclose(logits, values if unit == "Token" else values[:, -1], atol=1e-4)
+    again, loaded = reference.load(out, "reward")
+    assert again == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_critic_of_a_family_without_token_classifier_is_a_sequence_classifier(tmp_path):
+    reference.save(tmp_path / "source", "olmo2")
+    architecture, params = reference.load(tmp_path / "source", "scalar")
+    export_checkpoint(params, architecture, tmp_path / "out", per_token=True)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Olmo2ForSequenceClassification"]
+    assert "score.bias" not in load_file(tmp_path / "out/model.safetensors")
 
 
 @pytest.mark.parity
