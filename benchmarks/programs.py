@@ -203,7 +203,6 @@ class Step:
             )
             return estimate_experience(
                 ExperienceOptions.from_config(self.config),
-                state.step,
                 state.control,
                 sequences,
                 sampled,
@@ -413,7 +412,6 @@ class Step:
                 experience, _ = jax.block_until_ready(
                     estimate_experience(
                         ExperienceOptions.from_config(self.config),
-                        state.step,
                         state.control,
                         sequences,
                         rollout.logprobs,

@@ -129,7 +129,6 @@ class Training:
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(
             ExperienceOptions.from_config(config),
-            state.step,
             state.control,
             sequences,
             rollout.logprobs,

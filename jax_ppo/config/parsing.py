@@ -1,12 +1,10 @@
-"""Parse text-valued options: sets of projections, and values that change over the steps."""
+"""Parse text-valued options: sets of projections, loggers, strings and biases."""
 
 import json
 import math
 
 from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import did_you_mean
-
-SchedulePoint = tuple[int, float]  # (step, value)
 
 
 def parse_lora_targets(text: str) -> tuple[str, ...]:
@@ -68,37 +66,3 @@ def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
         if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
             raise ValueError(f"{part!r} in {text!r}: expected a token of at least 0, a finite bias")
     return tuple(pairs)
-
-
-def parse_schedule(text: str) -> tuple[SchedulePoint, ...]:
-    """Return the points of a schedule such as "0:0.01,200:0".
-
-    Args:
-      text: STEP:VALUE points separated by commas. Steps are increasing integers of at least 0;
-        values are finite and at least 0.
-
-    Raises:
-      ValueError: the message names the part and the problem.
-    """
-    points: list[SchedulePoint] = []
-    for part in text.split(","):
-        step, value = _parse_point(part, text)
-        if points and step <= points[-1][0]:
-            raise ValueError(f"step {step} in {text!r} does not come after step {points[-1][0]}")
-        points.append((step, value))
-    return tuple(points)
-
-
-def _parse_point(part: str, text: str) -> SchedulePoint:
-    """Return one point; `text` is the whole schedule, for error messages."""
-    step_text, _, value_text = part.partition(":")
-    try:
-        step = int(step_text)
-        value = float(value_text)
-    except ValueError:
-        raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
-    if step < 0:
-        raise ValueError(f"step {step} in {text!r} is below 0")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"value {value} in {text!r} is not a finite number of at least 0")
-    return step, value

@@ -62,22 +62,10 @@ USES_REFERENCE = Requirement(
     "`algorithm.use_reference` is on",
     "needs the reference; set config.algorithm.use_reference=True",
 )
-USES_KL_LOSS = Requirement(
-    lambda config: config.actor.use_kl_loss,
-    "`actor.use_kl_loss` is on",
-    "weighs the KL in the loss; set config.actor.use_kl_loss=True",
-)
 USES_KL_COEFFICIENT = Requirement(
-    lambda config: config.algorithm.use_kl_in_reward or config.actor.kl_loss_ctrl,
-    "`algorithm.use_kl_in_reward` or `actor.kl_loss_ctrl` is on",
-    "changes the coefficient of the KL in the reward or the loss; set "
-    "config.algorithm.use_kl_in_reward=True or config.actor.kl_loss_ctrl=True",
-)
-KL_COEFFICIENT_IS_SCHEDULED = Requirement(
-    lambda config: config.algorithm.kl_ctrl.type in ("linear", "step"),
-    "`algorithm.kl_ctrl.type` is linear or step",
-    "is not read with config.algorithm.kl_ctrl.type={config.algorithm.kl_ctrl.type!r}; set that to "
-    "'linear' or 'step'",
+    lambda config: config.algorithm.use_kl_in_reward,
+    "`algorithm.use_kl_in_reward` is on",
+    "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True",
 )
 HAS_BUILT_IN_ENGINE = Requirement(
     lambda config: config.rollout.engine == "built-in",
@@ -196,10 +184,6 @@ IS_GRPO = Condition(
 DISCOUNTS = Condition(
     lambda config: config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
     "`algorithm.adv_estimator` is gae or reinforce_plus_plus",
-)
-WHITENS_ADVANTAGES = Condition(
-    lambda config: config.whitens_advantages,
-    "advantages are whitened (`algorithm.whiten_advantages`)",
 )
 LEARNS_TRUNCATED = Condition(
     lambda config: not config.algorithm.mask_truncated, "`algorithm.mask_truncated` is off"
@@ -338,17 +322,6 @@ class Create:
         "by step",
         unit="steps",
         at_least=1,
-    )
-    batch_size: int = option(32, "worked examples per supervised step", unit="examples", at_least=1)
-    lr: float = option(
-        6e-3, "peak learning rate of the first supervised steps, which falls to habit_lr", above=0
-    )
-    habit_lr: float = option(3e-4, "learning rate of the habit_steps", above=0)
-    careful_share: float = option(
-        0.25,
-        "share of the examples of the habit_steps that are solved step by step",
-        at_least=0,
-        at_most=1,
     )
 
 
@@ -536,11 +509,6 @@ class Actor:
         "or `file.py:function`, called as described in kernels/policy_losses.py",
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
-    entropy_schedule: str = option(
-        "",
-        "schedule of that weight as STEP:WEIGHT points joined by lines, `0:0.01,200:0`; empty: "
-        "entropy_coeff throughout",
-    )
     router_aux_loss_coef: float = option(
         0.0,
         "weight of the load-balancing loss of a mixture of experts, a mean over sequences and "
@@ -551,11 +519,6 @@ class Actor:
         False, "add the KL to the reference to the actor's loss", requires=(USES_REFERENCE,)
     )
     kl_loss_coef: float = option(0.001, "weight of that KL", at_least=0)
-    kl_loss_ctrl: bool = option(
-        False,
-        "weight that KL by the changing coefficient of algorithm.kl_ctrl instead of kl_loss_coef",
-        requires=(USES_KL_LOSS,),
-    )
     kl_loss_type: str = option(
         "k3",
         "estimator of that KL; k1 has no restraining effect here; k3+ has the value of k3 and "
@@ -709,9 +672,8 @@ class KLControl:
 
     type: str = option(
         "fixed",
-        "how the coefficient changes: fixed; adaptive, towards target_kl; or by `schedule`: linear "
-        "joins its points by lines, step holds each value until the next point",
-        choices=("fixed", "adaptive", "linear", "step"),
+        "how the coefficient changes: fixed, not at all; adaptive, towards target_kl",
+        choices=("fixed", "adaptive"),
         requires=(USES_KL_COEFFICIENT,),
     )
     kl_coef: float = option(
@@ -719,11 +681,6 @@ class KLControl:
         "coefficient (the initial one if adaptive)",
         at_least=0,
         first_step_only=KL_COEFFICIENT_ADAPTS,
-    )
-    schedule: str = option(
-        "",
-        "STEP:COEFFICIENT points of linear and step, `0:0.05,100:0.01`",
-        requires=(KL_COEFFICIENT_IS_SCHEDULED,),
     )
     target_kl: float = option(
         0.1,
@@ -739,9 +696,6 @@ class KLControl:
     )
     horizon: int = option(
         10_000, "samples over which the adaptive controller acts", unit="samples", at_least=1
-    )
-    error_clip: float = option(
-        0.2, "maximum relative error that the adaptive controller acts on", above=0, at_most=1
     )
 
 
@@ -790,13 +744,6 @@ class Algorithm:
         1.0, "discount per token", at_least=0, at_most=1, effective_when=(DISCOUNTS,)
     )
     lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
-    critic_gamma: float | None = option(
-        None,
-        "gamma of the returns that the critic is trained on; unset: gamma",
-        at_least=0,
-        at_most=1,
-        effective_when=(HAS_CRITIC,),
-    )
     critic_lam: float | None = option(
         None,
         "lambda of the returns that the critic is trained on; unset: lam",
@@ -833,11 +780,6 @@ class Algorithm:
         None,
         "scale advantages to variance 1 over the whole rollout; unset: with gae, "
         "reinforce_plus_plus and reinforce_plus_plus_baseline",
-    )
-    whiten_shift_mean: bool = option(
-        True,
-        "shift whitened advantages to mean 0; off: keep their mean",
-        effective_when=(WHITENS_ADVANTAGES,),
     )
     use_kl_in_reward: bool = option(
         False,

@@ -78,7 +78,6 @@ TRAIN_RULES: tuple[Rule, ...] = (
     model.require_known_lora_targets,
     model.require_lora_path_alone,
     algorithm.reject_reuse_with_importance_weights,
-    algorithm.require_valid_schedules,
     algorithm.require_horizon_holds_step,
     *MACHINE_RULES,
     model.require_model_or_arithmetic,

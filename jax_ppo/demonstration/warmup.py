@@ -34,6 +34,10 @@ from jax_ppo.types import Packing, Params, Sequences
 NUM_EXAMPLES = 8_192  # of each kind, at most
 TOKENIZER_EXAMPLES = 2_000
 ROW_LENGTH = 144  # three worked examples
+BATCH_SIZE = 32  # examples per step, approximately: whole rows are drawn
+LR = 6e-3  # at its peak, while the skill is learned
+HABIT_LR = 3e-4
+CAREFUL_SHARE = 0.25  # of the habit's examples that are solved step by step
 WEIGHT_DECAY = 0.5  # without it the model learns examples by heart, not the skill
 BETA2 = 0.95  # moments over a thousand steps would remember the start of a few hundred steps
 
@@ -61,7 +65,9 @@ def describe_model(config: Config, folder: Path) -> None:
     if has_weights(folder):
         return
     create = config.model.create
-    texts = [prompt + response for prompt, response in _careful_pairs(create, config.seed)]
+    texts = [
+        prompt + response for prompt, response in _generate_pairs(create.steps, 1.0, config.seed)
+    ]
     # Each process writes a folder of its own: they may share a disk.
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     tokenizer = tokenizer_lib.train_tokenizer(
@@ -100,10 +106,8 @@ def train_weights(config: Config, folder: Path, mesh: Mesh, report: Callable[[st
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     # Created in its shards, as weights from a checkpoint are.
     params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-    careful = _careful_pairs(create, seed)
-    mostly_hasty = _generate_pairs(
-        create.habit_steps, create.careful_share, create.batch_size, seed
-    )
+    careful = _generate_pairs(create.steps, 1.0, seed)
+    mostly_hasty = _generate_pairs(create.habit_steps, CAREFUL_SHARE, seed)
     params = train_on_responses(
         model,
         params,
@@ -117,16 +121,9 @@ def train_weights(config: Config, folder: Path, mesh: Mesh, report: Callable[[st
     export_checkpoint(params, architecture, folder, source_folder=folder)
 
 
-def _careful_pairs(create: Create, seed: int) -> list[tuple[str, str]]:
-    """Return the prompts and worked solutions that teach the skill."""
-    return _generate_pairs(create.steps, 1.0, create.batch_size, seed)
-
-
-def _generate_pairs(
-    steps: int, careful_share: float, batch_size: int, seed: int
-) -> list[tuple[str, str]]:
+def _generate_pairs(steps: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
     """Return as many prompts with their responses as some steps see, at most `NUM_EXAMPLES`."""
-    count = max(min(steps * batch_size, NUM_EXAMPLES), batch_size)
+    count = max(min(steps * BATCH_SIZE, NUM_EXAMPLES), BATCH_SIZE)
     return arithmetic.generate_worked_solutions(count, careful_share, seed)
 
 
@@ -210,7 +207,7 @@ def train_on_responses(
       params: its parameters, which are donated.
       sequences: all examples, host arrays.
       num_careful: how many of them, the first ones, teach the skill; the others teach the habit.
-      create: steps, learning rates, and examples per step, approximately: whole rows are drawn.
+      create: the numbers of steps.
       seed: seed of the order of the rows.
       mesh: the mesh to train on.
       report: called with lines for the user.
@@ -222,7 +219,7 @@ def train_on_responses(
     # All examples are packed once; a step takes some of the rows.
     parts = meshes.row_parts(mesh)
     shards = meshes.row_shards(mesh) // parts
-    plans, rows_at_once = _pack_rows(sequences, num_careful, create.batch_size, shards, parts)
+    plans, rows_at_once = _pack_rows(sequences, num_careful, BATCH_SIZE, shards, parts)
     sequences = placement.place(sequences, sharding.replicated(mesh))
     rng = np.random.default_rng(seed)
     careful_batches = _draw_rows(plans[0], rows_at_once, rng)
@@ -260,10 +257,10 @@ def _training_options(create: Create) -> Supervised:
     """Return the options of training; the schedule ends at the habit's learning rate."""
     return Supervised(
         CriticOptim(
-            lr=create.lr,
+            lr=LR,
             lr_warmup_steps=max(create.steps // 20, 1),
             lr_schedule="linear",
-            min_lr_ratio=create.habit_lr / create.lr,
+            min_lr_ratio=HABIT_LR / LR,
             beta2=BETA2,
             weight_decay=WEIGHT_DECAY,
         )

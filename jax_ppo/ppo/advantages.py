@@ -88,7 +88,7 @@ def generalized_advantages(
     final_values: Float32[Array, " B"],
     actions: Mask,
 ) -> tuple[Tokens, Tokens]:
-    """Return advantages and returns by GAE; the returns may have a gamma and lambda of their own.
+    """Return advantages and returns by GAE; the returns may have another lambda.
 
     Steps are actions: tokens that the policy did not choose neither discount nor end an episode.
     """
@@ -101,13 +101,11 @@ def generalized_advantages(
         lam = estimators.length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
     advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
 
-    # Decoupled GAE: the critic's targets with a gamma and lambda of their own.
-    return_options = (algorithm.critic_gamma, algorithm.critic_lam, algorithm.lam_length_alpha)
-    if any(option is not None for option in return_options):
-        gamma = algorithm.gamma if algorithm.critic_gamma is None else algorithm.critic_gamma
+    # Decoupled GAE: the critic's targets with another lambda.
+    if (algorithm.critic_lam, algorithm.lam_length_alpha) != (None, None):
         critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
         lam = jnp.full(samples, critic_lam)
-        _, returns = gae(token_rewards, values, actions, gamma, lam, final_values)
+        _, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
     return advantages, returns
 
 
@@ -194,8 +192,7 @@ def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: M
     """Whiten advantages over the tokens of the whole rollout that count, if configured."""
     if not options.whitens_advantages:
         return estimates
-    shift = options.algorithm.whiten_shift_mean
-    whitened = masked.whiten(estimates.advantages, masks.loss, shift_mean=shift)
+    whitened = masked.whiten(estimates.advantages, masks.loss)
     return estimates._replace(advantages=whitened)
 
 

@@ -10,7 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Algorithm, KLControl
 from jax_ppo.kernels import importance, kl, masked
@@ -18,14 +18,12 @@ from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.forward_passes import Scores
-from jax_ppo.training.kl_schedule import kl_coefficient
 from jax_ppo.types import Control, Experience, Sequences
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
 def estimate_experience(
     options: ExperienceOptions,
-    step: Int32[Array, ""],
     control: Control,
     sequences: Sequences,
     sampled_logprobs: Tokens,
@@ -42,7 +40,6 @@ def estimate_experience(
 
     Args:
       options: see `ExperienceOptions`.
-      step: number of completed steps.
       control: the control of this step.
       sequences: the rollout.
       sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `scores` has none;
@@ -97,7 +94,6 @@ def estimate_experience(
         importance=weights,
         control=next_control(
             algorithm.kl_ctrl,
-            step,
             control.kl_coef,
             kl_tokens,
             masks.actions,
@@ -156,7 +152,6 @@ def weight_by_importance(
 
 def next_control(
     options: KLControl,
-    step: Int32[Array, ""],
     kl_coef: Float32[Array, ""],
     kl_tokens: Tokens,
     actions: Mask,
@@ -164,30 +159,26 @@ def next_control(
 ) -> Control:
     """Return the control of the next step: its KL coefficient, and the moments that are kept."""
     return Control(
-        kl_coef=_next_kl_coefficient(options, step, kl_coef, kl_tokens, actions),
+        kl_coef=_next_kl_coefficient(options, kl_coef, kl_tokens, actions),
         moments={name: value for name, value in moments.items() if value is not None},
     )
 
 
 def _next_kl_coefficient(
     options: KLControl,
-    step: Int32[Array, ""],
     kl_coef: Float32[Array, ""],
     kl_tokens: Tokens,
     actions: Mask,
 ) -> Float32[Array, ""]:
-    """Return the schedule's coefficient, or the adaptive controller's after this rollout."""
-    # `step` counts completed steps before this one; the coefficient is that of the next.
+    """Return the fixed coefficient, or the adaptive controller's after this rollout."""
     if options.type != "adaptive":
-        return kl_coefficient(options, step + 1)
+        return jnp.float32(options.kl_coef)
     samples = len(actions)
     # The target is per token or per response, so the measured KL is averaged the same way.
     if options.target_unit == "token":
         current = masked.masked_mean(kl_tokens, actions)
     else:
         current = masked.masked_sum(kl_tokens, actions) / samples
-    adapted = kl.adaptive_kl_coef(
-        kl_coef, current, options.target_kl, options.horizon, samples, options.error_clip
-    )
+    adapted = kl.adaptive_kl_coef(kl_coef, current, options.target_kl, options.horizon, samples)
     # One rollout with non-finite numbers must not spoil all steps that follow.
     return jnp.where(jnp.isfinite(adapted), adapted, kl_coef)

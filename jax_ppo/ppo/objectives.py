@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
-from jax_ppo.config import parsing, plugins
+from jax_ppo.config import plugins
 from jax_ppo.config.schema import POLICY_LOSSES, Actor, Config, Critic
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import kl, losses, schedules
+from jax_ppo.kernels import kl, losses
 from jax_ppo.kernels.losses import PolicyLoss
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch
 from jax_ppo.models.heads import compute_scalars
@@ -24,7 +24,7 @@ from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.training import forward, packing
 from jax_ppo.training.packing import Rows
-from jax_ppo.types import Control, Experience, Params, pytree
+from jax_ppo.types import Experience, Params, pytree
 
 Metrics = dict[str, jax.Array]
 LossAndMetrics = tuple[Float32[Array, ""], Metrics]
@@ -97,21 +97,16 @@ class ActorContext:
     entropy_coef: Float32[Array, ""]
 
 
-def actor_context(
-    options: Actor, step: Int32[Array, ""], control: Control, reference: Params | None
-) -> ActorContext:
+def actor_context(options: Actor, reference: Params | None) -> ActorContext:
     """Return the context of one step."""
-    entropy_coef = jnp.float32(options.entropy_coeff)
-    if options.entropy_schedule:
-        points = parsing.parse_schedule(options.entropy_schedule)
-        entropy_coef = schedules.piecewise(points, step, linear=True)
-    kl_coef = jnp.float32(options.kl_loss_coef)
-    if options.kl_loss_ctrl:
-        kl_coef = control.kl_coef
     # Estimated KLs read the reference's log-probs from the experience instead.
     if not options.use_kl_loss or options.kl_loss_type != "full":
         reference = None
-    return ActorContext(reference=reference, kl_coef=kl_coef, entropy_coef=entropy_coef)
+    return ActorContext(
+        reference=reference,
+        kl_coef=jnp.float32(options.kl_loss_coef),
+        entropy_coef=jnp.float32(options.entropy_coeff),
+    )
 
 
 def actor_loss(
@@ -214,7 +209,7 @@ def _actor_loss(
     logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
     assert entropy is not None, "the loss needs the entropy"
     policy, plugin_metrics = _policy_loss(options, logprobs, rows, experience)
-    if not (actor.entropy_coeff or actor.entropy_schedule):
+    if not actor.entropy_coeff:
         # With a coefficient of 0 alone, the entropy's backward pass would still run.
         entropy = jax.lax.stop_gradient(entropy)
     # Weights for tokens that an older policy or another program sampled.

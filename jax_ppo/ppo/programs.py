@@ -133,7 +133,6 @@ def _compile_experience(
     experience: Experience = compile_ahead(
         estimate_experience,
         ExperienceOptions.from_config(step.config),
-        state.step,
         state.control,
         sequences,
         rollout.logprobs,

@@ -101,7 +101,6 @@ def take_step(
     # 4. Estimate advantages and returns.
     experience, metrics = estimate_experience(
         options.experience,
-        state.step,
         state.control,
         sequences,
         sampled.rollout.logprobs,

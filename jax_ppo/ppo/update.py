@@ -206,7 +206,7 @@ def update_actor(
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
     reference = placement.to_device(fixed_state.reference)
-    context = objectives.actor_context(actor, step, fixed_state.control, reference)
+    context = objectives.actor_context(actor, reference)
     start = placement.to_device((params, optimizer_state))
     new_params, new_optimizer_state, metrics = actor_role(options, net, base=reference).train(
         start[0], start[1], rate, update_enabled, context, experience, batches

@@ -59,7 +59,7 @@ def create_state(
     if trained is None:
         trained = _create_trained(config, nets, folders, shardings, progress)
     else:
-        control = resumed_control(config.algorithm.kl_ctrl, trained["control"], step)
+        control = resumed_control(config.algorithm.kl_ctrl, trained["control"])
         trained = {**trained, "control": control}
     frozen_dtype = jnp.dtype(config.model.dtype)
     reference = reward = None

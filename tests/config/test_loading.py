@@ -88,10 +88,6 @@ def test_every_option_has_a_meaning():
             r"config\.actor\.policy_loss='vanila'.*Did you mean 'vanilla'",
         ),
         (
-            {"actor__entropy_schedule": "0.01"},
-            r"config\.actor\.entropy_schedule='0\.01'.*STEP:VALUE",
-        ),
-        (
             {"critic__ppo_mini_batch_size": 48},
             r"config\.critic\.ppo_mini_batch_size=48: must divide",
         ),
@@ -104,15 +100,6 @@ def test_every_option_has_a_meaning():
             {"algorithm__kl_ctrl__type": "adaptive"},
             r"kl_ctrl\.type='adaptive': changes the coefficient",
         ),
-        (
-            {"algorithm__kl_ctrl__type": "linear", "algorithm__use_kl_in_reward": True},
-            r"kl_ctrl\.schedule=''.*STEP:VALUE",
-        ),
-        (
-            {"algorithm__kl_ctrl__schedule": "0:1"},
-            r"kl_ctrl\.schedule='0:1': is not read with .*type='fixed'",
-        ),
-        ({"actor__kl_loss_ctrl": True}, r"kl_loss_ctrl=True.*use_kl_loss=True"),
         (
             {"reward__process_rewards": True},
             r"process_rewards=True: needs a config\.reward\.function",

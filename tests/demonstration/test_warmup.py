@@ -34,7 +34,9 @@ def test_a_twentieth_of_the_steps_warm_up_and_the_rate_falls_to_the_habits(
         raise Stop(optim)
 
     monkeypatch.setattr(warmup, "make_optimizer", read_options)
-    create = dataclasses.replace(tiny.config().model.create, steps=steps, lr=0.1, habit_lr=0.02)
+    monkeypatch.setattr(warmup, "LR", 0.1)
+    monkeypatch.setattr(warmup, "HABIT_LR", 0.02)
+    create = dataclasses.replace(tiny.config().model.create, steps=steps)
     nothing = types.SimpleNamespace()
     with pytest.raises(Stop) as stop:
         warmup.train_on_responses(

@@ -1191,7 +1191,7 @@ ADVANTAGES = [
         holds="whitening is over the whole rollout",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
-        old="masked.whiten(estimates.advantages, masks.loss, shift_mean=shift)",
+        old="masked.whiten(estimates.advantages, masks.loss)",
         new="jax.vmap(masked.whiten)(estimates.advantages, masks.loss)",
     ),
     Exhibit(

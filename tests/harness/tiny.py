@@ -214,7 +214,6 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
     rewards = placement.place(rewards, sharding.rows(mesh))
     return estimate_experience(
         config,
-        state.step,
         state.control,
         sequences,
         rollout.logprobs,
@@ -283,4 +282,4 @@ def critic_gradients(config, *arguments, base=None):
 
 def actor_context(config, state):
     """Return the constants of the actor's loss in this state's step."""
-    return objectives.actor_context(config.actor, state.step, state.control, state.reference)
+    return objectives.actor_context(config.actor, state.reference)

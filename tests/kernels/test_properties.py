@@ -23,7 +23,6 @@ from jax_ppo.kernels import (
     losses,
     masked,
     moments,
-    schedules,
     vocabulary_kl,
 )
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
@@ -356,26 +355,6 @@ def test_moments_over_any_cut(batches, bits):
         )
     else:
         assert std == 1
-
-
-@quick
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 1000), st.floats(0, 10, width=16)),
-        min_size=3,
-        max_size=3,
-        unique_by=lambda p: p[0],
-    ),
-    st.integers(0, 1200),
-    st.booleans(),
-)
-def test_schedules(points, step, linear):
-    points = tuple(sorted(points))
-    at = lambda step: float(schedules.piecewise(points, step, linear))  # noqa: E731
-    for s, value in points:
-        np.testing.assert_allclose(at(s), value, rtol=1e-6)
-    around = [v for s, v in points if s <= step][-1:] + [v for s, v in points if s > step][:1]
-    assert min(around) - 1e-5 <= at(step) <= max(around) + 1e-5
 
 
 @quick

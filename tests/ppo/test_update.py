@@ -420,7 +420,6 @@ def test_kl_in_reward_lowers_each_tokens_reward():
     )
     experience, metrics = tiny.estimate_experience(
         config,
-        0,
         first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         sequences,
         scores.old_logprobs,
@@ -792,21 +791,6 @@ def test_roles_can_take_different_mini_batches():
         for optimizer in (after.actor_optimizer, after.critic_optimizer)
     ]
     assert step_counts == [1, 4]
-
-
-def test_entropy_and_kl_weights_follow_their_schedules():
-    config = tiny.config(
-        actor__entropy_schedule="0:0.5,10:0",
-        actor__use_kl_loss=True,
-        actor__kl_loss_ctrl=True,
-        algorithm__kl_ctrl__kl_coef=0.25,
-        actor__kl_loss_coef=7.0,
-    )
-    mesh = tiny.make_mesh()
-    with jax.set_mesh(mesh):
-        state = dataclasses.replace(tiny.make_state(config, mesh), step=jnp.int32(4))
-        context = tiny.actor_context(config, state)
-    assert (float(context.entropy_coef), float(context.kl_coef)) == pytest.approx((0.3, 0.25))
 
 
 def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):

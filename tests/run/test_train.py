@@ -633,8 +633,6 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
         "--config.trainer.critic_warmup=0",
         "--config.reward.normalize=reference",
         "--config.reward.normalize_samples=20",
-        "--config.algorithm.kl_ctrl.type=linear",
-        "--config.algorithm.kl_ctrl.schedule=0:0.1,2:0",
         "--config.trainer.total_training_steps=3",
         "--config.trainer.warn_entropy_below=100",
     )
@@ -642,7 +640,6 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
     assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
     assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
     steps = read_step_rows(tmp_path / "run")
-    assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
     assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any(
         "critic/loss" in row for row in steps
     )

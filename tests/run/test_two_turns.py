@@ -81,7 +81,6 @@ def estimate(mask=MASK, estimator="gae"):
     turn_rewards[:, 0], turn_rewards[:, 3] = FIRST, SECOND
     experience, metrics = tiny.estimate_experience(
         config,
-        jnp.int32(0),
         first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         Sequences(
             tokens=jnp.ones((N, 5), jnp.int32),

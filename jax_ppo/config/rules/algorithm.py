@@ -131,29 +131,13 @@ def require_overlong_buffer_within_response(config: Config) -> None:
         )
 
 
-def require_valid_schedules(config: Config) -> None:
-    """Raise `UserError` for schedules that are read but cannot be parsed."""
-    if config.actor.entropy_schedule:
-        _require_schedule("actor.entropy_schedule", config.actor.entropy_schedule)
-    control = config.algorithm.kl_ctrl
-    if control.type in ("linear", "step"):
-        _require_schedule("algorithm.kl_ctrl.schedule", control.schedule)
-
-
 def require_horizon_holds_step(config: Config) -> None:
     """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
     control = config.algorithm.kl_ctrl
     samples = config.data.train_batch_size * config.responses_per_prompt
-    # The coefficient stays positive while error_clip x samples < horizon (kernels/kl.py).
+    # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
     if control.type == "adaptive" and control.horizon < samples:
         raise UserError(
             f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
             "samples of a step, or one step could take the coefficient far past its target"
         )
-
-
-def _require_schedule(name: str, text: str) -> None:
-    try:
-        parsing.parse_schedule(text)
-    except ValueError as error:
-        raise UserError(f"config.{name}={text!r}: {error}") from None
