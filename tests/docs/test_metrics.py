@@ -17,7 +17,7 @@ from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 GROUPS = "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds"
 NAME = re.compile(rf"({GROUPS}|train|update)/[a-z_]+(/[a-z_]+)?")
 TEMPLATE = re.compile(rf"({GROUPS}|train|update|\{{(self\.name|role)\}})/[\w{{}}.]+")
-PRODUCERS = ("ppo", "supervised", "reporting", "runtime")
+PRODUCERS = ("memory", "ppo", "reporting", "run", "runtime", "supervised", "training")
 ROLES = ("actor", "critic")
 
 
