@@ -17,7 +17,7 @@ from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError
-from jax_ppo.migrating.peer_options import explain_peer_option
+from jax_ppo.migrating.tables import explain_peer_option
 from jax_ppo.storage import remote
 
 OWN_FLAGS = ("workdir", "help")

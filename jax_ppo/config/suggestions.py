@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from jax_ppo.migrating.peer_options import VERL_PREFIX, explain_peer_option
+from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75

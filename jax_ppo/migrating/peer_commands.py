@@ -9,10 +9,8 @@ from pathlib import Path
 
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.migrating import openrlhf, peer_options, trl, verl
-from jax_ppo.migrating.programs import Program, find_program
+from jax_ppo.migrating.tables import Program, find_answer, find_program, read_framework
 
-PEERS = {"verl": verl, "trl": trl, "openrlhf": openrlhf}
 EXAMPLES = {
     "verl": "python3 -m verl.trainer.main_ppo data.train_batch_size=256",
     "trl": "python ppo.py --learning_rate 3e-6",
@@ -52,17 +50,16 @@ def read_command(framework: str, text: str) -> PeerCommand:
     Raises:
       UserError: the framework or its program is unknown, or nothing in the text is its option.
     """
-    if framework not in PEERS:
-        raise UserError(f"{framework}: expected one of {', '.join(PEERS)}")
+    if framework not in EXAMPLES:
+        raise UserError(f"{framework}: expected one of {', '.join(EXAMPLES)}")
     text = _read_script(framework, text.strip())
     try:
         joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
         words = shlex.split(joined.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}") from error
-    peer = PEERS[framework]
     start, found = _find_program_word(framework, words)
-    program, is_exact = found or (peer.PROGRAMS[0], False)
+    program, is_exact = found or (read_framework(framework).programs[0], False)
     name = words[start - 1] if start else ""
     if not program.base:
         raise UserError(
@@ -99,8 +96,8 @@ def read_command(framework: str, text: str) -> PeerCommand:
 
 def answer_of(program: Program, framework: str, name: str) -> str | None:
     """Return the answer of the program's or the framework's table to an option's name."""
-    own = peer_options.find_answer(program.options, name)
-    return own or peer_options.find_answer(PEERS[framework].OPTIONS, name)
+    own = find_answer(program.options, name)
+    return own or find_answer(read_framework(framework).options, name)
 
 
 def is_known(program: Program, framework: str, name: str) -> bool:
@@ -152,10 +149,10 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
         is_file = word.endswith((".py", ".sh")) or _MODULE.fullmatch(word)
         if not is_named and (not is_file or "=" in word or " " in word):
             continue
-        owner = next((peer for peer in PEERS if peer in re.split(r"[./]", word)), framework)
+        owner = next((peer for peer in EXAMPLES if peer in re.split(r"[./]", word)), framework)
         if owner != framework:
             raise UserError(f"{word}: a program of {owner}: python -m jax_ppo.translate {owner}")
-        candidates.append((count, find_program(PEERS[framework].PROGRAMS, word)))
+        candidates.append((count, find_program(read_framework(framework).programs, word)))
     # Exactly a program's name is better than a part of it, and that better than no program.
     for wanted in (True, False):
         for count, found in candidates:
@@ -189,12 +186,13 @@ def _fill_in_variables(before: list[str], after: list[str]) -> tuple[list[str], 
 
 def _read_hydra(before: list[str], after: list[str]) -> Iterator[tuple[str, str | None]]:
     """Yield the overrides of a command of verl, without `actor_rollout_ref.`."""
+    options = read_framework("verl").options
     for index, word in enumerate(before + after):
         match = re.fullmatch(r"(?:--|\+{0,2})([^=]+)=(.*)", word, re.DOTALL)
         is_after = index >= len(before)
         name = match[1].strip().replace("-", "_") if match else ""
         # Words before the program may set variables of the environment.
-        if match and ((is_after and before) or "." in name or name in verl.OPTIONS):
+        if match and ((is_after and before) or "." in name or name in options):
             yield name.removeprefix("actor_rollout_ref."), match[2]
         elif is_after:
             yield word, None

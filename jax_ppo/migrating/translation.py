@@ -12,8 +12,8 @@ from jax_ppo.config import loading
 from jax_ppo.config.option import Option
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.migrating.peer_commands import PEERS, VARIABLE, answer_of, is_known, read_command
-from jax_ppo.migrating.programs import DataOptions, Program
+from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
+from jax_ppo.migrating.tables import DataOptions, Program, read_framework
 
 # "config.A", "config.A=V", and such parts joined by "and" or "with".
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
@@ -194,7 +194,7 @@ def _translate_flags(
     options: dict[str, str] = {}
     notes: list[str] = []
     default_notes: list[str] = []
-    named = _name_data_sets(PEERS[framework].DATA, flags, options)
+    named = _name_data_sets(read_framework(framework).data, flags, options)
     # Mini-batches and episodes are PPO's.
     sizes = _TRL_SIZES if program.command == "train" else _TRL_SIZES[:2]
     for name, value in flags.items():

@@ -8,7 +8,7 @@ import pytest
 
 from jax_ppo.config.schema import all_options
 from jax_ppo.config.suggestions import find_nearest, suggest_option
-from jax_ppo.migrating import peer_options
+from jax_ppo.migrating.tables import FRAMEWORKS, find_answer, read_framework
 
 NAMES = [option.name for option in all_options()]
 
@@ -74,11 +74,11 @@ def test_a_section_is_no_option():
 
 
 def test_options_of_other_frameworks_are_explained():
-    for framework, options in peer_options.FRAMEWORKS.items():
-        for name, answer in options.items():
+    for framework in map(read_framework, FRAMEWORKS):
+        for name, answer in framework.options.items():
             text = suggest_option(name, NAMES)
-            assert framework in text and name in text and answer in text
-    assert sum(map(len, peer_options.FRAMEWORKS.values())) >= 200
+            assert framework.title in text and name in text and answer in text
+    assert sum(len(read_framework(name).options) for name in FRAMEWORKS) >= 700
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_options_of_megatron_and_of_earlier_versions_are_not_taken_for_typos(nam
 def test_the_answer_of_a_group_is_for_options_without_their_own():
     table = {"a.*": "all", "a.b.*": "some", "a.b.c": "one"}
     names = ["a.b.c", "a.b.d", "a.d", "a", "b.a"]
-    answers = [peer_options.find_answer(table, name) for name in names]
+    answers = [find_answer(table, name) for name in names]
     assert answers == ["one", "some", "all", None, None]
 
 
@@ -115,8 +115,8 @@ def test_a_name_of_two_frameworks_is_explained_for_both():
 def test_the_explanations_name_options_that_exist():
     mentioned = [
         (name, word.removeprefix("config.").partition("=")[0])
-        for options in peer_options.FRAMEWORKS.values()
-        for name, answer in options.items()
+        for framework in FRAMEWORKS
+        for name, answer in read_framework(framework).options.items()
         for word in re.split(r"[ ,;]+", answer)
         if word.startswith("config.") and not word.endswith("*")
     ]

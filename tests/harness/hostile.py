@@ -230,19 +230,19 @@ SHELL_TEXTS = (
 def peer_options(r: random.Random, folder: Path) -> None:
     """Options of other frameworks, given to our command or in a command to translate."""
     from jax_ppo.config.schema import all_options
-    from jax_ppo.migrating.peer_commands import PEERS
-    from jax_ppo.migrating.peer_options import FRAMEWORKS
+    from jax_ppo.migrating.tables import FRAMEWORKS, read_framework
 
-    framework = r.choice(list(FRAMEWORKS))
-    answers = {name: x for name, x in FRAMEWORKS[framework].items() if not name.endswith("*")}
+    framework = r.choice(FRAMEWORKS)
+    options = read_framework(framework).options
+    answers = {name: x for name, x in options.items() if not name.endswith("*")}
     name = r.choice(list(answers))
     answer = answers[name]
     value = r.choice((*TEXTS, *SHELL_TEXTS, *map(str_of, NUMBERS)))
     if r.random() < 0.3:
         # No option of any framework has these letters.
         name, answer = f"{name[:1]}qq{name[1:]}", ""
-    if framework.lower() in PEERS and r.random() < 0.7:
-        translate_peer_option(r, framework.lower(), name, value, answer, folder)
+    if read_framework(framework).programs and r.random() < 0.7:
+        translate_peer_option(r, framework, name, value, answer, folder)
     elif name not in {option.name for option in all_options()}:
         refuse_peer_option(r, name, value, answer)
 

@@ -12,7 +12,8 @@ from jax_ppo.config import command_line
 from jax_ppo.config.loading import parse_option
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import UserError
-from jax_ppo.migrating.peer_commands import PEERS, answer_of, is_known
+from jax_ppo.migrating.peer_commands import answer_of, is_known
+from jax_ppo.migrating.tables import read_framework
 from jax_ppo.migrating.translation import translate
 
 # The example of verl's quick start, with what its other examples add.
@@ -109,10 +110,11 @@ def test_another_frameworks_command_and_another_method_are_refused(framework):
 @pytest.mark.parametrize("framework", PROGRAMS)
 def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework, value):
     """In one command of all: each is in the result or in a note, and no name is unknown."""
-    peer = PEERS[framework]
-    data = {name for group in peer.DATA for part in group[1:] for name in part}
-    for program in (x for x in peer.PROGRAMS if x.base):
-        tables = {**peer.OPTIONS, **program.options}
+    peer = read_framework(framework)
+    parts = [(x.names, x.splits, x.subsets, x.weights, x.only_with) for x in peer.data]
+    data = {name for group in parts for part in group for name in part}
+    for program in (x for x in peer.programs if x.base):
+        tables = {**peer.options, **program.options}
         names = {name.replace("*", "x") for name in tables} - data
         flags = [f"{'' if framework == 'verl' else '--'}{name}={value}" for name in names]
         start = "python -m " + program.name
@@ -226,7 +228,7 @@ def test_forms_of_scripts_in_examples_are_read(framework, lines, expected, tmp_p
 @pytest.mark.parametrize("framework", PROGRAMS)
 def test_every_default_is_carried_or_listed(framework):
     """A program's default is the base's value, an option of the command, or a remark."""
-    for program in (x for x in PEERS[framework].PROGRAMS if x.base):
+    for program in (x for x in read_framework(framework).programs if x.base):
         for name, value in program.defaults.items():
             assert is_known(program, framework, name), name
             targets = re.findall(
@@ -348,7 +350,7 @@ def test_the_page_says_what_the_translator_does():
     for framework, names, ours, line in rows_of_the_page():
         if names[0] in ("PPOConfig", "train_ppo_ray", "verl"):
             continue
-        program = PEERS[framework].PROGRAMS[0]
+        program = read_framework(framework).programs[0]
         for name in set(names) - NO_OPTIONS:
             count += 1
             assert is_known(program, framework, name), (name, line)

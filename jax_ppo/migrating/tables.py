@@ -1,0 +1,153 @@
+"""The tables of other frameworks' options: one TOML file for each framework in this folder.
+
+`[options]` maps an answer (our option, or why there is none) to the names that have it there. Names
+are compared without `actor_rollout_ref.`; one that ends in `.*` stands for all options of a group
+that have no answer of their own. verl, TRL and OpenRLHF also have tables of their programs
+(`Program`) and of the options that name data (`DataOptions`), from which commands are translated.
+"""
+
+import dataclasses
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+FRAMEWORKS = ("verl", "trl", "openrlhf", "tunix", "nemo_rl")
+VERL_PREFIX = "actor_rollout_ref."
+
+Answers = dict[str, str]  # by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of another framework, and what runs the same task here.
+
+    Attributes:
+      names: pattern of the names of its script or module, without folders and `.py`.
+      base: the configuration that a translated command starts from; empty: there is no such task.
+      command: train, sft or reward_model.
+      options: answers to options that mean something else than in the framework's other programs.
+      defaults: its defaults, by its own names, in which the base may differ.
+      always: our options whose value it always has, without an option for them.
+    """
+
+    names: str
+    base: str = ""
+    command: str = "train"
+    options: Answers = dataclasses.field(default_factory=dict)
+    defaults: dict[str, str] = dataclasses.field(default_factory=dict)
+    always: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the first of its names, for messages."""
+        return re.split(r"[|(]", self.names)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """The options of another framework that together name data sets, with their older names.
+
+    Attributes:
+      target: our option.
+      names: the options with files or names on the Hugging Face hub, separated by commas.
+      splits: the options with the split.
+      default_split: the split if none of these is given.
+      subsets: the options with the name of a part of the data set.
+      weights: the options with the weights of several data sets.
+      only_with: without any of these options the data are not read; empty: they always are.
+    """
+
+    target: str
+    names: list[str]
+    splits: list[str]
+    default_split: str = "train"
+    subsets: list[str] = dataclasses.field(default_factory=list)
+    weights: list[str] = dataclasses.field(default_factory=list)
+    only_with: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """The tables of one framework.
+
+    Attributes:
+      title: its name in messages.
+      options: answers by name.
+      programs: its programs, the most usual one first; none: its commands are not translated.
+      data: the options that name data.
+    """
+
+    title: str
+    options: Answers
+    programs: tuple[Program, ...]
+    data: tuple[DataOptions, ...]
+
+
+@functools.cache
+def read_framework(name: str) -> Framework:
+    """Return the tables of one of `FRAMEWORKS`."""
+    table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
+    table |= tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
+    return Framework(
+        title=table["title"],
+        options=_by_name(table["options"]),
+        programs=tuple(_read_program(x, table["defaults"]) for x in table["programs"]),
+        data=tuple(DataOptions(**group) for group in table["data"]),
+    )
+
+
+def _read_program(table: dict[str, Any], defaults: dict[str, str]) -> Program:
+    """Return a program; `defaults` are those of all programs of the framework."""
+    options = _by_name(table.pop("options", {}))
+    own_defaults = table.pop("defaults", {})
+    return Program(**table, options=options, defaults={**defaults, **own_defaults})
+
+
+def _by_name(table: dict[str, list[str]]) -> Answers:
+    return {name: answer for answer, names in table.items() for name in names}
+
+
+def find_answer(options: Answers, name: str) -> str | None:
+    """Return a table's answer to a name, or to the smallest group `a.b.*` that contains it."""
+    if name in options:
+        return options[name]
+    parts = name.split(".")
+    groups = (".".join(parts[:end]) + ".*" for end in range(len(parts) - 1, 0, -1))
+    return next((options[group] for group in groups if group in options), None)
+
+
+def explain_peer_option(name: str) -> str | None:
+    """Return the counterparts of another framework's option in words; `None` if none has it.
+
+    Args:
+      name: as written, without `config.`; hyphens count as underscores.
+    """
+    normalized = name.replace("-", "_").removeprefix(VERL_PREFIX)
+    answers: dict[str, list[str]] = {}
+    for framework in map(read_framework, FRAMEWORKS):
+        answer = find_answer(framework.options, normalized)
+        if answer is not None:
+            answers.setdefault(answer, []).append(framework.title)
+    if not answers:
+        return None
+    return "; ".join(
+        f"{' and '.join(titles)}'s {normalized}: {answer}" for answer, titles in answers.items()
+    )
+
+
+def find_program(programs: tuple[Program, ...], word: str) -> tuple[Program, bool] | None:
+    """Return the program that a script or module is, and whether it has exactly that name.
+
+    A user's script such as `train_grpo.py` has a program's name as a part.
+    """
+    name = re.split(r"[./]", word.removesuffix(".py").removesuffix(".sh"))[-1].replace("-", "_")
+    for program in programs:
+        if re.fullmatch(program.names, name):
+            return program, True
+    for part in name.split("_"):
+        for program in programs:
+            if re.fullmatch(program.names, part):
+                return program, False
+    return None
