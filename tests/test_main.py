@@ -30,7 +30,10 @@ def test_a_command_gets_its_options(capsys):
         commands.main(["train", "--config=arithmetic", "--config.actor.clip_rato=1"])
     with pytest.raises(SystemExit):
         commands.main(["reward_model", "--help"])
-    assert "usage: python -m jax_ppo.reward_model" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "usage: python -m jax_ppo.reward_model" in printed
+    # Only what the command reads.
+    assert "\nsupervised.center_coef = " in printed and "\nactor." not in printed
     commands.main(["config"])
     assert "\nactor.optim.lr = " in capsys.readouterr().out
     commands.main(["--version"])

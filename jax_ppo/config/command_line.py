@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jax_ppo.config import config_files, loading, reference
+from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError
@@ -58,7 +59,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
-        reference.print_options()
+        # evaluate and plan take a configuration of train.
+        reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
     config_values = []
     other_arguments = [arguments[0]]

@@ -1,6 +1,7 @@
 """Print the options: a list for the terminal, and the reference page docs/options.md."""
 
 import functools
+import itertools
 import os
 import sys
 import textwrap
@@ -27,6 +28,8 @@ Numbers must be finite and fit into 32 bits: infinity and NaN are rejected.
 - **Needs**: changing the option is an error unless the condition holds.
 - **Effective only if**: otherwise changing the option has no effect, and a note is printed.
 - **Fixed**: a run cannot be resumed with another value.
+
+A line above a table holds for all options in it.
 """
 
 
@@ -40,13 +43,19 @@ def main(arguments: list[str]) -> None:
         sys.exit("usage: python -m jax_ppo.config [--markdown]")
 
 
-def print_options() -> None:
-    """Print all options for the terminal: name, default, permitted values and meaning."""
+def print_options(command: str | None = None) -> None:
+    """Print options for the terminal: name, default, permitted values and meaning.
+
+    Args:
+      command: only options that this command reads: train, sft or reward_model; `None`: all.
+    """
     lines = []
     wrap = functools.partial(
         textwrap.fill, width=WIDTH, subsequent_indent=INDENT, break_on_hyphens=False
     )
     for option in all_options():
+        if command is not None and command not in option.read_by:
+            continue
         heading = f"{option.name} = {_default(option)}   [{_values(option)}]"
         for text, indent in ((heading, ""), (option.facts.doc, INDENT)):
             plain = text.replace("`", "")
@@ -60,25 +69,29 @@ def print_options() -> None:
 
 def options_markdown() -> str:
     """Return the reference page of options, docs/options.md."""
-    return "\n".join([HEADER, *_sections()]) + "\n"
+    return HEADER + "\n".join(_sections()) + "\n"
 
 
 def _sections() -> Iterator[str]:
-    """Yield the lines of the page below its header."""
-    current = None
-    for option in all_options():
-        # The schema lists options section by section, so a new section begins a new table.
-        section = option.name.rpartition(".")[0] or "Top level"
-        if section != current:
-            title = section if section == "Top level" else f"`{section}`"
-            if current is not None:
-                yield ""
-            yield f"## {title}\n"
-            yield "| option | default | values | meaning |"
-            yield "| --- | --- | --- | --- |"
-            current = section
-        cells = [f"`{option.name}`", _default(option), _values(option), _meaning(option)]
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    """Yield the lines of the page below its header: a table for each section of options."""
+    # The schema lists options section by section.
+    for section, group in itertools.groupby(
+        all_options(), lambda option: option.name.rpartition(".")[0]
+    ):
+        options = list(group)
+        facts = [_facts(option) for option in options]
+        shared = [fact for fact in facts[0] if all(fact in others for others in facts)]
+        yield f"\n## `{section}`\n" if section else "\n## Top level\n"
+        if shared:
+            yield f"{' '.join(shared)}\n"
+        yield "| option | default | values | meaning |"
+        yield "| --- | --- | --- | --- |"
+        for option, all_facts in zip(options, facts, strict=True):
+            doc = option.facts.doc
+            own = [fact for fact in all_facts if fact not in shared]
+            meaning = " ".join([f"{doc[0].upper()}{doc[1:]}.", *own])
+            cells = [f"`{option.name}`", _default(option), _values(option), meaning]
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _default(option: Option) -> str:
@@ -110,10 +123,10 @@ def _values(option: Option) -> str:
     return ", ".join([value_type, *limits])
 
 
-def _meaning(option: Option) -> str:
-    """Return the meaning followed by the facts about other options, resuming and commands."""
+def _facts(option: Option) -> list[str]:
+    """Return sentences about other values, other options, resuming and commands."""
     facts = option.facts
-    sentences = [facts.doc[0].upper() + facts.doc[1:] + "."]
+    sentences = []
     if facts.aliases:
         aliases = ", ".join(f"`{alias}` = `{choice}`" for alias, choice in facts.aliases.items())
         sentences.append(f"Also accepted: {aliases}.")
@@ -129,4 +142,4 @@ def _meaning(option: Option) -> str:
         sentences.append(f"If {condition}, only the first step reads it; a resumed run ignores it.")
     if option.read_by != COMMANDS:
         sentences.append(f"Read by {' and '.join(f'`{reader}`' for reader in option.read_by)}.")
-    return " ".join(sentences)
+    return sentences

@@ -29,6 +29,8 @@ def test_a_row_states_every_fact():
     assert "| `0` | int (steps), at least 0 |" in row
     assert "**Needs**: `algorithm.adv_estimator` is gae and `critic.shared_trunk` is off." in row
     assert row.endswith("Read by `train`. |")
+    section = page[page.index("## `rollout`") + 2]
+    assert section == "Read by `train`."
     fixed = next(row for row in page if row.startswith("| `reward.normalize`"))
     assert "`none`, `running`, `reference`" in fixed and "**Fixed**" in fixed
 
