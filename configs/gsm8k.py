@@ -7,7 +7,7 @@ Model and data come from the Hugging Face hub. With local copies:
     python -m jax_ppo.train --config=configs/gsm8k.py --config.model.path=FOLDER \
         --config.data.train_files=gsm8k/train.jsonl --config.data.val_files=gsm8k/test.jsonl
 
-The sizes are those of verl's published example: 256 prompts per step, mini-batches of 64, prompts
+The sizes follow verl's published example: 256 prompts per step, mini-batches of 64, prompts
 and responses of up to 512 tokens each.
 """
 

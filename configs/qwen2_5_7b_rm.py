@@ -4,8 +4,8 @@
         --config.reward.model_path=OWNER/NAME --config.data.train_files=PROMPTS.jsonl
 
 Prompts alone are enough (docs/data-and-rewards.md); here they are GSM8K's questions. The reward
-model is a sequence classifier with one label, by default one of 0.6B parameters with a tokenizer
-of its own. A TPU v5e-16, eight GPUs of 40 GB, or more. Not run here at this size; its `:smoke`
+model is a sequence classifier with one label, by default one of 0.6B parameters with another
+tokenizer. A TPU v5e-16, eight GPUs of 40 GB, or more. Not run here at this size; its `:smoke`
 form was.
 """
 

@@ -60,6 +60,13 @@ def test_files_of_the_repository_that_are_named_exist(page):
         assert (doc_pages.ROOT / name).exists(), f"{doc_pages.page_id(page)}: {name}"
 
 
+def test_the_table_of_packages_has_each_one():
+    page = (doc_pages.ROOT / "docs" / "index.md").read_text()
+    named = re.findall(r"`jax_ppo/(\w+)/`", page.partition("### The packages")[2])
+    packages = [path.parent.name for path in (doc_pages.ROOT / "jax_ppo").glob("*/__init__.py")]
+    assert sorted(named) == sorted(packages)
+
+
 @each_page
 def test_functions_that_are_named_exist(page):
     """Functions are written with parentheses: `estimate_experience()`."""

@@ -29,6 +29,12 @@ def test_the_table_names_no_warning_that_does_not_exist():
     assert named == {diagnostic.name for diagnostic in DIAGNOSTICS}
 
 
+def test_the_table_of_reports_has_each_diagnostic_under_its_name():
+    _, table = (doc_pages.ROOT / "docs" / "reports.md").read_text().split("| warning |")
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(names) == sorted(diagnostic.name for diagnostic in DIAGNOSTICS)
+
+
 def test_metrics_that_the_page_names_are_logged():
     named = set(re.findall(r"`([a-z_]+/[a-z_]+)`", PAGE.read_text()))
     assert len(named) > 20
