@@ -575,10 +575,10 @@ class Critic:
         requires=(HAS_CRITIC, CRITIC_HAS_TRUNK),
         fixed_on_resume=True,
     )
-    keep_head: bool = option(
-        False,
+    keep_head: bool | None = option(
+        None,
         "start the critic with the scalar head in critic.path, such as a reward model's; off: "
-        "with a head of zeros",
+        "with a head of zeros; unset: on where critic.path holds a critic, as a run exports it",
         requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, CRITIC_HAS_PATH),
         fixed_on_resume=True,
     )
@@ -1429,6 +1429,12 @@ class Trainer:
         True,
         "write the trained model as a Hugging Face folder at the end (WORKDIR/actor, or "
         "reward_model), and adapters also in PEFT's format (WORKDIR/adapter)",
+    )
+    export_critic: bool = option(
+        True,
+        "also write the critic (WORKDIR/critic), which critic.path reads and transformers loads as "
+        "a classifier of tokens; its adapters in PEFT's format",
+        effective_when=(EXPORTS, HAS_CRITIC),
     )
     export_dtype: str = option(
         "float32",

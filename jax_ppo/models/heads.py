@@ -45,6 +45,11 @@ def without_scalar_head(params: Params) -> Params:
     return {name: value for name, value in params.items() if name != "score"}
 
 
+def without_language_head(params: Params) -> Params:
+    """Return the parameters of a role without an output embedding."""
+    return {name: value for name, value in params.items() if name != "lm_head"}
+
+
 def output_embedding(params: Params) -> Float[Array, "V D"]:
     """Return the output embedding, which may be the input embedding."""
     return params.get("lm_head", params["embed"])["embedding"]  # type: ignore[index]

@@ -35,9 +35,10 @@ from jax_ppo.runtime import compilation, distributed, signals
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
 
-# Folders of the work directory that the trained policy is exported to.
+# Roles that are exported, to the folders of the work directory with these names.
 ACTOR = "actor"
-ADAPTER = "adapter"
+CRITIC = "critic"
+ADAPTER_FOLDERS = {ACTOR: "adapter", CRITIC: CRITIC}
 
 COLUMNS = (
     console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
@@ -299,55 +300,89 @@ class Reporter(journal.Journal):
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
-        """Write the pending metrics, the exported actor if asked, and the summary.
+        """Write the pending metrics, the trained models if asked, and the summary.
+
+        Args:
+          state: the last state.
+          export: whether to write the models.
 
         Returns:
           The contents of summary.json.
         """
         self.flush()
         if export:
-            with signals.limited("exporting the actor"):
-                self._export_actor(state)
-            self.report_model(ACTOR, "model.path")
+            for role in _exported_roles(self._run.config):
+                with signals.limited(f"exporting the {role}"):
+                    self._export(role, state)
         return self.write_summary(int(state.step), self._run.mesh)
 
-    def _export_actor(self, state: TrainState) -> None:
-        """Write the actor as a Hugging Face folder.
+    def _export(self, role: str, state: TrainState) -> None:
+        """Write the actor or the critic as a Hugging Face folder.
 
-        Adapters are merged into it, and also written to a folder of their own.
+        The actor's adapters are merged into it, and also written to a separate folder. The critic's
+        are written in PEFT's format only.
         """
         run = self._run
-        architecture = run.nets.actor.architecture
-        # Elsewhere, too, a response ends where this run has ended it.
-        eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
-        lora = run.nets.actor.lora
-        # A critic's head on a shared trunk is not part of the policy.
-        actor = heads.without_scalar_head(state.actor)
+        net = run.nets.actor
+        trained = state.actor
+        if role == CRITIC and run.nets.critic is not None:
+            net = run.nets.critic
+            trained = state.critic
+        architecture = net.architecture
+        if role == ACTOR:
+            # Elsewhere, too, a response ends where this run has ended it.
+            eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
+            architecture = dataclasses.replace(architecture, eos_ids=eos_ids)
+            # A critic's head on a shared trunk is not part of the policy.
+            trained = heads.without_scalar_head(trained)
+        else:
+            trained = heads.without_language_head(trained)
         export = functools.partial(
             export_checkpoint,
-            architecture=dataclasses.replace(architecture, eos_ids=eos_ids),
-            folder=self._workdir / ACTOR,
+            architecture=architecture,
+            folder=self._workdir / role,
             dtype=run.config.trainer.export_dtype,
-            source_folder=run.folders.actor,
+            source_folder=run.folders.critic if role == CRITIC else run.folders.actor,
             tokenizer_folder=Path(run.tokenizer.name_or_path),
+            per_token=role == CRITIC,
         )
-        if lora is None:
-            export(actor)
+        option = "critic.path" if role == CRITIC else "model.path"
+        if net.lora is None:
+            export(trained)
+            self.report_model(role, option)
             return
-        export(state.reference, adapters=actor, lora=lora)
-        if obstacle := peft_obstacle(architecture, lora):
-            console.print_on_main(f"no adapter folder is written: {obstacle}")
+        if role == ACTOR:
+            export(state.reference, adapters=trained, lora=net.lora)
+            self.report_model(role, option)
+        if obstacle := peft_obstacle(architecture, net.lora):
+            console.print_on_main(f"the {role}'s adapters are not written: {obstacle}")
             return
         # PEFT finds the base by this name; a hub name works on other machines, too.
         base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
-        save_adapters(actor, architecture, lora, self._workdir / ADAPTER, base_model, revision)
+        folder = self._workdir / ADAPTER_FOLDERS[role]
+        save_adapters(
+            trained, architecture, net.lora, folder, base_model, revision, per_token=role == CRITIC
+        )
+        if role == CRITIC:
+            self.report_model(role, option)
+
+
+def _exported_roles(config: Config) -> list[str]:
+    """Return the roles that the end of a run exports, if it exports any."""
+    if config.has_critic and config.trainer.export_critic:
+        return [ACTOR, CRITIC]
+    return [ACTOR]
 
 
 def refuse_foreign_exports(config: Config, workdir: Path) -> None:
     """Raise `UserError` if a folder that the run will export to holds something else."""
-    refuse_foreign_folder(workdir / ACTOR)
-    if config.has_adapters:
-        refuse_foreign_folder(workdir / ADAPTER, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    for role in _exported_roles(config):
+        if role == ACTOR or not config.has_adapters:
+            refuse_foreign_folder(workdir / role)
+        if config.has_adapters:
+            refuse_foreign_folder(
+                workdir / ADAPTER_FOLDERS[role], (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+            )
 
 
 def _wrong_records(evaluation: Evaluation) -> Iterator[Miss]:

@@ -15,7 +15,7 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
-from jax_ppo.training.networks import Folders, Networks, read_networks
+from jax_ppo.training.networks import Folders, Networks, critic_head, read_networks
 from jax_ppo.training.role_folders import resolve_role_folders
 from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
@@ -64,6 +64,8 @@ def read_run_models(
     folders = resolve_role_folders(config, workdir, describe_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
+    if config.critic.keep_head is None and critic_head(config.critic, folders.critic) == "reward":
+        report("critic.keep_head: on, since critic.path holds a critic")
     attention = describe_attention(
         config.model,
         nets.actor,

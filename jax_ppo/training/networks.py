@@ -5,13 +5,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
-from jax_ppo.models.hf.peft import holds_adapters
+from jax_ppo.models.hf.peft import holds_adapters, holds_critic
 from jax_ppo.models.lora import join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.adapters import read_actor_lora, read_adapters
@@ -168,27 +168,36 @@ def full_parameters(net: Transformer | Deberta, params: Params, base: Params | N
     return join_adapters(base, params)
 
 
+def critic_head(options: Critic, folder: Path | None) -> str:
+    """Return "reward" if the critic keeps the head in its folder, "scalar" if it starts anew."""
+    keeps_head = options.keep_head
+    if keeps_head is None:
+        keeps_head = bool(options.path) and folder is not None and holds_critic(folder)
+    return "reward" if keeps_head else "scalar"
+
+
 def _read_critic(
     config: Config, folders: Folders, actor: Transformer, needs_weights: bool
 ) -> Transformer | None:
     if folders.critic is None:
         return None
     options = config.critic
+    head = critic_head(options, folders.critic)
     if config.has_adapters:
         # The same adapters with another head: the actor's model fits them.
-        if folders.critic_starts_as_actor and not options.keep_head:
+        if folders.critic_starts_as_actor and head == "scalar":
             return actor
         lora = read_adapters(
             folders.critic,
             option="config.critic.path",
-            head="reward" if options.keep_head else "scalar",
+            head=head,
             architecture=actor.architecture,
             base_folder=folders.actor,
             base_path=config.model.path,
         )
         return actor.clone(lora=lora)
     _refuse_adapters(folders.critic, f"config.critic.path={options.path!r}")
-    if options.keep_head:
+    if head == "reward":
         architecture = _read_architecture_with_head(folders.critic, needs_weights)
     else:
         architecture = read_architecture(folders.critic, needs_weights)

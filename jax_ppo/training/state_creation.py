@@ -20,7 +20,7 @@ from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control, resumed_control
-from jax_ppo.training.networks import Folders, Networks, actor_head
+from jax_ppo.training.networks import Folders, Networks, actor_head, critic_head
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState, assemble_state
 from jax_ppo.training.state_shapes import param_dtype, role_optimizer, role_options, state_shapes
@@ -147,7 +147,7 @@ def _create_trained(
             nets.critic,
             critic_folder,
             shardings.critic,
-            head="reward" if config.critic.keep_head else "scalar",
+            head=critic_head(config.critic, folders.critic),
             dtype=param_dtype(config, "critic"),
         )
     optimizer_shardings = {

@@ -256,7 +256,7 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
     )
     state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        writer._export_actor(state)
+        writer._export(reporter.ACTOR, state)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
     exported = json.loads((tmp_path / "actor" / "config.json").read_text())
@@ -367,7 +367,9 @@ def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path
     assert "looked for" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("folder", "rank"), [("actor", 0), ("adapter", 4)])
+@pytest.mark.parametrize(
+    ("folder", "rank"), [("actor", 0), ("adapter", 4), ("critic", 0), ("critic", 4)]
+)
 def test_a_run_that_could_not_export_is_refused_before_it_trains(
     tmp_path, monkeypatch, folder, rank
 ):

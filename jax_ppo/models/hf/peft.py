@@ -58,6 +58,17 @@ def holds_adapters(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).exists()
 
 
+def holds_critic(folder: str | Path) -> bool:
+    """Return whether a folder holds a classifier of tokens, as critics are exported."""
+    folder = Path(folder)
+    if holds_adapters(folder):
+        return read_json_object(folder / ADAPTER_CONFIG).get("task_type") == "TOKEN_CLS"
+    if not (folder / "config.json").exists():
+        return False
+    classes = read_json_object(folder / "config.json").get("architectures") or [""]
+    return str(classes[0]).endswith("ForTokenClassification")
+
+
 def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     """Return why PEFT's format cannot hold these adapters, or "" if it can."""
     fused_projections = FAMILIES[architecture.family].fused_projections

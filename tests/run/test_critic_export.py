@@ -1,0 +1,78 @@
+"""The critic that a run exports, and a run that continues from it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ppo.config import loading
+from jax_ppo.run import loop
+
+OPTIONS = {
+    "data.train_files": "arithmetic:64",
+    "data.val_files": "",
+    "data.train_batch_size": 8,
+    "actor.ppo_mini_batch_size": 8,
+    "critic.optim.lr": 1e-2,
+    "model.create.steps": 2,
+    "model.create.habit_steps": 1,
+    "model.create.num_layers": 1,
+    "model.create.hidden_size": 32,
+    "model.create.intermediate_size": 32,
+    "reward.missing_eos_penalty": 1.0,
+    "trainer.critic_warmup": 0,
+    "trainer.val_before_train": False,
+    "trainer.total_training_steps": 2,
+    "trainer.save_freq": 0,
+}
+
+
+def train(monkeypatch, workdir, **changes):
+    """Train; return the critics that the run has started from and ended with, on the host."""
+    seen = []
+    create_state, finish = loop.create_state, loop.Reporter.finish
+
+    def created(*arguments, **options):
+        state = create_state(*arguments, **options)
+        seen.append(jax.device_get(state.critic or state.actor))
+        return state
+
+    def finished(reporter, state, export):
+        seen.append(jax.device_get(state.critic or state.actor))
+        return finish(reporter, state, export)
+
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "create_state", created)
+        patch.setattr(loop.Reporter, "finish", finished)
+        loop.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
+    return seen
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, monkeypatch, capsys):
+    train(monkeypatch, tmp_path / "base")
+    base = {"model__path": f"{tmp_path}/base/actor", "model__lora__rank": rank}
+    started, ended = train(monkeypatch, tmp_path / "run", **base)
+    assert not np.any(started["score"]["kernel"]) and np.any(ended["score"]["kernel"])
+    capsys.readouterr()
+    critic = f"{tmp_path}/run/critic"
+    continued, _ = train(monkeypatch, tmp_path / "next", **base, critic__path=critic)
+    jax.tree.map(np.testing.assert_array_equal, continued, ended)
+    assert "critic.keep_head: on, since critic.path holds a critic" in capsys.readouterr().out
+
+
+def test_a_shared_trunk_is_exported_as_a_critic_that_a_separate_one_starts_from(
+    tmp_path, monkeypatch
+):
+    _, ended = train(monkeypatch, tmp_path / "run", critic__shared_trunk=True)
+    description = json.loads((tmp_path / "run/critic/config.json").read_text())
+    assert description["architectures"] == ["LlamaForTokenClassification"]
+    continued, _ = train(monkeypatch, tmp_path / "next", critic__path=f"{tmp_path}/run/critic")
+    jax.tree.map(np.testing.assert_array_equal, continued, ended)
+
+
+def test_a_run_exports_only_the_actor_if_asked(tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path, trainer__export_critic=False)
+    assert (tmp_path / "actor").exists() and not (tmp_path / "critic").exists()
