@@ -64,6 +64,7 @@ UNGATED = dataclasses.replace(
 P, T, B = 8, 10, 8
 
 
+@functools.cache  # to build one takes as long as a small program takes to compile
 def config(**changes):
     """A small configuration; changes are dotted names with __ for the dot: actor__ppo_epochs=2."""
     values = loading.default_config()

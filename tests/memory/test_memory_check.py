@@ -1,5 +1,6 @@
 """A run that cannot fit its devices is refused before weights are loaded."""
 
+import functools
 import re
 import types
 
@@ -86,6 +87,7 @@ def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
 def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
     mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
     least = least_memory.measure_least_memory(CONFIG, nets, mesh)
+    measure = functools.cache(lambda *changed: least_memory.measure_least_memory(*changed).peak)
 
     def rank(available=None):
         return rank_remedies(
@@ -93,7 +95,7 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
             mesh,
             needed=least.peak,
             read_nets=tiny.networks,
-            measure=lambda *changed: least_memory.measure_least_memory(*changed).peak,
+            measure=measure,
             available=available,
         )
 

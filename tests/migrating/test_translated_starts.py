@@ -78,8 +78,13 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "verl" else pytest.mark.exhaustive)
+        for name in COMMANDS
+    ],
+)
 def test_a_translated_command_trains(name, inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     framework, text = COMMANDS[name]

@@ -234,6 +234,16 @@ SLOW = (
     "gpt_neox, one after the other",
     "gpt_neox, in a loop",
 )
+# One for each kind of layers, attention and head.
+REPRESENTATIVES = (
+    "llama",
+    "qwen2, local layers",
+    "qwen3_moe",
+    "phi3, part of each head",
+    "smollm3",
+    "gemma2, in a loop",
+    "gpt2",
+)
 
 
 @pytest.fixture(
@@ -244,8 +254,23 @@ SLOW = (
 )
 def checkpoint(request, tmp_path_factory):
     """Return a model as transformers writes it, its folder, architecture and parameters."""
-    family, changes = VARIANTS[request.param]
-    folder = tmp_path_factory.mktemp("family")
+    return write_variant(request.param, tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in VARIANTS
+    ],
+)
+def representative(request, tmp_path_factory):
+    """Return the same of one family for each kind of layers, attention and head."""
+    return write_variant(request.param, tmp_path_factory.mktemp("family"))
+
+
+def write_variant(name, folder):
+    family, changes = VARIANTS[name]
     model = reference.save(folder, family, **changes)
     with jax.default_matmul_precision("highest"):
         return model, folder, *reference.load(folder)
@@ -420,9 +445,9 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         assert_close(written[name], sketch, name)
 
 
-def test_cached_decode(checkpoint):
+def test_cached_decode(representative):
     """Prefill, then one token at a time; the second row's prompt is shorter."""
-    model, _, architecture, params = checkpoint
+    model, _, architecture, params = representative
     ids, prompts = reference.tokens(length=16), np.array([9, 6])
     expected = reference.their_logits(model, ids, every=4)
     flat = unroll_params(params)
@@ -489,12 +514,12 @@ def without_rerouted(error):
     return of_tokens[order[: len(order) * 9 // 10]]
 
 
-def test_bfloat16(checkpoint):
+def test_bfloat16(representative):
     """As in test_hf_logits, our error is of the size of transformers' own.
 
     An error is the difference of logits computed in bfloat16 and in float32.
     """
-    _, folder, architecture, params = checkpoint
+    _, folder, architecture, params = representative
     ids, rounded = reference.tokens(rows=4), reference.reload(folder, "bfloat16")
 
     def describe(low, exact):
@@ -517,8 +542,8 @@ def test_bfloat16(checkpoint):
     assert largest < 2 * their_largest
 
 
-def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
-    model, folder, architecture, _ = checkpoint
+def test_a_critic_is_a_sequence_classifier(representative, tmp_path):
+    model, folder, architecture, _ = representative
     _, params = reference.load(folder, "scalar")
     params["score"]["kernel"] = np.linspace(-1, 1, architecture.hidden_size, dtype=np.float32)[
         :, None

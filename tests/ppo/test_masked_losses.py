@@ -295,7 +295,6 @@ def compute_expected(policy_loss: str) -> Expected:
     ("policy_loss", "packed", "rows"),
     [
         ("vanilla", True, 1),
-        ("gspo", True, 1),
         ("gspo", True, 4),
         pytest.param("vanilla", True, 4, marks=pytest.mark.slow),
         pytest.param("vanilla", False, 8, marks=pytest.mark.slow),

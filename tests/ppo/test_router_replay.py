@@ -77,7 +77,7 @@ def answer(state, turn, length):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stage_length": 3},
+        pytest.param({"stage_length": 3}, marks=pytest.mark.slow),
         {
             "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
             "max_turn_length": 3,

@@ -127,11 +127,7 @@ def undivided():
     ("packed", "rows"),
     [
         (True, 1),
-        (True, 4),
-        *(
-            pytest.param(*more, marks=pytest.mark.slow)
-            for more in ((False, 1), (False, 2), (False, 4), (True, 2))
-        ),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((True, 4), (False, 2))),
     ],
 )
 def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed, rows):
@@ -150,17 +146,13 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed,
     "shape",
     [
         {"data": 2, "fsdp": 2, "model": 2},
-        # Four devices share two key-value heads.
-        {"data": 1, "model": 4},
-        {"data": 1, "fsdp": 2, "context": 2, "model": 2},
         *(
             pytest.param(more, marks=pytest.mark.slow)
             for more in (
+                # Four devices share two key-value heads.
+                {"data": 1, "model": 4},
+                {"data": 1, "fsdp": 2, "context": 2, "model": 2},
                 {"data": 8},
-                {"data": 2},
-                {"data": 1, "fsdp": 2},
-                {"data": 1, "model": 2},
-                {"data": 2, "context": 4},
             )
         ),
     ],
@@ -885,14 +877,11 @@ def moved_gradients():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("critic__loss_agg_mode", "token-mean"),
+        # test_masked_losses.py computes what the other options do.
         ("critic__value_loss_coef", 0.5),
-        ("critic__cliprange_value", 1e-3),
         ("actor__loss_scale_factor", 3),
         ("actor__kl_loss_type", "k3+"),
         ("actor__kl_loss_type", "clamped"),
-        ("actor__clip_ratio_c", 1.0001),
-        ("actor__entropy_coeff", 0.1),
     ],
 )
 def test_options_reach_the_gradients(moved_gradients, option, value):

@@ -42,7 +42,7 @@ def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests, server.replies = [], [(200, "0.5")]
         server.url = f"http://127.0.0.1:{server.server_port}/score?token=secret"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

@@ -211,7 +211,7 @@ def test_the_library_of_mathematics_prints_nothing_of_its_time_limits():
 @pytest.mark.slow
 def test_an_endless_power_costs_its_own_sample_only():
     pytest.importorskip("math_verify", reason="needs the extra `math`")
-    options = Reward(terms="math:1", timeout=60.0)
+    options = Reward(terms="math:1", timeout=20.0)
     rows = [RewardRow("math", "2")] * 3
     with RewardWorkers(options, 1) as workers:
         outcomes = workers.score(

@@ -297,7 +297,7 @@ def test_killed_between_checkpoints_it_resumes_from_the_local_disk(files, undist
     assert_equal_runs(workdir, undisturbed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
     shape = "--config.mesh.fsdp=2", "--config.mesh.model=2"
     run(files, tmp_path / "undisturbed", *shape, devices=8)
@@ -434,7 +434,7 @@ def mesh_case(name, suite, *options):
             "stages of parts of rows", "exhaustive", "mesh.stage=2", "mesh.context=2", "mesh.fsdp=2"
         ),
         # Two devices hold parts of the same rows, and decode samples of their own.
-        mesh_case("parts of rows", "slow", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
+        mesh_case("parts of rows", "exhaustive", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
         # Prompts are longer than a part of a row; two devices split each cache.
         mesh_case(
             "parts of rows and a split cache",
@@ -516,7 +516,7 @@ def drawn_tokens(workdir):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
     run(
         files,
@@ -730,7 +730,7 @@ def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_report_what_the_rule_reports_for_all_responses(files, tmp_path):
     """Regression: its figures covered the responses of process 0 only."""
     (tmp_path / "figures.py").write_text(
@@ -946,9 +946,15 @@ def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
     assert watched.summary["seconds"] == pytest.approx(sum(compiled))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, 1])
-@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize(
+    ("with_model", "devices"),
+    [
+        pytest.param(False, 1, marks=pytest.mark.exhaustive),
+        pytest.param(False, 8, marks=pytest.mark.exhaustive),
+        pytest.param(True, 1, marks=pytest.mark.slow),
+        pytest.param(True, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
 ):

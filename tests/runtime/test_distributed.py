@@ -252,13 +252,13 @@ def test_a_frozen_process_is_named_and_ends_the_others(coordinator_address):
     [
         "finish",
         "raise",
-        "interrupt",
         "message",
-        "kill 0",
         "kill 1",
-        "kill late 0",
-        "kill late 1",
         "terminate 1",
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("interrupt", "kill 0", "kill late 0", "kill late 1")
+        ),
     ],
 )
 def test_two_processes_end_together(way, coordinator_address):

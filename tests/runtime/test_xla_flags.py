@@ -15,7 +15,13 @@ def untried(monkeypatch):
     monkeypatch.delenv("JAX_PPO_TRIED_XLA_FLAGS", raising=False)
 
 
-@pytest.mark.parametrize("wrong", ["--xla_nothing=true", "--xla_backend_optimization_level=high"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--xla_nothing=true",
+        pytest.param("--xla_backend_optimization_level=high", marks=pytest.mark.slow),
+    ],
+)
 def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):
     result = subprocess.run(
         [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic"],

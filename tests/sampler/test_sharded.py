@@ -57,7 +57,14 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     assert 0 < np.asarray(rollout.truncated).sum() < 32
 
 
-@pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"data": 8},
+        pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, shape):
     """Thirteen prompts: some devices have padding, which costs no decoding, in no stage."""
     options = dataclasses.replace(OPTIONS, stage_length=5)

@@ -34,7 +34,7 @@ def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
 
 
-OTHER_NARROWING_CASES = [("cpu", None), ("gpu", None), ("tpu", 12)]
+OTHER_NARROWING_CASES = [("cpu", None), ("gpu", None), ("tpu", 12), ("cudnn", None)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ def wide(actor):
     ("decoding", "slots"),
     [
         ("cpu", 12),
-        ("cudnn", None),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_NARROWING_CASES),
     ],
 )

@@ -28,7 +28,9 @@ def loss(model, params, tokens=TOKENS):
     return jnp.sum(jnp.sin(hidden)), hidden.mean()
 
 
-@pytest.mark.parametrize("num_layers", [2, MAX_UNROLLED_LAYERS + 1])
+@pytest.mark.parametrize(
+    "num_layers", [pytest.param(2, marks=pytest.mark.slow), MAX_UNROLLED_LAYERS + 1]
+)
 def test_the_sum_is_that_of_the_gradients(num_layers):
     """With layers of two kinds, unrolled and in a loop."""
     is_local = tuple(i % 2 == 0 for i in range(num_layers))
@@ -42,7 +44,7 @@ def test_the_sum_is_that_of_the_gradients(num_layers):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), summed, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_layers_have_no_gradient_beside_the_sum(dtype):
     """Three micro-batches, in a loop over layers, as deep models have."""
     model, params = make_model(MAX_UNROLLED_LAYERS + 1, hidden_size=64, intermediate_size=256)
