@@ -59,6 +59,12 @@ def poisoned(mask, *xs):
     return [np.where(mask == 1, x, garbage).astype(np.float32) for x in xs]
 
 
+def compiled(function, **options):
+    """Compile a function; return numpy arrays, whose comparisons compile nothing."""
+    run = jax.jit(function, **options)
+    return lambda *arguments: jax.device_get(run(*arguments))
+
+
 def gradient_and_result(kernel, *argnums):
     """Compile a kernel together with its gradient.
 
@@ -69,21 +75,21 @@ def gradient_and_result(kernel, *argnums):
         result = kernel(*arguments)
         return jnp.sum(getattr(result, "loss", result)), result
 
-    return jax.jit(jax.grad(total, argnums, has_aux=True))
+    return compiled(jax.grad(total, argnums, has_aux=True))
 
 
-whiten = jax.jit(masked.whiten, static_argnums=2)
-gae = jax.jit(jax.vmap(advantages.gae, (0, 0, 0, None, None, None)))
-reward_to_go = jax.jit(jax.vmap(advantages.reward_to_go, (0, 0, None)))
+whiten = compiled(masked.whiten, static_argnums=2)
+gae = compiled(jax.vmap(advantages.gae, (0, 0, 0, None, None, None)))
+reward_to_go = compiled(jax.vmap(advantages.reward_to_go, (0, 0, None)))
 rloo, group_mean_baseline = (
-    jax.jit(f, static_argnums=1) for f in (advantages.rloo, advantages.group_mean_baseline)
+    compiled(f, static_argnums=1) for f in (advantages.rloo, advantages.group_mean_baseline)
 )
-grpo = jax.jit(advantages.grpo, static_argnums=(1, 2))
-loss_weights = jax.jit(losses.loss_weights, static_argnums=1)
+grpo = compiled(advantages.grpo, static_argnums=(1, 2))
+loss_weights = compiled(losses.loss_weights, static_argnums=1)
 value_loss = gradient_and_result(losses.value_loss, 0)
-truncated_weights = jax.jit(importance.truncated_weights, static_argnums=3)
-mismatch = jax.jit(importance.mismatch)
-add_moments, std_of_moments = jax.jit(moments.update_moments), jax.jit(moments.moments_std)
+truncated_weights = compiled(importance.truncated_weights, static_argnums=3)
+mismatch = compiled(importance.mismatch)
+add_moments, std_of_moments = compiled(moments.update_moments), compiled(moments.moments_std)
 
 
 @quick
@@ -299,7 +305,7 @@ def vocabulary_kernels(temperature, chunk_size):
         )
         return result.sum(), result
 
-    return [jax.jit(jax.grad(f, (0, 1), has_aux=True)) for f in (total, divergence)]
+    return [compiled(jax.grad(f, (0, 1), has_aux=True)) for f in (total, divergence)]
 
 
 @quick
