@@ -82,13 +82,13 @@ def _run(arguments: list[str]) -> None:
     config, topology, flags = read_plan_arguments(arguments)
     xla_flags.require_known()
     topologies.prepare_environment(topology)
-    from jax_ppo.memory import plan_table, step_plan
+    from jax_ppo.memory import step_plan
 
     plan = step_plan.plan_step(config, topology, compiles="--arithmetic" not in flags)
     if "--json" in flags:
         print(json.dumps(plan.to_json(), indent=2))
     else:
-        print(plan_table.format_plan(plan))
+        print(step_plan.format_plan(plan))
 
 
 if __name__ == "__main__":

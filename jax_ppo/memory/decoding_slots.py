@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.memory.least_memory import measure_least_memory
+from jax_ppo.memory.memory_check import measure_least_memory
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
-from jax_ppo.config.schema import Config, RolloutMesh
+from jax_ppo.config.schema import Config, MeshShape, RolloutMesh, Supervised
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.runtime import meshes
@@ -22,6 +23,9 @@ _ROWS = (
     ("critic", "ppo_micro_batch_size_per_device"),
     ("rollout", "logprob_micro_batch_size_per_device"),
 )
+# Options of the types in which the trained parameters, their moments and gradients are stored.
+_STORED = ("param_dtype", "moments_dtype", "gradient_dtype")
+_IN_BFLOAT16: dict[str, Any] = dict.fromkeys(_STORED, "bfloat16")
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
 
 # (options, models, mesh) -> the bytes that a device needs for a run
@@ -62,13 +66,15 @@ def rank_remedies(
       available: bytes of a device; if given and no change is enough, pairs of changes that are
         enough are returned, too.
     """
-    remedies = list(_possible_remedies(config, mesh, needed, read_nets, measure))
+    changes = PossibleChanges(config, mesh)
+    remedies = list(_possible_remedies(changes, needed, read_nets, measure))
     remedies.sort(key=lambda remedy: remedy.needed)
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
-        seconds = _possible_remedies(first.config, mesh, int(available) + 1, read_nets, measure)
+        changes = PossibleChanges(first.config, mesh)
+        seconds = _possible_remedies(changes, int(available) + 1, read_nets, measure)
         for second in seconds:
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))
@@ -76,19 +82,28 @@ def rank_remedies(
     return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
 
 
+def is_valid_for_training(config: Config) -> bool:
+    """Return whether options allow each other."""
+    try:
+        validation.validate_train_config(config)
+    except UserError:
+        return False
+    return True
+
+
 def _possible_remedies(
-    config: Config,
-    mesh: Mesh,
+    changes: "PossibleChanges",
     needed: int,
     read_nets: Callable[[Config], Networks],
     measure: Measure,
 ) -> Iterator[Remedy]:
     """Yield the single changes after which less than `needed` is needed."""
-    for options, changed in _possible_changes(config, mesh):
+    for options, changed in changes:
         # Skip a change that other options do not allow.
+        if not is_valid_for_training(changed):
+            continue
         try:
-            validation.validate_train_config(changed)
-            changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+            changed_mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
             rollout_mesh = meshes.make_rollout_mesh(changed_mesh, changed.rollout.mesh)
             nets = read_nets(changed)
             for shape in (changed_mesh, rollout_mesh):
@@ -100,122 +115,141 @@ def _possible_remedies(
             yield Remedy(options, changed_need, changed)
 
 
-def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
-    """Yield the words of each change on the command line, and the options after it."""
-    yield from _other_meshes(config, mesh)
-    yield from temporary_savings(config, mesh)
-    yield from _host_memory(config)
-    int8 = dataclasses.replace(config.rollout, quantization="int8")
-    yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
-    yield from _bfloat16_storage(config)
-    lora = dataclasses.replace(config.model.lora, rank=_LORA_RANK)
-    model = dataclasses.replace(config.model, lora=lora)
-    yield f"config.model.lora.rank={_LORA_RANK}", dataclasses.replace(config, model=model)
-    critic = dataclasses.replace(config.critic, shared_trunk=True)
-    yield "config.critic.shared_trunk=True", dataclasses.replace(config, critic=critic)
-    algorithm = dataclasses.replace(config.algorithm, adv_estimator=_WITHOUT_CRITIC)
-    yield (
-        f"config.algorithm.adv_estimator={_WITHOUT_CRITIC}",
-        dataclasses.replace(config, algorithm=algorithm),
-    )
+@dataclasses.dataclass(frozen=True)
+class PossibleChanges:
+    """The changes of a PPO run: the words of each on the command line, and the options after it.
 
-
-def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
-    """Yield changes of the meshes; the number of devices stays."""
-    split = meshes.split_copies(mesh)
-    words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
-    yield words, dataclasses.replace(config, mesh=split)
-    if split.context == 1 and split.fsdp > 1:
-        parted = dataclasses.replace(split, fsdp=1, context=split.fsdp)
-        yield (
-            f"config.mesh.data=1 with config.mesh.fsdp=1 and config.mesh.context={parted.context}",
-            dataclasses.replace(config, mesh=parted),
-        )
-    size = 2
-    while size <= _MAX_MODEL_PARALLELISM:
-        if mesh.size % size == 0:
-            rollout = dataclasses.replace(config.rollout, mesh=RolloutMesh(model=size))
-            yield (
-                f"{words} and config.rollout.mesh.model={size}",
-                dataclasses.replace(config, mesh=split, rollout=rollout),
-            )
-        size *= 2
-
-
-def _host_memory(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield changes that keep in the host's memory what a phase does not read."""
-    # The memory of CPU devices is the host's.
-    if target_platform() == "cpu":
-        return
-    optimizers = [f"{role}.optimizer_offload" for role in _trained_roles(config)]
-    idle = []
-    if config.keeps_reference and not config.has_adapters:
-        idle.append("algorithm.reference_offload")
-    if "critic" in _trained_roles(config):
-        idle.append("critic.param_offload")
-    if config.reward.model_path:
-        idle.append("reward.param_offload")
-    for names in (optimizers, idle):
-        changed = config
-        for name in names:
-            section, _, option = name.partition(".")
-            options = dataclasses.replace(getattr(changed, section), **{option: True})
-            changed = dataclasses.replace(changed, **{section: options})
-        yield " and ".join(f"config.{name}=True" for name in names), changed
-
-
-def _trained_roles(config: Config) -> list[str]:
-    if config.has_critic and not config.shares_trunk:
-        return ["actor", "critic"]
-    return ["actor"]
-
-
-def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield the change that stores what is trained in half the memory."""
-    roles = _trained_roles(config)
-    changed = config
-    for role in roles:
-        options = getattr(changed, role)
-        optim = dataclasses.replace(
-            options.optim,
-            param_dtype="bfloat16",
-            moments_dtype="bfloat16",
-            gradient_dtype="bfloat16",
-        )
-        changed = dataclasses.replace(changed, **{role: dataclasses.replace(options, optim=optim)})
-    words = " and ".join(
-        f"config.{role}.optim.{{param,moments,gradient}}_dtype=bfloat16" for role in roles
-    )
-    yield words, changed
-
-
-def temporary_savings(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
-    """Yield changes that save temporary memory only.
-
-    More is computed again, or fewer tokens are processed at once.
+    Attributes:
+      config: all options before a change.
+      mesh: the run's mesh.
     """
-    recomputed = dataclasses.replace(
-        config.model, gradient_checkpointing=True, gradient_checkpointing_policy="full"
-    )
-    if recomputed != config.model:
-        words = (
-            "config.model.gradient_checkpointing=True with "
-            "config.model.gradient_checkpointing_policy=full"
+
+    config: Config
+    mesh: Mesh
+
+    def __iter__(self) -> Iterator[tuple[str, Config]]:
+        config = self.config
+        yield from self._other_meshes()
+        yield from self.save_temporary_memory()
+        yield from self._use_host_memory()
+        int8 = dataclasses.replace(config.rollout, quantization="int8")
+        yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
+        yield from self._store_bfloat16()
+        lora = dataclasses.replace(config.model.lora, rank=_LORA_RANK)
+        model = dataclasses.replace(config.model, lora=lora)
+        yield f"config.model.lora.rank={_LORA_RANK}", dataclasses.replace(config, model=model)
+        critic = dataclasses.replace(config.critic, shared_trunk=True)
+        yield "config.critic.shared_trunk=True", dataclasses.replace(config, critic=critic)
+        algorithm = dataclasses.replace(config.algorithm, adv_estimator=_WITHOUT_CRITIC)
+        yield (
+            f"config.algorithm.adv_estimator={_WITHOUT_CRITIC}",
+            dataclasses.replace(config, algorithm=algorithm),
         )
-        yield words, dataclasses.replace(config, model=recomputed)
-    for section, option in _ROWS:
-        options = getattr(config, section)
-        # Unset, the others follow the actor's.
-        if getattr(options, option) == 1 or (section != "actor" and not getattr(options, option)):
-            continue
-        options = dataclasses.replace(options, **{option: 1})
-        yield f"config.{section}.{option}=1", dataclasses.replace(config, **{section: options})
-    samples = meshes.rows_per_shard(mesh, config.data.train_batch_size) * config.rollout.n
-    slots = min(config.rollout.max_num_seqs or samples, samples) // 4
-    if slots:
-        fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)
-        yield f"config.rollout.max_num_seqs={slots}", dataclasses.replace(config, rollout=fewer)
-    stage = config.data.max_response_length // 4
-    if config.rollout.stage_length is None and stage:
-        staged = dataclasses.replace(config.rollout, stage_length=stage)
-        yield f"config.rollout.stage_length={stage}", dataclasses.replace(config, rollout=staged)
+
+    def _other_meshes(self) -> Iterator[tuple[str, Config]]:
+        """Yield changes of the meshes; the number of devices stays."""
+        config = self.config
+        split = meshes.split_copies(self.mesh)
+        words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
+        yield words, dataclasses.replace(config, mesh=split)
+        if split.context == 1 and split.fsdp > 1:
+            parted = dataclasses.replace(split, fsdp=1, context=split.fsdp)
+            context = f"config.mesh.fsdp=1 and config.mesh.context={parted.context}"
+            yield f"config.mesh.data=1 with {context}", dataclasses.replace(config, mesh=parted)
+        size = 2
+        while size <= _MAX_MODEL_PARALLELISM:
+            if self.mesh.size % size == 0:
+                rollout = dataclasses.replace(config.rollout, mesh=RolloutMesh(model=size))
+                yield (
+                    f"{words} and config.rollout.mesh.model={size}",
+                    dataclasses.replace(config, mesh=split, rollout=rollout),
+                )
+            size *= 2
+
+    def _use_host_memory(self) -> Iterator[tuple[str, Config]]:
+        """Yield changes that keep in the host's memory what a phase does not read."""
+        # The memory of CPU devices is the host's.
+        if target_platform() == "cpu":
+            return
+        config = self.config
+        optimizers = [f"{role}.optimizer_offload" for role in self._trained_roles()]
+        idle = []
+        if config.keeps_reference and not config.has_adapters:
+            idle.append("algorithm.reference_offload")
+        if "critic" in self._trained_roles():
+            idle.append("critic.param_offload")
+        if config.reward.model_path:
+            idle.append("reward.param_offload")
+        for names in (optimizers, idle):
+            changed = config
+            for name in names:
+                section, _, option = name.partition(".")
+                options = dataclasses.replace(getattr(changed, section), **{option: True})
+                changed = dataclasses.replace(changed, **{section: options})
+            yield " and ".join(f"config.{name}=True" for name in names), changed
+
+    def _trained_roles(self) -> list[str]:
+        if self.config.has_critic and not self.config.shares_trunk:
+            return ["actor", "critic"]
+        return ["actor"]
+
+    def _store_bfloat16(self) -> Iterator[tuple[str, Config]]:
+        """Yield the change that stores what is trained in half the memory."""
+        roles = self._trained_roles()
+        changed = self.config
+        for role in roles:
+            options = getattr(changed, role)
+            optim = dataclasses.replace(options.optim, **_IN_BFLOAT16)
+            options = dataclasses.replace(options, optim=optim)
+            changed = dataclasses.replace(changed, **{role: options})
+        words = " and ".join(
+            f"config.{role}.optim.{{param,moments,gradient}}_dtype=bfloat16" for role in roles
+        )
+        yield words, changed
+
+    def save_temporary_memory(self) -> Iterator[tuple[str, Config]]:
+        """Yield changes that save temporary memory only.
+
+        More is computed again, or fewer tokens are processed at once.
+        """
+        config = self.config
+        recomputed = dataclasses.replace(
+            config.model, gradient_checkpointing=True, gradient_checkpointing_policy="full"
+        )
+        if recomputed != config.model:
+            words = (
+                "config.model.gradient_checkpointing=True with "
+                "config.model.gradient_checkpointing_policy=full"
+            )
+            yield words, dataclasses.replace(config, model=recomputed)
+        for section, option in _ROWS:
+            options = getattr(config, section)
+            # Unset, the others follow the actor's.
+            rows = getattr(options, option)
+            if rows == 1 or (section != "actor" and not rows):
+                continue
+            options = dataclasses.replace(options, **{option: 1})
+            yield f"config.{section}.{option}=1", dataclasses.replace(config, **{section: options})
+        samples = meshes.rows_per_shard(self.mesh, config.data.train_batch_size) * config.rollout.n
+        slots = min(config.rollout.max_num_seqs or samples, samples) // 4
+        if slots:
+            fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)
+            yield f"config.rollout.max_num_seqs={slots}", dataclasses.replace(config, rollout=fewer)
+        stage = config.data.max_response_length // 4
+        if config.rollout.stage_length is None and stage:
+            staged = dataclasses.replace(config.rollout, stage_length=stage)
+            yield (
+                f"config.rollout.stage_length={stage}",
+                dataclasses.replace(config, rollout=staged),
+            )
+
+
+def save_supervised_memory(
+    mesh_options: MeshShape, supervised: Supervised, mesh: Mesh
+) -> Iterator[tuple[str, MeshShape, Supervised]]:
+    """Yield the words of each change for supervised training, and the sections after it."""
+    split = meshes.split_copies(mesh)
+    yield f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}", split, supervised
+    words = " with ".join(f"config.supervised.optim.{name}=bfloat16" for name in _STORED)
+    optim = dataclasses.replace(supervised.optim, **_IN_BFLOAT16)
+    yield words, mesh_options, dataclasses.replace(supervised, optim=optim)

@@ -1,19 +1,20 @@
-"""The plan of a step: compiled for the machine if its compiler is installed, else by arithmetic."""
+"""The plan of a step, compiled for the machine or else by formulas, and its tables as text."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory.arithmetic import estimate_phases
-from jax_ppo.memory.compiled import measure_phases
-from jax_ppo.memory.phases import TITLES, Phase, StepPlan
-from jax_ppo.memory.pipeline_memory import count_bubbles
-from jax_ppo.memory.plan_inputs import read_descriptions, set_up_step
+from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
+from jax_ppo.memory.compiler_figures import measure_phases
+from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
 from jax_ppo.memory.remedies import rank_remedies
-from jax_ppo.memory.work import count_work, predict_seconds
+from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
+from jax_ppo.ppo.programs import TITLES
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.runtime.device_speed import PEAK_RATES
@@ -24,6 +25,124 @@ from jax_ppo.runtime.topologies import (
     described_devices,
 )
 from jax_ppo.training.networks import Networks
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One phase of a step.
+
+    Attributes:
+      name: the program's name, a key of `TITLES`.
+      memory: bytes per device; temporaries are the compiler's figures if there is a compiler.
+      estimated_peak: the peak by arithmetic alone.
+      is_refused: whether the compiler refused the program for its memory.
+      bubble: share of the time in the layers in which a pipeline stage waits, 0..1.
+      work: the work of one device.
+      seconds: predicted by the device's peak rates; `None` if they are unknown.
+    """
+
+    name: str
+    memory: PhaseMemory
+    estimated_peak: int
+    work: PhaseWork
+    seconds: float | None
+    is_refused: bool = False
+    bubble: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """The plan of a step on a machine.
+
+    Attributes:
+      topology: the machine.
+      mesh: size of each mesh axis.
+      rollout_mesh: size of each axis of the mesh for decoding.
+      available: bytes per device; `None` if unknown.
+      is_compiled: whether the machine's own compiler measured the temporaries.
+      source: origin of the temporaries, for the user.
+      phases: in the order of a step.
+      tokens: prompt and response tokens of a step.
+      response_tokens: those of the responses alone.
+      remedies: changes of options, and the estimated bytes per device after each, in ascending
+        order.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    rollout_mesh: dict[str, int]
+    available: float | None
+    is_compiled: bool
+    source: str
+    phases: tuple[Phase, ...]
+    tokens: int
+    response_tokens: int
+    remedies: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes that the step needs on each device."""
+        return max(phase.memory.peak for phase in self.phases)
+
+    @property
+    def estimated_peak(self) -> int:
+        """Return the bytes that the step needs on each device by arithmetic alone."""
+        return max(phase.estimated_peak for phase in self.phases)
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether every phase fits; `None` if the memory is unknown."""
+        if self.available is None:
+            return None
+        return self.peak <= self.available
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the predicted seconds of all phases together; `None` if one is unknown."""
+        known = [phase.seconds for phase in self.phases if phase.seconds is not None]
+        if len(known) < len(self.phases):
+            return None
+        return sum(known)
+
+    def _per_second(self, tokens: int) -> float | None:
+        if not self.seconds:
+            return None
+        return tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, in bytes, operations and seconds."""
+        return {
+            "topology": self.topology.name,
+            "devices": self.topology.num_devices,
+            "mesh": self.mesh,
+            "rollout_mesh": self.rollout_mesh,
+            "available": self.available,
+            "peak": self.peak,
+            "estimated_peak": self.estimated_peak,
+            "fits": self.fits,
+            "is_compiled": self.is_compiled,
+            "source": self.source,
+            "phases": [
+                {
+                    "name": phase.name,
+                    **vars(phase.memory),
+                    "peak": phase.memory.peak,
+                    "estimated_peak": phase.estimated_peak,
+                    "is_refused": phase.is_refused,
+                    "bubble": phase.bubble,
+                    **vars(phase.work),
+                    "predicted_seconds": phase.seconds,
+                }
+                for phase in self.phases
+            ],
+            "predicted_step_seconds": self.seconds,
+            "predicted_tokens_per_second": self._per_second(self.tokens),
+            "predicted_response_tokens_per_second": self._per_second(self.response_tokens),
+            "remedies": [
+                {"options": options, "estimated_peak": needed} for options, needed in self.remedies
+            ],
+        }
+
 
 # JAX's names of the platforms.
 _JAX_PLATFORMS = {"cuda": "gpu"}
@@ -124,3 +243,139 @@ def _estimate_peak(config: Config, nets: Networks, mesh: Mesh) -> int:
     with jax.set_mesh(mesh):
         estimated = estimate_phases(set_up_step(config, nets, mesh))
     return max(memory.peak for memory in estimated.values())
+
+
+GIB = 2**30
+_COLUMNS = {
+    "parameters": "params",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "frozen": "frozen",
+    "decoding_copy": "decoding",
+    "cache": "cache",
+    "batch": "batch",
+    "process": "process",
+    "temporaries": "temporary",
+}
+_PREDICTION = (
+    "A prediction, not a measurement: the slowest of products, memory and links at the device's\n"
+    "peak rates, all prompts and responses at their maximum lengths, no work on the host. Runs\n"
+    "are slower."
+)
+_MOST_REMEDIES = 8
+_USUAL_AXES = ("data", "fsdp", "model")
+
+
+def format_plan(plan: StepPlan) -> str:
+    """Return the plan as lines of text."""
+    parts = [_heading(plan), _memory_table(plan), _verdict(plan)]
+    if plan.fits is False:
+        parts.append(_remedies(plan))
+    if plan.seconds is not None:
+        parts += [_time_table(plan), _PREDICTION]
+    return "\n\n".join(parts)
+
+
+def _heading(plan: StepPlan) -> str:
+    shape = _mesh_text(plan.mesh)
+    if plan.rollout_mesh != plan.mesh:
+        shape += f", decoding on {_mesh_text(plan.rollout_mesh)}"
+    lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
+    if _counts_process(plan):
+        lines.append("programs that run at the same time count each other's gradients as temporary")
+    bubbles = [f"{TITLES[x.name]} {x.bubble:.1%}" for x in plan.phases if x.bubble]
+    if bubbles:
+        lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
+    return "\n".join(lines)
+
+
+def _counts_process(plan: StepPlan) -> bool:
+    """Return whether the process is in the memory of the device, which is then a single CPU."""
+    return any(phase.memory.process for phase in plan.phases)
+
+
+def _mesh_text(shape: dict[str, int]) -> str:
+    # Rarely used axes are left out if they split nothing.
+    shown_axes = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in shown_axes.items())
+
+
+def _memory_table(plan: StepPlan) -> str:
+    counts = _counts_process(plan)
+    columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
+    rows = [["GiB per device", *columns.values(), "peak"]]
+    if plan.is_compiled:
+        rows[0].append("by arithmetic")
+    for phase in plan.phases:
+        row = [TITLES[phase.name]]
+        row += [_gib(getattr(phase.memory, column)) for column in columns]
+        row.append(_gib(phase.memory.peak))
+        if plan.is_compiled:
+            row.append(_gib(phase.estimated_peak))
+        rows.append(row)
+    return _table(rows)
+
+
+def _verdict(plan: StepPlan) -> str:
+    peak = plan.peak / GIB
+    if plan.available is None:
+        line = f"Peak {peak:.2f} GiB per device; the memory of the devices is unknown."
+    else:
+        verdict = _fit_text(plan.peak, plan.available)
+        line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
+    if plan.is_compiled:
+        difference = plan.estimated_peak / plan.peak - 1
+        line += f" By arithmetic {plan.estimated_peak / GIB:.2f} GiB ({difference:+.1%})."
+    refused = [TITLES[phase.name] for phase in plan.phases if phase.is_refused]
+    if refused:
+        line += (
+            f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
+            "twice."
+        )
+    return line
+
+
+def _remedies(plan: StepPlan) -> str:
+    assert plan.available is not None, "a plan is refused only if the memory is known"
+    if not plan.remedies:
+        return "No change of a single option saves memory: more devices are needed."
+    lines = ["Changes that save the most (by arithmetic, GiB per device):"]
+    for options, needed in plan.remedies[:_MOST_REMEDIES]:
+        saved = plan.estimated_peak - needed
+        verdict = _fit_text(needed, plan.available)
+        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
+    return "\n".join(lines)
+
+
+def _fit_text(needed: int, available: float) -> str:
+    return "fits" if needed <= available else "does not fit"
+
+
+def _time_table(plan: StepPlan) -> str:
+    rows = [["per device", "TFLOP", "GB memory", "GB links", "seconds"]]
+    for phase in plan.phases:
+        work = phase.work
+        figures = (work.flops / 1e12, work.memory_bytes / 1e9, work.link_bytes / 1e9, phase.seconds)
+        rows.append([TITLES[phase.name], *(f"{figure:.3g}" for figure in figures)])
+    seconds = plan.seconds
+    assert seconds is not None, "the caller has checked"
+    rows.append(["step", "", "", "", f"{seconds:.3g}"])
+    return (
+        f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
+        f"{plan.response_tokens / seconds:,.0f} are sampled"
+    )
+
+
+def _gib(value: int) -> str:
+    return f"{value / GIB:.2f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return columns of equal width; the first is aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -20,6 +20,21 @@ from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
 
+# The programs of a step in their order, and the titles that the user sees.
+TITLES = {
+    "prepare_weights": "decoding weights",
+    "sample": "sampling",
+    "score_policy": "scoring, policy",
+    "score_critic": "scoring, critic",
+    "score_reward": "scoring, reward",
+    "estimate": "advantages",
+    "update_actor": "update, actor",
+    "update_critic": "update, critic",
+}
+
+# Those that a step dispatches together: a single CPU runs them at the same time.
+TOGETHER = (("score_policy", "score_critic"), ("update_actor", "update_critic"))
+
 
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:

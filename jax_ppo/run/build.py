@@ -16,7 +16,7 @@ from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
-from jax_ppo.memory.least_memory import validate_memory
+from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.algorithm import StepOptions
 from jax_ppo.ppo.rewarding import RuleScorer
@@ -85,7 +85,7 @@ def set_up_run(
         models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
     validate_run_models(config, models, mesh, rollout_mesh)
     if trains:
-        validate_memory(config, models.folders, models.nets, mesh)
+        validate_memory(PPOMemory(config, models.folders, models.nets, mesh))
 
     # 3. Prompts as tokens, which fix the number of steps.
     prompts = _tokenize_prompts(config, examples, held_out_examples, models, trains)

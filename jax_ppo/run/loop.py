@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer
-from jax_ppo.memory.out_of_memory import explain_out_of_memory
-from jax_ppo.memory.step_flops import count_step_flops
+from jax_ppo.memory.memory_check import PPOMemory
+from jax_ppo.memory.out_of_memory_message import explain_out_of_memory
+from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.algorithm import SampledBatch, TrainingBatches
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step
@@ -65,7 +66,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             fingerprint_data(config.data, run.training),
         )
         with (
-            explain_out_of_memory(config, run.folders, run.nets, mesh),
+            explain_out_of_memory(PPOMemory(config, run.folders, run.nets, mesh)),
             engine.running(run.engine),
             run.rules.running(),
             Reporter(run, workdir, progress, compiled) as reporter,

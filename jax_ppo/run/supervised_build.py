@@ -14,7 +14,7 @@ from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.data.sources import source_weights
-from jax_ppo.memory.supervised_memory import validate_memory
+from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import has_score_head, read_architecture
@@ -159,7 +159,8 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
             "new one is made"
         )
     head = task.objective.head
-    validate_memory(config, Transformer(architecture, jnp.dtype(config.model.dtype)), head, mesh)
+    model = Transformer(architecture, jnp.dtype(config.model.dtype))
+    validate_memory(SupervisedMemory(config, model, head, mesh))
 
     # 3. Examples as tokens, which fix the row length and the number of steps.
     console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import tiny
 from hlo import read_collectives
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory.plan_inputs import read_descriptions, set_up_step
+from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.update import ActorOptions

@@ -12,8 +12,8 @@ from jax_ppo.config import loading
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory import least_memory
-from jax_ppo.memory.remedies import rank_remedies, temporary_savings
+from jax_ppo.memory import memory_check
+from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.run import loop
 from jax_ppo.runtime import device_memory, meshes
 from jax_ppo.training.networks import Folders
@@ -32,7 +32,7 @@ def bytes_on_first_device(tree):
 def test_the_bytes_are_those_of_the_arrays():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     with jax.set_mesh(mesh):
-        least = least_memory.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh)
+        least = memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh)
         state = tiny.make_state(CONFIG, mesh)
     actor, critic = bytes_on_first_device(state.actor), bytes_on_first_device(state.critic)
     assert least.parameters == actor + critic and least.gradients == max(actor, critic)
@@ -45,7 +45,7 @@ def test_the_bytes_are_those_of_the_arrays():
 def test_decoding_weights_are_split_by_tensor_parallelism_alone():
     def decoding(**shape):
         mesh = tiny.make_mesh(8, **shape)
-        return least_memory.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh).decoding
+        return memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh).decoding
 
     assert decoding(fsdp=8) == decoding(data=8)
     assert decoding(fsdp=4, model=2) < 0.7 * decoding(data=8)
@@ -55,11 +55,11 @@ def test_decoding_weights_are_split_by_tensor_parallelism_alone():
 def small_devices(monkeypatch):
     """Return a function that gives devices a memory; networks need no folders."""
     monkeypatch.setattr(
-        least_memory, "read_networks", lambda config, folders: tiny.networks(config)
+        memory_check, "read_networks", lambda config, folders: tiny.networks(config)
     )
 
     def limit_memory(limit):
-        monkeypatch.setattr(least_memory, "read_memory_limit", lambda: limit)
+        monkeypatch.setattr(memory_check, "read_memory_limit", lambda: limit)
 
     return limit_memory
 
@@ -67,14 +67,14 @@ def small_devices(monkeypatch):
 def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
     mesh = tiny.make_mesh(8, data=8)
     nets = tiny.networks(CONFIG)
-    least = least_memory.measure_least_memory(CONFIG, nets, mesh).peak
+    least = memory_check.measure_least_memory(CONFIG, nets, mesh).peak
     small_devices(least)
-    least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
     small_devices(None)
-    least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
     small_devices(least - 1)
     with pytest.raises(UserError, match=r"^config.mesh: a device needs at least .* GiB") as refused:
-        least_memory.validate_memory(CONFIG, FOLDERS, nets, mesh)
+        memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
     message = str(refused.value)
     assert "\n" not in message
     assert re.search(r"config\.mesh\.data=1 with config\.mesh\.fsdp=8", message)
@@ -86,8 +86,8 @@ def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
 
 def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
     mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
-    least = least_memory.measure_least_memory(CONFIG, nets, mesh)
-    measure = functools.cache(lambda *changed: least_memory.measure_least_memory(*changed).peak)
+    least = memory_check.measure_least_memory(CONFIG, nets, mesh)
+    measure = functools.cache(lambda *changed: memory_check.measure_least_memory(*changed).peak)
 
     def rank(available=None):
         return rank_remedies(
@@ -103,7 +103,7 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
     needed = [remedy.needed for remedy in remedies]
     assert needed == sorted(needed) and needed[-1] < least.peak and len(remedies) >= 3
     split = tiny.config(mesh__data=1, mesh__fsdp=8)
-    fsdp = least_memory.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
+    fsdp = memory_check.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
     by_options = {remedy.options: remedy for remedy in remedies}
     assert by_options["config.mesh.data=1 with config.mesh.fsdp=8"].needed == fsdp
     # What is trained takes half in bfloat16: parameters, moments and gradients.
@@ -117,7 +117,7 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
     assert pairs and pairs[0].needed <= available
     assert (
         pairs[0].needed
-        == least_memory.measure_least_memory(
+        == memory_check.measure_least_memory(
             pairs[0].config,
             tiny.networks(pairs[0].config),
             meshes.make_mesh(pairs[0].config.mesh, jax.devices()[:8]),
@@ -141,7 +141,7 @@ def remedies_for(config, platform):
 def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
     def least(config):
         nets = tiny.networks(config)
-        return least_memory.measure_least_memory(config, nets, tiny.make_mesh(1))
+        return memory_check.measure_least_memory(config, nets, tiny.make_mesh(1))
 
     remedies = remedies_for(CONFIG, "tpu")
     optimizers = remedies[
@@ -161,7 +161,10 @@ def test_less_temporary_memory_begins_with_what_is_not_yet_so():
     mesh = tiny.make_mesh(1)
 
     def words(**changes):
-        return [words for words, _ in temporary_savings(tiny.config(**changes), mesh)]
+        return [
+            words
+            for words, _ in PossibleChanges(tiny.config(**changes), mesh).save_temporary_memory()
+        ]
 
     full = (
         "config.model.gradient_checkpointing=True with "
@@ -193,7 +196,7 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
 def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
     texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
     write_llama(tmp_path, texts, tokens=192)
-    monkeypatch.setattr(least_memory, "read_memory_limit", lambda: 1000)
+    monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
     config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
     with pytest.raises(UserError, match="config.mesh: a device needs at least"):
         loop.train(config, tmp_path / "work")

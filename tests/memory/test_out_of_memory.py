@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.memory import out_of_memory
+from jax_ppo.memory import memory_check, out_of_memory_message
 from jax_ppo.training.networks import Folders
 
 CONFIG = tiny.config()
@@ -23,11 +23,10 @@ def sort_a_huge_table(x):
 def explained(monkeypatch):
     """Return the context for the tiny networks, which need no folders."""
     monkeypatch.setattr(
-        out_of_memory, "read_networks", lambda config, folders: tiny.networks(config)
+        memory_check, "read_networks", lambda config, folders: tiny.networks(config)
     )
-    return out_of_memory.explain_out_of_memory(
-        CONFIG, FOLDERS, tiny.networks(CONFIG), tiny.make_mesh()
-    )
+    run = memory_check.PPOMemory(CONFIG, FOLDERS, tiny.networks(CONFIG), tiny.make_mesh())
+    return out_of_memory_message.explain_out_of_memory(run)
 
 
 def test_what_holds_the_memory_and_what_takes_less_is_said(explained):

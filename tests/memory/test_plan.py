@@ -18,12 +18,11 @@ import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory import arithmetic, head_memory, layer_memory, plan_table, step_plan
-from jax_ppo.memory import work as work_counts
-from jax_ppo.memory.least_memory import measure_least_memory
-from jax_ppo.memory.phases import PhaseWork
-from jax_ppo.memory.plan_inputs import read_descriptions, set_up_step
-from jax_ppo.memory.work import count_work, predict_seconds
+from jax_ppo.memory import memory_formulas, step_plan
+from jax_ppo.memory import step_work as work_counts
+from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
+from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.memory.step_work import PhaseWork, count_work, predict_seconds
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.runtime import meshes, topologies
 from jax_ppo.runtime.device_memory import bytes_per_device
@@ -138,9 +137,9 @@ def test_a_single_cpu_runs_both_updates_at_once_beside_the_process(folder):
     critics_own = actor.temporaries - memory(alone, "update_actor").temporaries - critic.gradients
     # The scaled gradient, and two new arrays of the largest parameter.
     assert critics_own > critic.gradients
-    assert {phase.memory.process for phase in both.phases} == {arithmetic.PROCESS_BYTES}
+    assert {phase.memory.process for phase in both.phases} == {memory_formulas.PROCESS_BYTES}
     assert {phase.memory.process for phase in others.phases} == {0}
-    table, other = (plan_table.format_plan(plan).splitlines() for plan in (both, others))
+    table, other = (step_plan.format_plan(plan).splitlines() for plan in (both, others))
     assert "process" in table[4] and not any("process" in line for line in other)
 
 
@@ -220,7 +219,7 @@ def test_a_program_that_does_not_fit_counts_with_what_the_compiler_asks_for(
     config = tiny.config(model__path=folder)
     plan = step_plan.plan_step(config, parse_topology("cpu:1"))
     assert [phase.name for phase in plan.phases if phase.is_refused] == ["prepare_weights"]
-    assert "The compiler refused: decoding weights." in plan_table.format_plan(plan)
+    assert "The compiler refused: decoding weights." in step_plan.format_plan(plan)
     refused = memory(plan, "prepare_weights")
     counted = refused.temporaries + (arguments if "Used" in message else 0)
     assert counted == pytest.approx(used, abs=100)
@@ -235,18 +234,18 @@ def test_without_the_compiler_the_plan_is_arithmetic_and_says_so(folder, monkeyp
     assert not plan.is_compiled
     assert plan.source == "arithmetic, because libtpu is not installed"
     assert plan.phases == estimate(folder, "v5e:1x1").phases
-    assert plan.source in plan_table.format_plan(plan)
+    assert plan.source in step_plan.format_plan(plan)
 
 
 def test_what_does_not_fit_is_said_with_remedies(folder, monkeypatch):
     plan = estimate(folder)
-    text = plan_table.format_plan(plan)
+    text = step_plan.format_plan(plan)
     assert re.search(r"of 15\.75 GiB per device: fits\.", text) and "saves" not in text
     assert "A prediction, not a measurement" in text
     small = {"v5e": topologies.DeviceType("tpu", plan.peak - 1, dimensions=2)}
     monkeypatch.setattr(topologies, "DEVICE_TYPES", topologies.DEVICE_TYPES | small)
     refused = estimate(folder)
-    text = plan_table.format_plan(refused)
+    text = step_plan.format_plan(refused)
     assert "does not fit" in text and "saves" in text
     assert "tokens per second" not in text, "the speed of this device is unknown"
     # Each remedy needs what it promises.
@@ -331,7 +330,7 @@ def test_gathered_weights_of_the_head_are_there_while_the_layers_run():
     def join(**shape):
         mesh = tiny.make_mesh(8, **{"data": 1} | shape)
         step = types.SimpleNamespace(programs=types.SimpleNamespace(mesh=mesh))
-        return arithmetic._join(step, layers=3, head=5)
+        return memory_formulas._join(step, layers=3, head=5)
 
     assert join(fsdp=8) == 8 and join(data=8) == 5 and join(data=4, model=2) == 5
 
@@ -347,23 +346,25 @@ def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(fo
         role = step.role("actor")
         stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
         with assume_platform("tpu"):
-            assert head_memory.weight_bytes(step, role) == embedding * 2
-            assert layer_memory.cast_weight_bytes(step, role) == stored // 2
-            one_layer = layer_memory.gathered_bytes(step, role)
+            assert memory_formulas.head_weight_bytes(step, role) == embedding * 2
+            assert memory_formulas.cast_weight_bytes(step, role) == stored // 2
+            one_layer = memory_formulas.gathered_bytes(step, role)
         with assume_platform("gpu"):
-            assert head_memory.weight_bytes(step, role) == embedding * (2 + 4)
-            assert layer_memory.cast_weight_bytes(step, role) == 0
+            assert memory_formulas.head_weight_bytes(step, role) == embedding * (2 + 4)
+            assert memory_formulas.cast_weight_bytes(step, role) == 0
             # The next layer, too.
-            assert 0 < one_layer * 2 * 2 == layer_memory.gathered_bytes(step, role)
+            assert 0 < one_layer * 2 * 2 == memory_formulas.gathered_bytes(step, role)
 
 
 def test_a_tpus_update_has_the_gradients_of_the_head_or_those_of_the_layers(folder, monkeypatch):
     """In a small model the layers' are larger; for GPUs the head's weights arrive early."""
     options = {"mesh__data": 1, "mesh__fsdp": 8}
-    count_chunk = head_memory.chunk_bytes
+    count_chunk = memory_formulas.logit_chunk_bytes
 
     def temporaries(topology, added):
-        monkeypatch.setattr(head_memory, "chunk_bytes", lambda *args: count_chunk(*args) + added)
+        monkeypatch.setattr(
+            memory_formulas, "logit_chunk_bytes", lambda *args: count_chunk(*args) + added
+        )
         return memory(estimate(folder, topology, **options), "update_actor").temporaries
 
     assert temporaries("v5e:2x4", added=2) == temporaries("v5e:2x4", added=0)
@@ -376,7 +377,7 @@ def test_a_tpus_sum_of_gradients_in_float32_is_whole_if_columns_fill_lanes(
     folder, lanes, sums, monkeypatch
 ):
     """Two columns of the output embedding on each of eight devices."""
-    monkeypatch.setattr(head_memory, "TPU_LANES", lanes)
+    monkeypatch.setattr(memory_formulas, "TPU_LANES", lanes)
     options = {"mesh__data": 1, "mesh__fsdp": 8}
     wide, narrow = (
         memory(estimate(folder, actor__optim__gradient_dtype=dtype, **options), "update_actor")

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 import tiny
-from jax_ppo.memory import plan_table, step_plan
-from jax_ppo.memory.pipeline_memory import StageSchedule, schedule_rows
+from jax_ppo.memory import step_plan
+from jax_ppo.memory.step_work import StageSchedule, schedule_rows
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
@@ -54,10 +54,10 @@ def test_a_schedule_by_hand():
 
 def test_a_plan_states_the_bubble_and_counts_it(folder):
     plain, staged = estimate(folder, data=8), estimate(folder, stage=2, data=4)
-    text = plan_table.format_plan(staged)
+    text = step_plan.format_plan(staged)
     assert "mesh stage 2 x data 4 x fsdp 1 x model 1" in text
     assert "scoring, critic 20.0%" in text and "update, actor 20.0%" in text
-    assert "stages wait" not in plan_table.format_plan(plain)
+    assert "stages wait" not in step_plan.format_plan(plain)
     names = ("score_critic", "update_critic")
     for name in names:  # which have no logits
         ratio = phase(staged, name).work.flops / phase(plain, name).work.flops

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.memory.step_flops import count_step_flops
+from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.models.flops import count_forward_flops
 
 PROMPTS = np.array([3, 5])

@@ -6,7 +6,8 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.memory import supervised_memory
+from jax_ppo.memory import memory_check
+from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.supervised.parameters import trained_shapes
@@ -16,16 +17,15 @@ MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 
 
 def measure(**shape):
-    mesh = tiny.make_mesh(8, **shape)
-    return supervised_memory.measure_least_memory(CONFIG, MODEL, "lm", mesh)
+    return SupervisedMemory(CONFIG, MODEL, "lm", tiny.make_mesh(8, **shape)).measure()
 
 
 def test_parameters_two_moments_and_gradients_are_counted():
     alone = measure(data=8)
-    assert alone["parameters"] == alone["gradients"]
+    assert alone.parameters == alone.gradients
     # Two moments and a counter.
-    assert 0 < alone["optimizer"] - 2 * alone["parameters"] <= 16
-    assert measure(fsdp=8)["parameters"] < 0.2 * alone["parameters"]
+    assert 0 < alone.optimizer - 2 * alone.parameters <= 16
+    assert measure(fsdp=8).parameters < 0.2 * alone.parameters
 
 
 def test_the_shapes_have_the_layout_of_training():
@@ -38,13 +38,13 @@ def test_the_shapes_have_the_layout_of_training():
 @pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.99, False)])
 def test_a_run_that_cannot_fit_is_refused_with_what_would_save_most(share, fits, monkeypatch):
     mesh = tiny.make_mesh(8, data=8)
-    limit = share * sum(measure(data=8).values())
-    monkeypatch.setattr(supervised_memory, "read_memory_limit", lambda: limit)
+    limit = share * measure(data=8).peak
+    monkeypatch.setattr(memory_check, "read_memory_limit", lambda: limit)
     if fits:
-        supervised_memory.validate_memory(CONFIG, MODEL, "lm", mesh)
+        validate_memory(SupervisedMemory(CONFIG, MODEL, "lm", mesh))
         return
     with pytest.raises(UserError, match="config.mesh: a device needs at least") as refusal:
-        supervised_memory.validate_memory(CONFIG, MODEL, "lm", mesh)
+        validate_memory(SupervisedMemory(CONFIG, MODEL, "lm", mesh))
     message = str(refusal.value)
     split = message.index("config.mesh.data=1 with config.mesh.fsdp=8 needs at least")
     # An eighth beats half of the bytes.
@@ -52,5 +52,5 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_save_most(share, fits,
 
 
 def test_a_platform_that_reports_no_memory_is_not_checked(monkeypatch):
-    monkeypatch.setattr(supervised_memory, "read_memory_limit", lambda: None)
-    supervised_memory.validate_memory(CONFIG, MODEL, "lm", tiny.make_mesh(8, data=8))
+    monkeypatch.setattr(memory_check, "read_memory_limit", lambda: None)
+    validate_memory(SupervisedMemory(CONFIG, MODEL, "lm", tiny.make_mesh(8, data=8)))

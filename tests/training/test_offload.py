@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.memory import least_memory
+from jax_ppo.memory import memory_check
 from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
@@ -99,7 +99,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
 def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        least_memory.measure_least_memory(config, tiny.networks(config), mesh)
+        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
         for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
     )
     # Actor and critic have the same trunk, of which the reference is a third copy.
@@ -115,7 +115,7 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        least_memory.measure_least_memory(config, tiny.networks(config), mesh)
+        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
         for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
     )
     assert (offloaded.optimizer, offloaded.fetched) == (0, kept.optimizer) and kept.fetched == 0

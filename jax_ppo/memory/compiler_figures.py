@@ -8,9 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.errors import UserError
-from jax_ppo.memory.arithmetic import overlap_phases, resident_memory
-from jax_ppo.memory.phases import PhaseMemory
-from jax_ppo.memory.plan_inputs import AbstractStep
+from jax_ppo.memory.abstract_step import AbstractStep
+from jax_ppo.memory.memory_formulas import PhaseMemory, overlap_phases, resident_memory
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.runtime import compilation, meshes, sharding
 from jax_ppo.runtime.device_memory import bytes_per_device

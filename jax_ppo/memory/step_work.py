@@ -5,21 +5,168 @@ slowest of its matrix products, its memory traffic and its exchanges at the devi
 (Williams et al. 2009, doi 10.1145/1498765.1498785): a lower bound, not a measurement.
 """
 
-import numpy as np
+import dataclasses
+import math
 
-from jax_ppo.memory.experts_memory import exchanged_bytes, multiplied_elements, received_share
-from jax_ppo.memory.phases import PhaseWork
-from jax_ppo.memory.pipeline_memory import StageSchedule, schedule_rows
-from jax_ppo.memory.plan_inputs import SCORING_ROLES, AbstractStep, Role
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.memory.abstract_step import SCORING_ROLES, AbstractStep, Role
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.ppo.rollout_packing import Plans
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.device_speed import PeakRates
+from jax_ppo.runtime.parallelism import pipeline
 from jax_ppo.sampler.stages import stage_limits
-from jax_ppo.types import MiniBatches
+from jax_ppo.training.networks import Networks
+from jax_ppo.types import MiniBatches, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseWork:
+    """Work of one device in one phase of a step, by arithmetic.
+
+    Attributes:
+      flops: operations of matrix products; recomputed activations count too.
+      memory_bytes: bytes read from and written to the device's memory.
+      link_bytes: bytes that the device sends to others.
+      row_bytes: those of them that the mesh's axes of rows exchange: gathered weights and
+        gradients, which cross from host to host.
+    """
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    link_bytes: float = 0.0
+    row_bytes: float = 0.0
+
+    def __add__(self, other: "PhaseWork") -> "PhaseWork":
+        return PhaseWork(
+            flops=self.flops + other.flops,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+            link_bytes=self.link_bytes + other.link_bytes,
+            row_bytes=self.row_bytes + other.row_bytes,
+        )
+
+    def __mul__(self, times: float) -> "PhaseWork":
+        return PhaseWork(
+            flops=self.flops * times,
+            memory_bytes=self.memory_bytes * times,
+            link_bytes=self.link_bytes * times,
+            row_bytes=self.row_bytes * times,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSchedule:
+    """The micro-batches of one pass through the layers; a single one without stages.
+
+    Attributes:
+      stages: S.
+      micro_batches: M, each of one row per device.
+    """
+
+    stages: int
+    micro_batches: int
+
+    @property
+    def ticks(self) -> int:
+        """Return the number of times that a device runs its own layers, M + S - 1."""
+        return self.micro_batches + self.stages - 1
+
+    @property
+    def slowdown(self) -> float:
+        """Return the time in the layers as a multiple of that without a bubble."""
+        return 1 / (1 - self.bubble)
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the time in the layers in which a stage has no micro-batch."""
+        return pipeline.bubble(self.stages, self.micro_batches)
+
+
+def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
+    """Return the schedule of a mesh's stages for `rows` packed rows, over all devices."""
+    stages = mesh.shape["stage"]
+    if stages == 1:
+        return StageSchedule(stages=1, micro_batches=1)
+    return StageSchedule(stages=stages, micro_batches=stages * rows // meshes.row_shards(mesh))
+
+
+def count_bubbles(mesh: Mesh | AbstractMesh, plans: Plans) -> dict[str, float]:
+    """Return the bubble of each phase that runs in stages, by the name of its program."""
+    scoring, _ = plans.scoring
+    bubbles = {
+        f"score_{part}": schedule_rows(mesh, scoring.sample.shape[1]).bubble
+        for part in ("policy", "critic")
+    }
+    for role, batches in (("actor", plans.actor), ("critic", plans.critic)):
+        if batches is not None:
+            bubble = schedule_rows(mesh, batches.packing.sample.shape[2]).bubble
+            bubbles[f"update_{role}"] = bubble
+    return bubbles
+
+
+def multiplied_elements(params: Params, mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of parameters that the devices along `model` multiply with together."""
+    others, experts = _count_elements(params)
+    return others + experts // mesh.shape["expert"]
+
+
+def received_share(params: Params, mesh: Mesh | AbstractMesh) -> float:
+    """Return the share of `multiplied_elements` that other devices store, 0..1."""
+    others, experts = _count_elements(params)
+    own_experts = experts / mesh.shape["expert"]
+    stored = others / meshes.weight_shards(mesh)
+    stored += own_experts / math.prod(mesh.shape[axis] for axis in meshes.EXPERT_WEIGHTS)
+    return 1 - stored / (others + own_experts)
+
+
+def exchanged_bytes(
+    architecture: Architecture, tokens: float, itemsize: int, mesh: Mesh | AbstractMesh
+) -> float:
+    """Return the bytes of hidden states that a device receives for its experts, and of their sums.
+
+    Args:
+      architecture: the model's architecture.
+      tokens: number of the device's own tokens.
+      itemsize: bytes of a number of the computation.
+      mesh: the mesh of the pass.
+    """
+    if not architecture.num_experts:
+        return 0.0
+    other_devices = mesh.shape["expert"] - 1
+    return (
+        architecture.num_layers * 2 * other_devices * tokens * architecture.hidden_size * itemsize
+    )
+
+
+def tokens_at_experts(architecture: Architecture, mesh: Mesh | AbstractMesh) -> int:
+    """Return the maximum number of tokens that a device's experts get, per token of its own.
+
+    Any token of the devices along `expert` may select any expert.
+    """
+    if not architecture.num_experts:
+        return 1
+    return mesh.shape["expert"]
+
+
+def _count_elements(params: Params) -> tuple[int, int]:
+    """Return the number of parameters outside of experts, and of experts."""
+    experts = 0
+    total = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        total += x.size
+        if "experts" in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
+            experts += x.size
+    return total - experts, experts
+
 
 # AdamW reads and writes parameters and two moments in float32, and reads the gradient twice, for
 # its norm and for the step. A micro-batch's gradient is written, read and added to the sum.
@@ -263,3 +410,62 @@ def _gradient_link_bytes(
     if role.params is role.trained or role.net.lora is None:
         scattered = _gathered_bytes(step, role, schedule) * received_share(role.params, mesh)
     return scattered + gradient * 2 * (copies - 1) / copies
+
+
+def count_step_flops(
+    config: Config, nets: Networks, step: int, prompt_lengths: np.ndarray, lengths: np.ndarray
+) -> float:
+    """Return the FLOPs that sampling, scoring and update of a step need.
+
+    Recomputed activations do not count, and while sampling a prompt counts once for all of its
+    responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
+    with its own tokenizer counts as if its inputs were as long as the samples.
+
+    Args:
+      config: all options.
+      nets: the roles' models.
+      step: the step, from 0.
+      prompt_lengths: int [N], tokens of each prompt.
+      lengths: int [B], tokens of each prompt and response; those of a prompt are adjacent.
+    """
+    scoring = ScoringOptions.from_config(config)
+    repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
+    num_logits = int((lengths - repeated_lengths).sum())
+    policy = nets.actor.architecture
+    policy_pass = count_forward_flops(policy, lengths, num_logits)
+
+    # 1. Sampling: a prompt is read once for all of its responses.
+    flops = policy_pass
+    flops -= count_forward_flops(policy, repeated_lengths)
+    flops += count_forward_flops(policy, prompt_lengths)
+
+    # 2. Scoring.
+    flops += policy_pass * (scoring.old_logprobs + scoring.reference)
+    if scoring.shared_trunk and not scoring.old_logprobs:
+        flops += count_forward_flops(policy, lengths)
+    critic_pass = 0.0
+    if nets.critic is not None:
+        critic_pass = count_forward_flops(nets.critic.architecture, lengths)
+    flops += critic_pass
+    if nets.reward is not None:
+        flops += count_forward_flops(nets.reward.architecture, lengths)
+
+    # 3. Update; during the critic's warm-up the actor's parameters stay.
+    actor_learns = scoring.shared_trunk or step >= config.trainer.critic_warmup
+    if actor_learns:
+        flops += config.actor.ppo_epochs * _training_passes(nets.actor) * policy_pass
+    if nets.critic is not None:
+        epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
+        flops += epochs * _training_passes(nets.critic) * critic_pass
+    return flops
+
+
+def _training_passes(model: Transformer) -> int:
+    """Return the cost of forward and backward pass in forward passes.
+
+    The backward pass has a product for the gradient of each product's input and, unless only
+    adapters are trained, one for that of its weights.
+    """
+    if model.lora is None:
+        return 3
+    return 2

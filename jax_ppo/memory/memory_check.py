@@ -1,4 +1,4 @@
-"""The least memory of a run on each device, compared with what the devices have.
+"""Does a run fit? The least memory of a run on each device, compared with what the devices have.
 
 It is a lower bound by arithmetic: activations, logits and the decoding cache come on top. It is
 known before any weights are loaded, so that a mesh on which a run cannot fit is refused at once.
@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
-from jax_ppo.memory.remedies import rank_remedies
+from jax_ppo.memory.remedies import Remedy, rank_remedies, save_supervised_memory
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.training.networks import Folders, Networks, read_networks
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
@@ -23,25 +25,24 @@ from jax_ppo.training.stochastic_rounding import gradient_shapes
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastMemory:
     """Bytes on each device.
 
     Attributes:
-      parameters: trained parameters of actor and critic, unless they are in the host's memory.
-      optimizer: both optimizer states, unless they are in the host's memory.
+      parameters: trained parameters, unless they are in the host's memory.
+      optimizer: optimizer states, unless they are in the host's memory.
       frozen: reference, base of adapters and reward model, unless they are in the host's memory.
-      gradients: the actor's or the critic's, whichever phase needs more; clipping needs a whole
-        gradient at once.
+      gradients: those of the phase that needs more; clipping needs a whole gradient at once.
       decoding: the built-in engine's copy of the actor's weights.
       fetched: what that phase copies from the host's memory.
     """
 
     parameters: int
     optimizer: int
-    frozen: int
+    frozen: int = 0
     gradients: int
-    decoding: int
+    decoding: int = 0
     fetched: int = 0
 
     @property
@@ -52,36 +53,98 @@ class LeastMemory:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self)
-        return ", ".join(f"{name} {bytes_ / GIB:.1f}" for name, bytes_ in parts.items())
+        return ", ".join(f"{name} {bytes_ / GIB:.1f}" for name, bytes_ in parts.items() if bytes_)
 
 
-def validate_memory(config: Config, folders: Folders, nets: Networks, mesh: Mesh) -> None:
-    """Raise `UserError` if the run cannot fit the devices of this process.
+@dataclasses.dataclass(frozen=True)
+class PPOMemory:
+    """The memory of a PPO run.
 
-    The message names the changes of single options that would save the most. Platforms that report
-    no memory, such as CPUs, are not checked.
-
-    Args:
+    Attributes:
       config: all options.
       folders: each role's checkpoint.
       nets: each role's model.
       mesh: the run's mesh.
     """
+
+    config: Config
+    folders: Folders
+    nets: Networks
+    mesh: Mesh
+
+    def measure(self) -> LeastMemory:
+        """Return the bytes on each device that the run needs at least."""
+        return measure_least_memory(self.config, self.nets, self.mesh)
+
+    def rank_remedies(self, needed: int) -> list[Remedy]:
+        """Return the changes of options after which less than `needed` is needed, best first."""
+        return rank_remedies(
+            self.config,
+            self.mesh,
+            needed=needed,
+            read_nets=lambda changed: read_networks(changed, self.folders),
+            measure=lambda *changed: measure_least_memory(*changed).peak,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedMemory:
+    """The memory of supervised training.
+
+    Attributes:
+      config: all options.
+      model: the network.
+      head: "lm" or "scalar".
+      mesh: the run's mesh.
+    """
+
+    config: Config
+    model: Transformer
+    head: str
+    mesh: Mesh
+
+    def measure(self) -> LeastMemory:
+        """Return the bytes on each device of the arrays that an optimizer step needs."""
+        options = self.config.supervised
+        shapes: dict[str, Any] = trained_shapes(options, self.model, self.head, self.mesh)
+        gradients = gradient_shapes(shapes["params"], options.optim.gradient_dtype)
+        return LeastMemory(
+            parameters=bytes_per_device(shapes["params"]),
+            optimizer=bytes_per_device(shapes["optimizer"]),
+            gradients=bytes_per_device(gradients),
+        )
+
+    def rank_remedies(self, needed: int) -> list[Remedy]:
+        """Return the changes of options after which less than `needed` is needed, best first."""
+        remedies = []
+        for words, mesh_options, supervised in save_supervised_memory(
+            self.config.mesh, self.config.supervised, self.mesh
+        ):
+            config = dataclasses.replace(self.config, mesh=mesh_options, supervised=supervised)
+            mesh = self.mesh
+            if mesh_options != self.config.mesh:
+                mesh = meshes.make_mesh(mesh_options, list(mesh.devices.flat))
+            changed = dataclasses.replace(self, config=config, mesh=mesh)
+            remedies.append(Remedy(words, changed.measure().peak, config))
+        remedies = [remedy for remedy in remedies if remedy.needed < needed]
+        return sorted(remedies, key=lambda remedy: remedy.needed)
+
+
+def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
+    """Raise `UserError` if a run cannot fit the devices of this process.
+
+    The message names the changes of options that would save the most. Platforms that report no
+    memory, such as CPUs, are not checked.
+    """
     limit = read_memory_limit()
     if limit is None:
         return
-    least = measure_least_memory(config, nets, mesh)
+    least = run.measure()
     if least.peak <= limit:
         return
-    remedies = rank_remedies(
-        config,
-        mesh,
-        needed=least.peak,
-        read_nets=lambda changed: read_networks(changed, folders),
-        measure=lambda *changed: measure_least_memory(*changed).peak,
-    )
     suggestions = "; ".join(
-        f"{remedy.options} needs at least {remedy.needed / GIB:.1f}" for remedy in remedies
+        f"{remedy.options} needs at least {remedy.needed / GIB:.1f}"
+        for remedy in run.rank_remedies(least.peak)
     )
     raise UserError(
         f"config.mesh: a device needs at least {least.peak / GIB:.1f} GiB for the run ({least}) "
@@ -90,7 +153,7 @@ def validate_memory(config: Config, folders: Folders, nets: Networks, mesh: Mesh
 
 
 def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMemory:
-    """Return the bytes on each device that the persistent arrays of a run take."""
+    """Return the bytes on each device that the persistent arrays of a PPO run take."""
     state = state_shapes(config, nets, mesh)
     decoding = 0
     if config.rollout.engine == "built-in":

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
-from jax_ppo.memory.least_memory import LeastMemory, measure_least_memory
+from jax_ppo.memory.memory_check import LeastMemory, measure_least_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta

@@ -1,0 +1,512 @@
+"""Memory of each phase by formulas: exact shapes of arrays, and estimated temporaries."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.kernels import vocabulary_chunks
+from jax_ppo.kernels.platform import target_platform
+from jax_ppo.memory.abstract_step import FLOAT32_BYTES, SCORING_ROLES, AbstractStep, Role
+from jax_ppo.memory.memory_check import Fetched, fetched_by_phase
+from jax_ppo.memory.step_work import multiplied_elements, schedule_rows, tokens_at_experts
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention import query_block_size
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.ppo.programs import TOGETHER
+from jax_ppo.runtime import dispatch, meshes
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
+from jax_ppo.sampler.constraints import constrains_logits
+from jax_ppo.sampler.routing import record_bytes
+from jax_ppo.sampler.slots import PREFILL_TOKENS
+from jax_ppo.training.stochastic_rounding import gradient_shapes
+from jax_ppo.types import MiniBatches
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes per device in one phase of a step; the fields add up to its peak.
+
+    Attributes:
+      parameters: trained parameters of actor and critic.
+      optimizer: their optimizer states.
+      gradients: the sum of gradients over micro-batches.
+      frozen: parameters of reference and reward model.
+      decoding_copy: the copy of the weights that sampling reads.
+      cache: keys and values of the slots, and of the prompts on their stage.
+      batch: prompts, rollout, scores and packing, as arguments and results.
+      process: interpreter, libraries and compiled programs, if the device is the run's only CPU.
+      temporaries: everything else, also of a program that runs at the same time.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    frozen: int = 0
+    decoding_copy: int = 0
+    cache: int = 0
+    batch: int = 0
+    process: int = 0
+    temporaries: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Return the sum of all parts."""
+        return sum(vars(self).values())
+
+    def beside(self, other: "PhaseMemory") -> "PhaseMemory":
+        """Return the memory while the program of another phase runs at the same time."""
+        added = other.gradients + other.cache + other.temporaries
+        return dataclasses.replace(self, temporaries=self.temporaries + added)
+
+
+# Measured with 30 layers (docs/scaling.md): 0.3 GiB when weights are loaded, the rest for compiled
+# programs and what malloc keeps. Where transformers finds torch and loads it, it takes 0.24 more.
+PROCESS_BYTES = 7 * 2**30 // 10
+
+
+def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
+    """Return the bytes of arrays of known shapes in a phase; `name` is that of its program.
+
+    The sums of weights are those that the check at the start of a run computes.
+    """
+    least = step.least
+    fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
+    gradients = 0
+    decoding_copy = 0
+    cache = 0
+    if name in ("prepare_weights", "sample"):
+        decoding_copy = least.decoding
+    if name == "sample":
+        cache = step.cache_bytes
+    if name.startswith("update_"):
+        gradients = bytes_per_device(step.role(name.removeprefix("update_")).trained)
+    return PhaseMemory(
+        parameters=least.parameters + fetched.parameters,
+        optimizer=least.optimizer + fetched.optimizer,
+        frozen=least.frozen + fetched.frozen,
+        gradients=gradients,
+        decoding_copy=decoding_copy,
+        cache=cache,
+        process=PROCESS_BYTES if is_one_cpu() else 0,
+    )
+
+
+def is_one_cpu() -> bool:
+    """Return whether the step is for a single CPU, which is also the memory of the process."""
+    return target_platform() == "cpu" and dispatch.num_lanes() > 1
+
+
+def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Return the memory of phases, of which a single CPU runs some at the same time."""
+    overlapping = dict(phases)
+    for one, other in TOGETHER:
+        if is_one_cpu() and one in phases and other in phases:
+            overlapping[one] = phases[one].beside(phases[other])
+            overlapping[other] = phases[other].beside(phases[one])
+    return overlapping
+
+
+def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
+    """Return the bytes per device in each phase of a step, by the name of its program."""
+    programs = step.programs
+    options = ScoringOptions.from_config(programs.config)
+    temporaries = {
+        "prepare_weights": _resharding_temporaries(step),
+        "sample": _sampling_temporaries(step),
+    }
+    for part in options.parts:
+        temporaries[f"score_{part}"] = _scoring_temporaries(step, step.role(SCORING_ROLES[part]))
+    if programs.nets.reward is not None and programs.reads_rollout:
+        temporaries["score_reward"] = _scoring_temporaries(step, step.role("reward"))
+    temporaries["estimate"] = 0
+    for name, plan in (("actor", step.plans.actor), ("critic", step.plans.critic)):
+        if plan is not None:
+            temporaries[f"update_{name}"] = _update_temporaries(step, step.role(name), plan)
+    plans = step.plans
+    batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
+    routing = _routing_bytes(step)
+    phases = {
+        name: dataclasses.replace(
+            resident_memory(step, name), batch=batch + routing, temporaries=value
+        )
+        for name, value in temporaries.items()
+    }
+    # During sampling, the record of the step before is in memory, too.
+    sample = phases["sample"]
+    phases["sample"] = dataclasses.replace(sample, batch=sample.batch + routing)
+    return overlap_phases(phases)
+
+
+def _routing_bytes(step: AbstractStep) -> int:
+    """Return the bytes of the record of the experts that a step's tokens passed through."""
+    programs = step.programs
+    if not programs.sampling.returns_routed_experts:
+        return 0
+    samples = programs.samples // meshes.row_shards(programs.mesh)
+    architecture = programs.nets.actor.architecture
+    return record_bytes(architecture, samples, programs.config.sequence_length)
+
+
+def _resharding_temporaries(step: AbstractStep) -> int:
+    """Return the bytes, besides the result, that laying out weights for decoding takes."""
+    programs = step.programs
+    if target_platform() != "tpu" or not meshes.gathers_weights(programs.mesh):
+        return 0
+    # Layers are laid out one after another. The compiler for TPUs holds a second copy of an
+    # embedding, which it transposes, and three copies if devices also divide the result.
+    tables = [x for name, x in step.decoding_weights.items() if not name.startswith("layer_")]
+    table = max(bytes_per_device(x) for x in tables)
+    if step.rollout_mesh == programs.mesh:
+        return table
+    return 3 * table
+
+
+def _sampling_temporaries(step: AbstractStep) -> int:
+    """Return the bytes of a prefill and of the logits of all slots."""
+    role = step.role("actor")
+    config = step.programs.config
+    architecture = role.architecture
+    mesh = step.rollout_mesh
+    assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
+    parts = mesh.shape["model"]
+    prompt = config.data.max_prompt_length
+    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
+    scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
+    score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
+    prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
+    # Forbidden strings are found with a tokenizer, which a plan does not have.
+    is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
+    arrays = 3 if is_constrained else 2
+    logits = arrays * step.slots * architecture.vocab_size // parts * FLOAT32_BYTES
+    padding = 0
+    if target_platform() == "tpu":
+        # Heads narrower than a lane take as much memory as wide ones.
+        width = architecture.head_dim
+        padding = step.cache_bytes * (-width % TPU_LANES) // width
+    return padding + prefill + logits
+
+
+def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
+    """Return the bytes that a forward pass over a micro-batch needs."""
+    packing, _ = step.plans.scoring
+    shape = packing.sample.shape[1:]
+    tokens = device_tokens(step, shape)
+    layers = forward_bytes(step, role, shape)
+    head = 0
+    if role.has_logits:
+        head = logit_chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
+        head += head_weight_bytes(step, role)
+    return cast_weight_bytes(step, role) + _join(step, layers, head)
+
+
+def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
+    """Return the bytes that an optimizer step needs besides the sum of gradients."""
+    architecture = role.architecture
+    mesh = step.programs.mesh
+    parts = mesh.shape["model"]
+    assert isinstance(role.net, Transformer), "encoders are not trained"
+    shape = batches.packing.sample.shape[2:]
+    tokens = device_tokens(step, shape)
+    schedule = schedule_rows(mesh, shape[0])
+    # Gradients are added to the sum as they are computed (training/gradients.py), except in stages,
+    # which have those of a micro-batch and those of a tick, and for adapters.
+    gradients = 0
+    if schedule.stages > 1 or role.net.lora is not None:
+        gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
+    # In stages, for a device's part of the layers in each tick.
+    saved_per_layer = round(saved_bytes(step, role, shape) * schedule.slowdown)
+    layers = backward_bytes(step, role, shape)
+    head = 0
+    gathered_head = 0
+    if role.has_logits:
+        head = logit_chunk_bytes(role, tokens, parts) * 3 // 2
+        gathered_head = head_weight_bytes(step, role)
+        # The whole output embedding has a gradient in float32, unless only adapters are trained.
+        if role.net.lora is None:
+            exchanged = _exchanged_gradient_bytes(role, mesh)
+            head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
+    fixed = cast_weight_bytes(step, role) + architecture.num_layers * saved_per_layer
+    if target_platform() == "tpu":
+        sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
+        trains_head = role.has_logits and role.net.lora is None
+        is_exchanged_once = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(
+            role, mesh
+        )
+        if trains_head and sums_in_float32 and is_exchanged_once:
+            # Each device has a whole sum of the output embedding's gradients: devices add theirs
+            # up once per mini-batch.
+            fixed += _num_head_elements(role, mesh) * FLOAT32_BYTES
+        # The layers' gradients follow the head's; of the head, only the weights remain.
+        return fixed + gathered_head + max(gradients + layers, head)
+    backward = fixed + gradients + _join(step, layers, head + gathered_head)
+    if target_platform() == "cpu":
+        return max(backward, _optimizer_temporaries(role))
+    return backward
+
+
+def _optimizer_temporaries(role: Role) -> int:
+    """Return the bytes of an optimizer step by the compiler for CPUs, which fuses less of it.
+
+    It scales the whole gradient into a copy, and has two new arrays of a parameter at once.
+    """
+    sizes = [bytes_per_device(x) for x in jax.tree.leaves(gradient_shapes(role.trained, "float32"))]
+    return sum(sizes) + 2 * max(sizes)
+
+
+def _join(step: AbstractStep, layers: int, head: int) -> int:
+    """Return the memory of layers and head, which run one after the other.
+
+    Gathered weights of the head arrive while the layers run, so that both are in memory.
+    """
+    if meshes.gathers_weights(step.programs.mesh):
+        return layers + head
+    return max(layers, head)
+
+
+def forward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes that the current layer of a forward pass over [R, L] needs."""
+    return (
+        output_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
+        + gathered_bytes(step, role)
+        + _pipeline_bytes(step, role, shape)
+        + _row_bytes(step, role, shape)
+        + _pair_bytes(step, role, shape)
+    )
+
+
+def backward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes that the current layer of a backward pass over [R, L] needs."""
+    outputs = output_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
+    # Hidden states between stages, keys and values of whole rows, each with their gradients.
+    hidden_states = 2 * _pipeline_bytes(step, role, shape)
+    rows = 2 * _row_bytes(step, role, shape)
+    pairs = _pair_bytes(step, role, shape, with_gradient=True)
+    return outputs * 3 // 2 + gathered_bytes(step, role) + hidden_states + rows + pairs
+
+
+def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> int:
+    """Return the bytes of the outputs of a layer's products for `tokens`.
+
+    Args:
+      role: the model.
+      tokens: number of tokens on a device.
+      mesh: the mesh that the layer runs on.
+      score_bytes: bytes of the scores of attention, which are freed before the MLP begins.
+    """
+    architecture = role.architecture
+    parts = mesh.shape["model"]
+    width = 4 * architecture.hidden_size
+    mlp = 3 * architecture.intermediate_size // parts
+    if not isinstance(architecture, DebertaArchitecture):
+        heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+        width += heads // parts
+        # Each expert of a token has its own copy of it, and its own output.
+        copies = tokens_at_experts(architecture, mesh)
+        width += 2 * copies * architecture.experts_per_token * architecture.hidden_size
+        # A gated MLP has gate, up and their product; an ungated one has the input and the output of
+        # its activation.
+        mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
+    # The steps of a gelu are in float32; those of a silu are fused into the products.
+    mlp_itemsize = FLOAT32_BYTES
+    if getattr(architecture, "activation", "") == "silu":
+        mlp_itemsize = role.itemsize
+    return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, score_bytes)
+
+
+def num_scores(architecture: Architecture, rows: int, block: int, keys: int, parts: int) -> int:
+    """Return the number of scores that xla's attention has at once, of a block of queries."""
+    heads = -(-architecture.num_heads // parts)
+    return rows * heads * min(block, keys) * keys
+
+
+def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes that the forward pass over [R, L] keeps of a layer for the backward pass."""
+    net = role.net
+    architecture = role.architecture
+    assert isinstance(net, Transformer), "encoders are not trained"
+    assert not isinstance(architecture, DebertaArchitecture)
+    mesh = step.programs.mesh
+    parts = mesh.shape["model"]
+    tokens = device_tokens(step, shape)
+    scores = 0
+    if net.attention == "xla":
+        scores = _kept_scores(architecture, tokens, shape[-1], mesh)
+    if not net.remat:
+        return output_bytes(role, tokens, mesh) + scores * (FLOAT32_BYTES + role.itemsize)
+    # The input of the layer, and what the policy keeps (transformer.REMAT_POLICIES).
+    width = architecture.hidden_size
+    queries = architecture.num_heads * architecture.head_dim // parts
+    if net.remat_policy == "attention":
+        width += queries
+    if net.remat_policy != "dots":
+        return tokens * width * role.itemsize
+    # The products that the backward pass reads: queries, keys, values, the output of attention
+    # before and, with xla, also without its projection, and the inputs of the activation. Those of
+    # experts (`ragged_dot`) are computed again.
+    width += queries + 2 * architecture.num_kv_heads * architecture.head_dim // parts
+    width += architecture.hidden_size
+    if net.attention == "xla":
+        width += queries
+    if not architecture.num_experts:
+        inputs = len(architecture.mlp_projections) - 1
+        width += inputs * architecture.intermediate_size // parts
+    return tokens * width * role.itemsize + scores * FLOAT32_BYTES
+
+
+def gathered_bytes(step: AbstractStep, role: Role) -> int:
+    """Return the bytes of gathered layers; compilers gather and round them in different orders."""
+    if not meshes.gathers_weights(step.programs.mesh):
+        return 0
+    mesh = step.programs.mesh
+    layers = multiplied_elements(role.params["layers"], mesh)
+    elements = layers // role.architecture.num_layers // mesh.shape["model"]
+    # For TPUs a layer is rounded first, and each of its matrices arrives, or its gradient leaves,
+    # while it is multiplied: there is never more than one layer, even in the backward pass.
+    if target_platform() == "tpu":
+        return elements * role.itemsize
+    # For GPUs the current layer and the next are gathered in float32.
+    return 2 * elements * role.stored_itemsize
+
+
+def cast_weight_bytes(step: AbstractStep, role: Role) -> int:
+    """Return the bytes of weights that are converted from float32 to the type of the computation.
+
+    The compiler for TPUs converts a device's part of all layers before the first one is gathered or
+    runs.
+    """
+    if target_platform() != "tpu" or role.itemsize == FLOAT32_BYTES:
+        return 0
+    wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == FLOAT32_BYTES]
+    return bytes_per_device(wide) * role.itemsize // FLOAT32_BYTES
+
+
+def device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
+    """Return a device's number of tokens in a micro-batch of [R, L]."""
+    return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
+
+
+def _pair_bytes(
+    step: AbstractStep, role: Role, shape: tuple[int, ...], with_gradient: bool = False
+) -> int:
+    """Return the bytes of attention's arrays with an entry for each pair of a query and a key.
+
+    cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
+    has scores in float32 and weights in the type of the computation, of each head for a block of
+    queries at once; with gradients there are four arrays in float32. Splash has none of these.
+    """
+    mesh = step.programs.mesh
+    net = role.net
+    if not isinstance(net, Transformer) or net.attention == "splash":
+        return 0
+    queries = shape[-1]
+    row_parts = meshes.row_parts(mesh)
+    rows = _layer_tokens(step, role, shape) // queries
+    keys = queries * row_parts
+    if net.attention == "cudnn":
+        return rows * queries * keys * role.itemsize
+    block = queries // 2
+    if row_parts == 1:
+        block = query_block_size(queries)
+    scores = num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
+    if with_gradient:
+        return 4 * scores * FLOAT32_BYTES
+    return scores * (FLOAT32_BYTES + role.itemsize)
+
+
+def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Mesh) -> int:
+    """Return the number of scores of all blocks of queries of xla's attention.
+
+    Args:
+      architecture: the model's architecture.
+      tokens: number of a device's tokens.
+      queries: number of a device's tokens of one row.
+      mesh: the run's mesh.
+    """
+    row_parts = meshes.row_parts(mesh)
+    block = query_block_size(queries)
+    # The keys of a block end with its last query.
+    starts = range(0, queries, block)
+    pairs = sum(min(block, queries - start) * min(start + block, queries) for start in starts)
+    if row_parts > 1:
+        # Two blocks: half of the row, and all of it.
+        pairs = queries // 2 * (queries * row_parts * 3 // 2)
+    heads = -(-architecture.num_heads // mesh.shape["model"])
+    return tokens // queries * heads * pairs
+
+
+def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the keys and values of whole rows, if devices hold parts of them."""
+    mesh = step.programs.mesh
+    architecture = role.architecture
+    row_parts = meshes.row_parts(mesh)
+    if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
+        return 0
+    # If there are fewer key heads than devices that split them, each device has a copy.
+    heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
+    tokens = device_tokens(step, shape) * row_parts
+    return 2 * tokens * heads * architecture.head_dim * role.itemsize
+
+
+def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the hidden states that enter and leave a stage, of rows [R, L]."""
+    schedule = schedule_rows(step.programs.mesh, shape[0])
+    if schedule.stages == 1 or isinstance(role.architecture, DebertaArchitecture):
+        return 0
+    # Gathered rows, the input of each tick and its output.
+    hidden_rows = schedule.micro_batches + 2 * schedule.ticks
+    return hidden_rows * shape[-1] * role.architecture.hidden_size * role.itemsize
+
+
+def _layer_tokens(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the number of tokens of a micro-batch [R, L] that a device's layer processes at once.
+
+    In stages these are the tokens of one row.
+    """
+    is_encoder = isinstance(role.architecture, DebertaArchitecture)
+    if step.programs.mesh.shape["stage"] == 1 or is_encoder:
+        return device_tokens(step, shape)
+    return shape[-1]
+
+
+def head_weight_bytes(step: AbstractStep, role: Role) -> int:
+    """Return the bytes of the output embedding in the type of the computation."""
+    mesh = step.programs.mesh
+    elements = _num_head_elements(role, mesh)
+    # For GPUs trained weights are gathered as they are stored, in float32, and then rounded. For
+    # TPUs they are rounded first.
+    is_wide = role.stored_itemsize > role.itemsize
+    if meshes.gathers_weights(mesh) and is_wide and target_platform() != "tpu":
+        return elements * (role.itemsize + FLOAT32_BYTES)
+    return elements * role.itemsize
+
+
+def _exchanged_gradient_bytes(role: Role, mesh: Mesh) -> int:
+    """Return the bytes that a device receives of the gradient of its output embedding's columns.
+
+    0 if the exchange is a reduce-scatter, which adds up what it receives.
+    """
+    columns = role.architecture.hidden_size // meshes.weight_shards(mesh)
+    is_scattered = target_platform() != "tpu" or columns % TPU_LANES == 0
+    if is_scattered or not meshes.gathers_weights(mesh):
+        return 0
+    return _num_head_elements(role, mesh) * role.stored_itemsize
+
+
+def _num_head_elements(role: Role, mesh: Mesh) -> int:
+    """Return a device's number of elements of the gathered output embedding."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
+    return architecture.vocab_size * architecture.hidden_size // int(mesh.shape["model"])
+
+
+def logit_chunk_bytes(role: Role, tokens: int, parts: int) -> int:
+    """Return the bytes of a chunk of the logits of `tokens`, in float32."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
+    chunk = vocabulary_chunks.default_chunk_size(architecture.vocab_size, target_platform())
+    return min(chunk, tokens) * architecture.vocab_size * FLOAT32_BYTES // parts
