@@ -138,7 +138,7 @@ def interleave(
         so that a change in the machine's speed affects them alike.
 
     Returns:
-      The answers by worker name, and those of the split turns (empty without `split`).
+      The answers by worker name, and the answers of the split turns (empty without `split`).
     """
     answers = {worker.name: [] for worker in workers}
     split_answers = {worker.name: [] for worker in workers}

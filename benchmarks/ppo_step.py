@@ -309,7 +309,7 @@ def format_candidate(side: str, row: dict) -> str:
 def summarize(answers: list[dict], split: list[dict]) -> dict:
     """Summarize seconds and tokens per step, and seconds and milliseconds per token of each phase.
 
-    The step's figures are those of the turns that do not wait after each phase.
+    The step's figures come from the turns that do not wait after each phase.
     """
     figures = {
         name: harness.spread([turn[name] for turn in answers])

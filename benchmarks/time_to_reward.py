@@ -59,7 +59,7 @@ BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_
 }
 
 
-# The same for torch: the options that its worker reads, without those of a separate critic.
+# The same for torch: the options that its worker reads, but no options of a separate critic.
 TORCH_SHARED_TRUNK = {
     name: value for name, value in TORCH.items() if not name.startswith(OF_A_CRITIC)
 } | {"critic.shared_trunk": True, "critic.value_loss_coef": 0.1}

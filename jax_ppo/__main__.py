@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command that the first argument names; without one, list the commands.
 
     Args:
-      arguments: the arguments without the program's name; `None`: those of the process.
+      arguments: the arguments without the program's name; `None` takes them from the process.
 
     Raises:
       SystemExit: with a message for an unknown command, and as the command itself exits.

@@ -88,7 +88,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
     folder = _policy_folder(path)
-    # Without a critic, the networks are those of the policy alone.
+    # Without a critic, only the policy has networks.
     options = schema.Config(
         model=schema.Model(dtype=dtype), algorithm=schema.Algorithm(adv_estimator="rloo")
     )
@@ -136,7 +136,7 @@ def sample(
       max_num_seqs: samples that a device decodes at once; the others wait for a free slot.
 
     Returns:
-      `n` responses per prompt, those of the first prompt first, without special tokens. Prompt and
+      `n` responses per prompt, in the order of the prompts, without special tokens. Prompt and
       response concatenated read as one text.
 
     Raises:

@@ -46,7 +46,7 @@ def printable_lines(text: str) -> str:
 def print_any_text() -> None:
     """Let this process print "?" for a character that the encoding of its output lacks.
 
-    Otherwise a response of a model, or a sign of our own, would end a run under LC_ALL=C.
+    Otherwise a model's response, or a character of our output, would end a run under LC_ALL=C.
     """
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # notebooks have other streams

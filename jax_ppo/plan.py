@@ -24,7 +24,7 @@ usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
 --arithmetic  estimate temporaries instead of compiling, within seconds
 
 Prints the memory of each device in each phase of a step of `jax_ppo.train` with these options, and
-a lower bound of its time. Options are those of jax_ppo.train.
+a lower bound of its time. Takes the same options as jax_ppo.train.
 """
 
 

@@ -60,7 +60,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
         "JAX_NUM_PROCESSES": str(context.get_world_size()),
         "JAX_PROCESS_ID": str(rank),
     }
-    # Ray shows messages of all levels; those of Orbax would bury the run's own.
+    # Ray shows messages of all levels; Orbax's would bury the run's own.
     logging.getLogger("absl").setLevel(logging.WARNING)
     # Relative paths in the options are relative to the user's folder.
     os.chdir(settings["folder"])
@@ -69,7 +69,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 
 def read_command_line(words: list[str]) -> argparse.Namespace:
-    """Return the options; `arguments` are those of the run, after --.
+    """Return the options; `arguments` holds the arguments of the run, after --.
 
     Raises:
       SystemExit: an option, or one of the run's, is invalid.

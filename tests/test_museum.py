@@ -54,7 +54,7 @@ def runner():
 )
 def test_the_bug_is_caught(exhibit, runner):
     file, edited = syntax_edit.apply_edit(ROOT / "jax_ppo", exhibit.where, exhibit.old, exhibit.new)
-    # Plain asserts: rewriting those of each copy takes longer than many of the tests.
+    # Plain asserts: rewriting the asserts of each copy takes longer than many of the tests.
     plain = "-x", "-q", "-p", "no:cacheprovider", "--assert=plain"
     arguments = [*plain, "-m", "slow or not slow", exhibit.test]
     with edited_copies.edited_copy(file.relative_to(ROOT).as_posix(), edited) as folder:

@@ -1,4 +1,4 @@
-"""Stored values are those of the inputs that a test has, and stale ones are noticed."""
+"""Stored values belong to the inputs that a test has, and stale ones are noticed."""
 
 import json
 

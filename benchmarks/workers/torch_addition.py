@@ -102,7 +102,7 @@ class Training:
         self.steps_done = 0
 
     def _make_critic(self, folder: str):
-        """Return the critic's head on the actor, or a critic of its own; both start at 0."""
+        """Return the critic's head on the actor, or a separate critic; both start at 0."""
         if self.shared_trunk:
             head = torch.nn.Linear(self.actor.config.hidden_size, 1, bias=False)
             torch.nn.init.zeros_(head.weight)

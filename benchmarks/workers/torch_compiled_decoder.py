@@ -27,7 +27,7 @@ class CompiledDecoder(Decoder):
     def __init__(self, model, rows: int, prompt: int, response: int, eos: int | None):
         super().__init__(model, rows, prompt, response)
         self.rows, self.eos = rows, eos
-        # Row-steps of the last call, including those of finished rows.
+        # Row-steps of the last call, also of finished rows.
         self.computed_row_steps = 0
         torch._dynamo.config.recompile_limit = 64
         self._prefill = torch.compile(self._draw_first, dynamic=False)
@@ -123,7 +123,7 @@ class CompiledDecoder(Decoder):
         return draw(self._logits(self._hidden(tokens[:, None], column)[:, 0]), uniforms)
 
     def _partial(self, tokens, column, uniforms, end: int):
-        """Do the same as _step. A function of its own has its own cache of compiled programs."""
+        """Do the same as _step. A separate function has a separate cache of compiled programs."""
         return self._step(tokens, column, uniforms, end)
 
     def _attend(self, i, qkv, column):

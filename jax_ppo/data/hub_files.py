@@ -1,4 +1,4 @@
-"""Files of a data set on the Hugging Face hub: a named file, or those of a split.
+"""Files of a data set on the Hugging Face hub: a named file, or the files of a split.
 
     OWNER/NAME[@REVISION]/PATH/IN/REPO          a file
     OWNER/NAME[@REVISION][/FOLDER][:SPLIT]      the files of a split, by default `train`

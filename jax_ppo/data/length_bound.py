@@ -20,7 +20,7 @@ _LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
 class LengthBound:
     """Lower bounds on the number of tokens of texts, for one tokenizer.
 
-    A text cannot have fewer tokens than its characters divided by those of the longest token. That
+    A text cannot have fewer tokens than its characters divided by the longest token's. That
     holds only for tokenizers that drop no characters and never merge unknown ones. For others, such
     as WordPiece, which has one token for any long word, there is no bound.
     """

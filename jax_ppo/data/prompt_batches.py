@@ -207,7 +207,7 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
         raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
     batch_size = bucket_width(len(dataset), batch_size)
     for start in range(0, len(dataset), batch_size):
-        # All batches have one size, so that the last one needs no program of its own.
+        # All batches have one size, so that the last one needs no further program.
         real = np.arange(start, min(start + batch_size, len(dataset)))
         yield make_batch(dataset, np.resize(real, batch_size), len(real))
 

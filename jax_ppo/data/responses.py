@@ -68,8 +68,8 @@ class ResponseDataset:
     def sequences(self, rows: Sequence[int]) -> Sequences:
         """Return prompts and responses of these rows as host arrays.
 
-        The responses of the first field come first, then those of the second: the two of a pair are
-        len(rows) apart. The width is always max_prompt_length + max_response_length.
+        The responses of the first field come before the responses of the second: the two of a pair
+        are len(rows) apart. The width is always max_prompt_length + max_response_length.
         """
         # The prompt is repeated for each response to it.
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)

@@ -179,7 +179,7 @@ def _load_source(
     scheme, colon, arguments = source.partition(":")
     if colon and scheme in GENERATORS:
         return _generate_examples(scheme, arguments, seed, option)
-    # TFDS has a slice syntax of its own, in the name of the split.
+    # TFDS has another syntax of slices, in the name of the split.
     if colon and scheme == "tfds":
         located_rows = _read_tfds_rows(arguments, option)
     else:

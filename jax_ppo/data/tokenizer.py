@@ -82,7 +82,7 @@ def load_tokenizer(
         contents = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(
             f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {contents}. "
-            "Expected tokenizer.json with tokenizer_config.json, and no code of its own: "
+            "Expected tokenizer.json with tokenizer_config.json, and no Python code: "
             f"{' '.join(str(error).split())}"
         ) from error
 
@@ -261,10 +261,10 @@ def encode_responses(
 ) -> list[list[int]]:
     """Return the token ids of each response as it continues the prompt, with its end.
 
-    In a chat that a template renders, they are those of the template's text up to the special token
-    that ends the turn. Elsewhere, and if the template writes none, the EOS is the end.
+    In a chat that a template renders, they encode the template's text up to the special token that
+    ends the turn. Elsewhere, and if the template writes none, the EOS is the end.
 
-    They are the ids that follow the prompt's when both are encoded together, and so those that a
+    They are the ids that follow the prompt's when both are encoded together, and so the ones that a
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
     If prompt and response merge into one token, the response is encoded on its own.
 

@@ -127,7 +127,7 @@ class HostEnvironment:
             )
 
     def _answer(self, *arrays: jax.Array) -> tuple[np.ndarray, ...]:
-        """Answer the turns of a call; the arguments are those of `step`.
+        """Answer the turns of a call, with the same arguments as `step`.
 
         Turns of length 0 are ignored.
         """

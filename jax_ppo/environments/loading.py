@@ -53,7 +53,7 @@ def make_environment(
       environment_class: as returned by `load_environment_class`.
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
-      examples: the rows of the training data, then those of the held-out data.
+      examples: the rows of the training data, then of the held-out data.
     """
     if _is_in_jax(environment_class):
         dialogues = environment_class(tokenizer=tokenizer, examples=examples)

@@ -97,7 +97,7 @@ class MetricsLog:
         is_main: bool,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """Open the files, continuing those of an interrupted run.
+        """Open the files; continue the files of an interrupted run.
 
         Args:
           workdir: a folder, created if it does not exist.
@@ -160,7 +160,7 @@ class MetricsLog:
 
         # Event files are read in the order of their names, which have a resolution of one second;
         # the suffix orders the files of one second. tensorboardX's SummaryWriter is not used, since
-        # its thread reports a full disk with a traceback of its own.
+        # its thread prints a separate traceback when a disk is full.
         folder.mkdir(exist_ok=True)
         writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
 

@@ -73,7 +73,7 @@ def open_tracker(
         tracker = open_record(options, workdir, experiment_name, config_dict, first_step)
     except UserError:
         raise
-    # Each tracker has errors of its own, and of the libraries that it uses.
+    # Each tracker raises its own errors, and errors of the libraries that it uses.
     except Exception as error:
         raise UserError(
             f"config.trainer.logger={name}: {_first_line(error)}{_OFFLINE.get(name, '')}"
@@ -90,7 +90,7 @@ def open_tracker(
             has_failed = True
             warn(
                 f"{name} {text}: {_first_line(error)}; training_metrics.csv has all metrics, and "
-                f"{name} gets those of steps after a resume"
+                f"{name} gets metrics again after a resume"
             )
 
     return Tracker(
@@ -152,7 +152,7 @@ def open_mlflow(
 ) -> Tracker:
     """Open a run of MLflow, on the server that MLFLOW_TRACKING_URI names or in WORKDIR/mlruns.
 
-    The arguments are those of `open_wandb`; the project is MLflow's experiment.
+    Takes the same arguments as `open_wandb`; the project is MLflow's experiment.
 
     Raises:
       UserError: mlflow is not installed.

@@ -48,7 +48,7 @@ _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """How responses are judged, and by which server; the fields are those of `config.reward`."""
+    """How responses are judged, and by which server; `config.reward` documents the fields."""
 
     url: str
     url_model: str

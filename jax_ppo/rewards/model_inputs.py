@@ -25,7 +25,7 @@ class RewardInputEncoder:
     """Encoder of prompts and responses as a reward model's tokens.
 
     The contents of a chat's messages are joined by line breaks unless the form is "chat". Special
-    tokens are those of the template, or else those that the tokenizer itself adds to a text.
+    tokens come from the template; without one, the tokenizer adds them to a text.
 
     Attributes:
       form: "chat" renders prompt and response with the tokenizer's chat template, including the end

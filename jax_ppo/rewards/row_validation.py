@@ -36,7 +36,7 @@ def find_obstacles(
 ) -> Iterator[str]:
     """Yield one line for each reason why the reward function cannot score an example.
 
-    The arguments are those of `validate_data_sources`.
+    Takes the same arguments as `validate_data_sources`.
     """
     if function:
         return

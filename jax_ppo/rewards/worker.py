@@ -31,7 +31,7 @@ def initialize_worker(
       judge: the server of `config.reward.url`, if there is one.
     """
     global _function, _obstacle
-    # In a session of its own, the worker does not receive signals to the run's process group
+    # In a separate session, the worker does not receive signals to the run's process group
     # (Ctrl-C), and can be killed together with the processes that the reward function started.
     os.setsid()
     _ignore_sigterm()

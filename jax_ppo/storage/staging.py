@@ -18,7 +18,7 @@ from jax_ppo.storage.bucket_lock import LOCK_OBJECT, RENEW_SECONDS, BucketLock
 
 UPLOAD_SECONDS = 30.0
 CHECKPOINTS = "checkpoints"
-# Folders in which a resumed run adds files to those of earlier processes.
+# Folders to which a resumed run adds files beside the ones that earlier processes wrote.
 GROWING = ("tensorboard", "rollouts")
 EXPORTED = ("config.json", ".safetensors")
 _OPTION = "--workdir"
@@ -46,7 +46,7 @@ class StagedFolder:
         self.folder = downloads.cache_folder("workdirs") / name
         self._filesystem = remote.open_filesystem(address)
         self._root = remote.bucket_path(address)
-        # The uploaded state of each file in the bucket, `None` for those of earlier processes.
+        # The uploaded state of each file in the bucket, `None` if an earlier process wrote it.
         self._uploaded: dict[str, tuple[int, int] | None] = {}
         self._uploading = threading.Lock()
 

@@ -347,7 +347,7 @@ def record_path(name: str, namespace: str) -> pathlib.Path:
 
 
 def read_command_line(words: list[str]) -> argparse.Namespace:
-    """Return the options; `arguments` are those of the run, after --."""
+    """Return the options; `arguments` holds the arguments of the run, after --."""
     own_words = words
     run_arguments: list[str] | None = None
     if "--" in words:

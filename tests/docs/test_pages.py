@@ -76,7 +76,7 @@ def test_functions_that_are_named_exist(page):
 
 
 def option_names(page: pathlib.Path) -> list[str]:
-    """Return the options that a page names in code marks, without those of other frameworks."""
+    """Return the options that a page names in code marks, not other frameworks' options."""
     names, foreign = [], False
     for line in doc_pages.without_blocks(page).splitlines():
         foreign = line.startswith(FOREIGN) or (foreign and line.startswith("|"))

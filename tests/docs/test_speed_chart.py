@@ -1,4 +1,4 @@
-"""The charts, and the figures quoted from them, are those of the stored results."""
+"""The charts, and the figures quoted from them, show the stored results."""
 
 import importlib.util
 import json

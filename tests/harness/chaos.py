@@ -4,7 +4,7 @@
 
 A run is disturbed, resumed and disturbed again until it is complete. Then every exported file, each
 figure of training_metrics.csv except times, all evaluations and the training examples of each step
-must equal those of an undisturbed run. After a difference the work directory is kept, and the exit
+must equal an undisturbed run's. After a difference the work directory is kept, and the exit
 code is 1.
 
 Most processes are forked by a server that has imported everything (`chaos_server`). The undisturbed
@@ -290,7 +290,7 @@ def can_mount(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def mounted_disk(folder: Path, mounts: bool) -> Iterator[bool]:
-    """Make a folder for the block, a small disk of its own if `mounts`.
+    """Make a folder for the block, a small separate disk if `mounts`.
 
     Yields:
       Whether it is a disk.
@@ -350,7 +350,7 @@ def disturb_runs(chaos: Chaos, numbers: Iterator[int], names: list[str], faults:
 
 
 def weighted_names(names: list[str]) -> list[str]:
-    """Return each variant's name as often as its weight, those of one variant far apart."""
+    """Return each variant's name as often as its weight, occurrences of one variant far apart."""
     rounds = range(max(VARIANTS[name].weight for name in names))
     return [name for i in rounds for name in names if VARIANTS[name].weight > i]
 

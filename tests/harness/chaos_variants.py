@@ -41,7 +41,7 @@ SUPERVISED_CONFIG = """
 """
 REWARD = '''
 def reward(data_source, solution_str, ground_truth, extra_info):
-    """The share of digits, and a figure of its own."""
+    """The share of digits, and a further figure."""
     digits = sum(c.isdigit() for c in solution_str)
     return {"score": digits / max(len(solution_str), 1), "digits": digits}
 '''

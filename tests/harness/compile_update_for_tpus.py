@@ -3,7 +3,7 @@
     python tests/harness/compile_update_for_tpus.py WIDTH
 
 The compiler for TPUs, libtpu, does not accept the flags with which tests run; they run this in a
-process of its own. Each line is the kind of an exchange and its bytes.
+separate process. Each line is the kind of an exchange and its bytes.
 """
 
 import dataclasses

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **changes: Any) -> None:
-    """Compare meshes of these shapes with one device; changes are those of `tiny.config`."""
+    """Compare meshes of these shapes with one device; takes the same changes as `tiny.config`."""
     tiny.ARCHITECTURE = architecture
     options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
     options |= changes

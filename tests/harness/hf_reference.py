@@ -112,7 +112,7 @@ def their_logits(checkpoint, ids, every=1, is_computed=False):
 
 
 def assert_their_logits(ours, checkpoint, ids, rtol=1e-7, atol=1e-4, is_computed=False):
-    """Require that our logits are those of transformers, and that these tell models apart."""
+    """Require that our logits equal transformers', and that these tell models apart."""
     theirs = their_logits(checkpoint, ids, every=4, is_computed=is_computed)
     assert theirs.std() > 0.3
     np.testing.assert_allclose(ours[..., ::4], theirs, rtol=rtol, atol=atol)

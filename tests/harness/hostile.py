@@ -1089,11 +1089,11 @@ def judge(kind: str, number: int, seed: int, outside: Path) -> tuple[str, str]:
 
 
 def run_kind(kind: str, numbers: range, seed: int, root: str, results: Any) -> None:
-    """Judge inputs of one kind, in a process of its own; send (number, outcome, why, seconds)."""
+    """Judge inputs of one kind, in a separate process; send (number, outcome, why, seconds)."""
     import logging
 
     logging.disable(logging.CRITICAL)
-    # All temporary files are below `root`, also those of a process that is killed.
+    # All temporary files are below `root`, also the files of a process that is killed.
     tempfile.tempdir = root
     outside = Path(tempfile.mkdtemp(prefix="cwd_"))
     os.chdir(outside)

@@ -14,7 +14,7 @@ def documented() -> list[str]:
 
 
 def unknown(metrics: set[str]) -> set[str]:
-    """Return those of the metrics that no name of the page stands for."""
+    """Return the metrics that no name of the page stands for."""
     patterns = [
         re.sub("|".join(_PLACEHOLDERS), lambda match: _PLACEHOLDERS[match[0]], re.escape(name))
         for name in documented()

@@ -362,7 +362,7 @@ MODELS = [
             "lablup/mlxcel#928: a three-way split of Pythia's query_key_value, as of GPT-2's, has "
             "the right shapes and scrambles attention without an error"
         ),
-        holds="Pythia's tensor has query, key and value of a head, then those of the next",
+        holds="Pythia's tensor has query, key and value of one head after another",
         test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
         where="_shared_input_projections",
         old="a.num_heads if family.fused_by_head else 1",
@@ -1301,7 +1301,7 @@ LOSSES_AND_RATIO = [
             "tensorflow/agents#352: the critic recomputed the old values during training, and "
             "nothing was ever clipped"
         ),
-        holds="values are clipped around those of the rollout",
+        holds="values are clipped around the rollout's values",
         test=(
             "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
         ),
@@ -2009,7 +2009,7 @@ RUNS = [
     ),
     Exhibit(
         name="steps_after_the_checkpoint_are_recorded_twice",
-        source="wandb#1040: rows of a killed run next to those of the resumed one",
+        source="wandb#1040: rows of a killed run next to rows of the resumed one",
         holds="the record is the same after an interruption as without one",
         test=f"{TEST_METRICS}::TestCurveFile::test_an_interruption_leaves_no_trace",
         where="CurveFile.__init__",

@@ -225,7 +225,7 @@ class Record:
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
         """Return the tests to run, fastest first; of at most `budget` seconds, but at least one.
 
-        These are the tests that reached the function, and those of the test file of its module. A
+        These are the tests that reached the function, and all of its module's test file. A
         fixture that several tests share is recorded for the first of them alone: where one reached
         the function, the tests of its file count. Python runs the body of a module once per
         process, and other processes are not recorded: a mutation outside functions, or in one that

@@ -18,6 +18,6 @@ FLAGS = (
 
 
 def set_flags(report: Callable[[str], object]) -> None:
-    """Set XLA_FLAGS, unless it is set, to those of the flags that the installed jaxlib knows."""
+    """Set XLA_FLAGS, unless it is set, to the flags that the installed jaxlib knows."""
     os.environ.setdefault("XLA_FLAGS", FLAGS)
     xla_flags.drop_unknown(report)

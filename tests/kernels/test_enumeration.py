@@ -1,4 +1,4 @@
-"""Expected gradients over all responses of a small policy equal those of the stated objectives.
+"""Expected gradients over all responses of a small policy equal the stated objectives'.
 
 In float64, to 1e-10: each estimator is unbiased here, or has the bias that its docstring states.
 """

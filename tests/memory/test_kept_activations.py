@@ -76,7 +76,7 @@ def test_without_checkpoints_xla_keeps_the_scores_of_all_layers(update_of):
         update_of(**options, model__attention=name).memory.temporaries for name in ("xla", "splash")
     )
     # Scores in float32 and weights in bfloat16, of four heads and of four blocks of 128 queries
-    # with 128, 256, 384 and 512 keys; and those of the layer whose gradient is computed.
+    # with 128, 256, 384 and 512 keys; and of the layer whose gradient is computed.
     kept = 2 * (4 + 2) * 4 * 128 * (128 + 256 + 384 + 512)
     current = 4 * 4 * 4 * 128 * 512
     assert xla - splash == kept + current

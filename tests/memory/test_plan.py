@@ -298,7 +298,7 @@ def test_links_carry_gathered_weights_and_gradients_alone(folder):
 
 
 def test_a_pass_reads_its_weights_and_moves_the_outputs_of_its_products(folder):
-    """The terms of a product's output are split over `model`, those of the hidden state are not."""
+    """The terms of a product's output are split over `model`, the hidden state's are not."""
     architecture = tiny.ARCHITECTURE
     one_pass = {"rollout__logprob_micro_batch_size_per_device": 8}
     heads = architecture.num_heads + 2 * architecture.num_kv_heads

@@ -1,6 +1,6 @@
 """What the PPO examples of verl, TRL and OpenRLHF set is translated, or left out for a reason.
 
-The options are those of verl's scripts for Megatron, of the scripts `ppo.py` and `ppo_tldr.py` of
+The options come from verl's scripts for Megatron, of the scripts `ppo.py` and `ppo_tldr.py` of
 TRL, and of OpenRLHF's scripts `train_ppo_*`, with names before and since its version 0.11.
 """
 

@@ -179,7 +179,7 @@ def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
 
 
 def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
-    """Logits with separate adapters are those of the merged export."""
+    """Logits with separate adapters equal the merged export's."""
     reference.save(tmp_path / "base", "qwen3_moe", **EXPERTS)
     architecture, params = reference.load(tmp_path / "base")
     lora = Lora(3, 6.0, targets_beside_experts("all-linear"))

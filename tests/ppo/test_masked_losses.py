@@ -132,7 +132,7 @@ def compute_reference(state, rollout) -> Reference:
             # The length penalty counts the whole response.
             rewards[-1] += REWARDS[b] - 0.01 * rollout.lengths[b]
         shaped.append(rewards.sum())
-        # After the last action the state contains all tokens, also those of the environment.
+        # After the last action the state contains all tokens, also the environment's.
         value_after = values_after[b, rollout.lengths[b]] if rollout.truncated[b] else 0.0
         advantage = 0.0
         backwards = []

@@ -189,7 +189,7 @@ def test_packing_and_micro_batches_do_not_change_what_is_replayed(recorded):
     packed, packed_metrics = run_gradients(tiny.config(), tiny.make_mesh(), 1, roles=("actor",))
     assert_close(expected, packed)
     assert packed_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
-    # Log-probs before and after the move are those of the recorded experts.
+    # Log-probs before and after the move follow the recorded experts.
     assert metrics["actor/ratio_max"] > 1.01
 
     def exchange_records(experience):

@@ -42,7 +42,7 @@ def train(model, workdir, **options):
 
 @pytest.mark.slow
 def test_a_run_samples_under_its_constraints(model, tmp_path):
-    # Digits are tokens of their own, letters mostly not.
+    # Digits are single tokens, letters mostly not.
     train(model, tmp_path, stop=["4", "##"], bad_words="e", min_new_tokens=2, logit_bias="1:-50")
     kinds = set()
     stopped = 0

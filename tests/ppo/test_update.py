@@ -594,7 +594,7 @@ def test_joining_leaves_no_gap():
 def last_scalars(model: Transformer, params: Params, sequences: Sequences) -> jax.Array:
     """Return the scalar head's output at each sequence's last token, [B].
 
-    Each sequence has a row of its own, where what follows its last token has no influence.
+    Each sequence has a separate row, where what follows its last token has no influence.
     """
     hidden, *_ = model.apply(
         {"params": params},
@@ -606,7 +606,7 @@ def last_scalars(model: Transformer, params: Params, sequences: Sequences) -> ja
 
 
 def test_reward_model_scores_stand_on_the_last_token():
-    """Packed rows give the score at the end of each sequence in a row of its own."""
+    """Packed rows give the same score at a sequence's end as a separate row for it."""
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
@@ -843,7 +843,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_value_after_the_last_token(devices):
-    """Packed rows give the critic's value at the end of each sequence in a row of its own."""
+    """Packed rows give the same value at a sequence's end as a separate row for it."""
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)

@@ -1,6 +1,6 @@
 """Adapters and a shared trunk, in stages and on parts of rows, have the gradients of one device.
 
-Actor and critic of their own are compared in float64 (float64_meshes.py).
+Separate actor and critic are compared in float64 (float64_meshes.py).
 """
 
 import dataclasses

@@ -190,7 +190,7 @@ def test_drawing_curves_takes_a_bounded_share_of_the_time(tmp_path, monkeypatch,
     monkeypatch.setattr(journal, "MAX_PLOT_SHARE", share)
     monkeypatch.setattr(journal, "plot_curves", plot_slowly)
     report_steps(tmp_path, [{}] * 7, trainer__plot_freq=1)
-    # The curves of the end are those of the summary, which is not written here.
+    # The summary, which is not written here, has the curves of the end.
     assert len(drawings) == drawn
 
 
@@ -302,7 +302,7 @@ def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
 
 
 def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
-    """The main process deletes those of later steps, perhaps while others start."""
+    """The main process deletes records of later steps, perhaps while others start."""
     monkeypatch.setattr(journal.distributed, "is_main", lambda: False)
     (tmp_path / sample_files.FOLDER).mkdir()
     vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"

@@ -249,7 +249,7 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
 
 @pytest.mark.slow
 def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, capsys):
-    """Greedy figures are those of a greedy evaluation; sampled ones have responses of their own."""
+    """Greedy figures equal a greedy evaluation's; sampled ones come from other responses."""
 
     def evaluate(name, **sampling):
         options = {f"rollout.val_kwargs.{option}": value for option, value in sampling.items()}
@@ -433,7 +433,7 @@ def mesh_case(name, suite, *options):
         mesh_case(
             "stages of parts of rows", "exhaustive", "mesh.stage=2", "mesh.context=2", "mesh.fsdp=2"
         ),
-        # Two devices hold parts of the same rows, and decode samples of their own.
+        # Two devices hold parts of the same rows, and decode different samples.
         mesh_case("parts of rows", "exhaustive", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
         # Prompts are longer than a part of a row; two devices split each cache.
         mesh_case(
@@ -958,7 +958,7 @@ def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
 def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
 ):
-    """Precompiled shapes and shardings equal those of the run; otherwise programs compile twice."""
+    """Precompiled shapes and shardings equal the run's; otherwise programs compile twice."""
     threads = collections.defaultdict(list)
     options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()

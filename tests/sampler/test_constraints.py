@@ -46,7 +46,7 @@ def test_a_search_finds_what_the_text_contains(strings):
 
 
 def test_a_string_of_bytes_that_tokens_split_is_found():
-    """The two bytes of a letter may be tokens of their own."""
+    """The two bytes of a letter may be separate tokens."""
     search = search_for(("\u00e9",), [b"\xc3", b"\xa9", b"\xc3\xa9", b"x"], 5)
     state = np.zeros(1, np.int32)
     for token, found in ((0, False), (4, False), (1, True), (3, True)):

@@ -219,7 +219,7 @@ def talk_to_the_host(actor, shape):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
-    """Also where two devices call the host, each for samples of its own, and one has fewer."""
+    """Also where two devices call the host, each for different samples, and one has fewer."""
     rollout, begun = talk_to_the_host(actor, MeshShape(data=devices))
     assert_equal(rollout, reference(None, None))
     assert len(begun) == len(set(begun)) == 2 * len(LENGTHS)

@@ -1,4 +1,4 @@
-"""Decoding on a mesh of its own draws the same samples; weights are laid out once per update."""
+"""Decoding on a separate mesh draws the same samples; weights are laid out once per update."""
 
 import dataclasses
 

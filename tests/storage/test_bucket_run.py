@@ -183,7 +183,7 @@ distributed.run_or_abort(main)
 
 
 def start_two(command, environment, coordinator_address, caches):
-    """Start two processes of one run, each with a cache, as if on a machine, of its own."""
+    """Start two processes of one run with separate caches, as if on separate machines."""
     return [
         subprocess.Popen(
             command,

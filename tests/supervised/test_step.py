@@ -77,7 +77,7 @@ def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS
 
 
 def hidden_states_unpacked(sequences, params):
-    """Return hidden states [B, S, D] of each sequence computed in a row of its own.
+    """Return hidden states [B, S, D] of each sequence computed in a separate row.
 
     Positions after the end of a sequence do not influence those before it.
     """
@@ -224,7 +224,7 @@ def test_the_loss_of_a_router_is_a_mean_over_sequences_however_they_are_cut():
 
     grads, means = run(0.5, rows=N, packed=False)
     assert_close(run(0.5, rows=1, packed=True), (grads, means))
-    # Each sequence in a row of its own, with its tail as a segment of its own.
+    # Each sequence in a separate row, with its tail as a separate segment.
     columns = np.broadcast_to(np.arange(18), sequences.tokens.shape)
     lengths = (sequences.prompt_lengths + sequences.lengths)[:, None]
     output = jax.jit(model.clone(router_loss=True).apply)(

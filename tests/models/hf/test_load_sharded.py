@@ -1,7 +1,7 @@
 """Loading onto several devices and processes: each reads only its own blocks of the model.
 
 The export is written from the sharded arrays, so that equal files mean equal parameters. Each
-process writes files of its own and holds no more than two tensors.
+process writes its files and holds no more than two tensors.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The text part of a multimodal model is read, trained and exported as a decoder of its own."""
+"""The text part of a multimodal model is read, trained and exported as a separate decoder."""
 
 import json
 
@@ -50,7 +50,7 @@ def change_config(folder, **changes):
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_the_text_part_computes_the_logits_of_the_whole(model, tmp_path, prefix):
-    """The first names are those of transformers 5, the second those of files on the hub."""
+    """The first names are transformers 5's, the second stand in files on the hub."""
     weights = tmp_path / "in/model.safetensors"
     stored = load_file(weights)
     own = {"model.language_model.": prefix, "language_model.model.": prefix}

@@ -12,7 +12,7 @@ DENSE, MIXTURE = (dataclasses.replace(each, num_layers=2) for each in (ARCHITECT
 # Weights, and keys and values or tokens, are gathered, gradients summed; embeddings change sides.
 CONTEXT = {f"{kind} context" for kind in ("all-gather", "reduce-scatter", "all-reduce")}
 EXPERT = {f"{kind} expert" for kind in ("all-gather", "reduce-scatter", "all-reduce")}
-# Rows reach the first stage and leave the last, and so do their gradients; and those of embeddings.
+# Rows reach the first stage and leave the last, and so do their gradients and the embeddings'.
 STAGE = {
     f"{kind} stage"
     for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")

@@ -1,4 +1,4 @@
-"""Each shard of rows runs a function of its own rows, in loops of its own length."""
+"""Each shard of rows runs a function of only its rows, in loops of only its length."""
 
 import jax
 import jax.numpy as jnp
