@@ -6,7 +6,7 @@ The axes are response length, batch, vocabulary and layers, varied one at a time
 model (4 layers, hidden size 256, vocabulary 4,096) with 32 prompts of 64 tokens and 64 sampled
 tokens each, in float32; every response has full length. All sizes take a step in turn, so that
 changes in the machine's speed do not bend a curve. Seconds cover all roles; bytes cover the
-policy's scoring and the actor's update, the largest programs of each phase. For each axis the
+policy's forward pass and the actor's update, the largest programs of each phase. For each axis the
 log-log slope is printed, over the whole axis and over its last segment: 1 is proportional growth, 0
 none; if the two differ, the curve bends. Takes about ten minutes on two cores; writes
 results/growth.json and results/growth.png.

@@ -1,4 +1,4 @@
-"""Compare temporary memory of scoring and update with a log_softmax over whole logits.
+"""Compare temporary memory of forward passes and update with a log_softmax over whole logits.
 
     python benchmarks/memory.py
 

@@ -387,7 +387,7 @@ class Step:
     def steps(self, prompt_lengths) -> Iterator[tuple[dict[str, float], int]]:
         """Run steps; yield each one's seconds per phase and its number of tokens.
 
-        The phases are sampling, scoring (including advantages) and update, each blocking.
+        The phases are sampling, forward passes (with advantages) and update, each blocking.
         """
         prompts = self.random_prompts(prompt_lengths)
         state = self.random_state()

@@ -52,7 +52,7 @@ def prepared_run(
 ) -> Iterator[tuple[Config, Path]]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
-    Set up the compilation cache and write the resolved options to the work directory.
+    Prepare the compilation cache and write the resolved options to the work directory.
 
     Args:
       options: the options.

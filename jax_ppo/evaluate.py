@@ -16,10 +16,10 @@ from jax_ppo.config import schema
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "evaluate", run)
+    command.run_command(arguments, "evaluate", run_evaluate)
 
 
-def run(options: schema.Config, workdir: Path) -> None:
+def run_evaluate(options: schema.Config, workdir: Path) -> None:
     """Evaluate with validated options."""
     from jax_ppo.run import standalone_evaluation
 

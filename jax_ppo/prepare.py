@@ -84,10 +84,10 @@ def main(arguments: list[str]) -> None:
     print_any_text()
     try:
         options = read_prepare_arguments(arguments)
-        examples = sources.load_examples(
+        examples = sources.read_examples(
             options.source, instruction=options.instruction, option="--source"
         )
-        rows = to_rows(examples, options.data_set, options.split)
+        rows = convert_to_verl_rows(examples, options.data_set, options.split)
         write_parquet(rows, options.out)
     except UserError as error:
         sys.exit(f"error: {error}")
@@ -132,7 +132,7 @@ def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, Any]]:
+def convert_to_verl_rows(examples: list[Example], name: str, split: str) -> list[dict[str, Any]]:
     """Return the rows of a data set in verl's form.
 
     Args:

@@ -19,10 +19,10 @@ from jax_ppo.config import schema
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "reward_model", run)
+    command.run_command(arguments, "reward_model", run_reward_model)
 
 
-def run(options: schema.Config, workdir: Path) -> None:
+def run_reward_model(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
     from jax_ppo.run import supervised_loop, supervised_tasks
 

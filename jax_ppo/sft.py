@@ -14,10 +14,10 @@ from jax_ppo.config import schema
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "sft", run)
+    command.run_command(arguments, "sft", run_sft)
 
 
-def run(options: schema.Config, workdir: Path) -> None:
+def run_sft(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
     from jax_ppo.run import supervised_loop, supervised_tasks
 

@@ -11,10 +11,10 @@ from jax_ppo.config import schema
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "train", run)
+    command.run_command(arguments, "train", run_train)
 
 
-def run(options: schema.Config, workdir: Path) -> None:
+def run_train(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
     from jax_ppo.run import loop
 

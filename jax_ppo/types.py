@@ -108,7 +108,7 @@ class Rollout:
 
 @pytree
 class Sequences:
-    """Prompts and responses joined without a gap: the input of the scoring models.
+    """Prompts and responses joined without a gap: the input of forward passes.
 
     Attributes:
       tokens: row b holds prompt_lengths[b] + lengths[b] tokens from column 0, then zeros.

@@ -44,7 +44,7 @@ def prepared(tmp_path, name, source, *options):
     columns = pyarrow.parquet.read_schema(out).names
     assert columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
     assert not list(out.parent.glob(".*"))
-    return sources.load_examples(str(out))
+    return sources.read_examples(str(out))
 
 
 @needs("gsm8k")
@@ -52,7 +52,7 @@ def test_real_gsm8k_keeps_prompts_and_ground_truths(tmp_path):
     source = f"{DATA}/gsm8k/test.jsonl"
     examples = prepared(tmp_path, "gsm8k", source, "--split=test")
     instruction = prepare.DATA_SETS["gsm8k"].instruction
-    direct = sources.load_examples(source, instruction=instruction)
+    direct = sources.read_examples(source, instruction=instruction)
     assert len(examples) == len(direct) == 1319
     assert [e.prompt for e in examples] == [e.prompt for e in direct]
     assert [e.ground_truth for e in examples] == [e.ground_truth for e in direct]
@@ -65,7 +65,7 @@ def test_real_gsm8k_keeps_prompts_and_ground_truths(tmp_path):
 def test_math_gets_the_contents_of_the_box(tmp_path):
     source = write_jsonl(tmp_path / "math.jsonl", MATH)
     examples = prepared(tmp_path, "math", source, "--instruction=In a box.")
-    direct = sources.load_examples(str(source), instruction="In a box.")
+    direct = sources.read_examples(str(source), instruction="In a box.")
     assert [e.prompt for e in examples] == [e.prompt for e in direct]
     assert examples[0].prompt[0]["content"] == "What is $1/2 + 1/3$? In a box."
     assert [e.ground_truth for e in examples] == [r"\frac{5}{6}", "2"]
@@ -103,7 +103,7 @@ def test_real_transcripts_keep_every_word(tmp_path):
 def test_instructions_have_their_inputs(tmp_path):
     source = write_jsonl(tmp_path / "alpaca.jsonl", ALPACA)
     examples = prepared(tmp_path, "alpaca", source)
-    direct = sources.load_examples(str(source))
+    direct = sources.read_examples(str(source))
     assert [e.prompt for e in examples] == [e.prompt for e in direct]
     assert [e.response for e in examples] == ["Blue.", "House"]
     assert {e.data_source for e in examples} == {"tatsu-lab/alpaca"}

@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: tunix's PPOLearner. Arguments: the settings of ppo_step.py as JSON.
 
-Uses the rule as reward. The rows of its micro-batches in training, scoring and generation are those
-of the settings.
+Uses the rule as reward. The settings have the rows of its micro-batches in training, forward passes
+and generation.
 """
 
 import json

@@ -80,7 +80,7 @@ def open_unfinished(folder: Path) -> Iterator[BinaryIO]:
         file.close()
 
 
-def publish(file: BinaryIO, identity: str) -> Path:
+def publish_cache_file(file: BinaryIO, identity: str) -> Path:
     """Rename a completely written file of `open_unfinished` to its final name; return its path."""
     file.flush()
     unfinished = Path(file.name)

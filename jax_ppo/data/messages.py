@@ -32,7 +32,7 @@ def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
         value = _as_messages(value, location, prompt_key)
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(
-            f"{location}: {prompt_key} must be text or a list of messages, got {quote_value(value)}"
+            f"{location}: {prompt_key} must be text or a list of messages, got {quote_cell(value)}"
         )
     return tuple(_parse_message(message, location, prompt_key) for message in value)
 
@@ -43,7 +43,7 @@ def _parse_text(text: str, location: str, prompt_key: str) -> Any:
     if start.startswith(("{'role'", "{'content'", "{'from'", "{'value'")):
         raise UserError(
             f"{location}: {prompt_key} holds messages as Python prints them; write JSON (in Python "
-            f"json.dumps), got {quote_value(text)}"
+            f"json.dumps), got {quote_cell(text)}"
         )
     if not start.startswith('{"'):
         return text
@@ -66,7 +66,7 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
         role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
         if role is None:
             raise UserError(
-                f"{location}: {name} has a message from {quote_value(message['from'])}; expected "
+                f"{location}: {name} has a message from {quote_cell(message['from'])}; expected "
                 f"one of {', '.join(_ROLES)}"
             )
         message = {"role": role, "content": message["value"]}
@@ -80,7 +80,7 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
     if not is_message(message):
         raise UserError(
             f"{location}: each message of {name} must have role and content as text, got "
-            f"{quote_value(message)}"
+            f"{quote_cell(message)}"
         )
     return dict(message)
 
@@ -91,7 +91,7 @@ def _join_parts(parts: list[Any], location: str, name: str) -> str:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise UserError(
                 f"{location}: a message of {name} has a part that is no text, "
-                f"{quote_value(part)}; images, audio and video are not supported"
+                f"{quote_cell(part)}; images, audio and video are not supported"
             )
     return "".join(part["text"] for part in parts)
 
@@ -107,7 +107,7 @@ def _as_messages(value: dict[str, Any], location: str, prompt_key: str) -> list[
     if not is_by_column or len(set(lengths.values())) > 1:
         raise UserError(
             f"{location}: {prompt_key} must be a message whose role and content are text, or hold "
-            f"lists of one length by column, got {quote_value(value)}"
+            f"lists of one length by column, got {quote_cell(value)}"
         )
     rows = zip(*value.values(), strict=True)
     return [dict(zip(value, row, strict=True)) for row in rows]
@@ -146,6 +146,6 @@ def is_prefilled(prompt: str | Messages) -> bool:
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
-def quote_value(value: Any) -> str:
+def quote_cell(value: Any) -> str:
     """Return a value as text for an error message, cut to one short line."""
     return shorten(repr(value))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.data.token_rows import pad_rows
+from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
 
@@ -216,7 +216,7 @@ def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> Promp
     """Return the batch of the data set's rows `indices`; the first `count` of them are real."""
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = pad_rows(rows, bucket_width(int(lengths.max()), dataset.max_prompt_length))
+    tokens = pad_token_rows(rows, bucket_width(int(lengths.max()), dataset.max_prompt_length))
     numbers = None
     if dataset.first_row is not None:
         numbers = (dataset.first_row + indices).astype(np.int32)

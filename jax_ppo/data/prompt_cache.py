@@ -377,7 +377,7 @@ def _write_part(part: _Part, folder: Path, identity: str) -> Path:
                 writer.write(
                     used, list(encode_prompts(examples, _tokenizer, _job.encoding, location))
                 )
-        return cache_folder.publish(file, identity)
+        return cache_folder.publish_cache_file(file, identity)
 
 
 def _columns_read(path: Path, columns: Columns) -> list[str] | None:

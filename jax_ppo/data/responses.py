@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
-from jax_ppo.data.token_rows import pad_rows
+from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.data.tokenizer import ChatTemplate, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
@@ -78,7 +78,7 @@ class ResponseDataset:
         joined = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
         lengths = np.array([len(ids) for ids in responses], np.int32)
         return Sequences(
-            tokens=pad_rows(joined, width),
+            tokens=pad_token_rows(joined, width),
             prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
             lengths=lengths,
             truncated=np.zeros(len(prompts), bool),

@@ -22,7 +22,13 @@ import numpy as np
 
 from jax_ppo.data import columns as names
 from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
-from jax_ppo.data.messages import Messages, drop_missing, parse_prompt, quote_value, user_message
+from jax_ppo.data.messages import (
+    Messages,
+    drop_missing,
+    parse_prompt,
+    quote_cell,
+    user_message,
+)
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
@@ -78,7 +84,7 @@ def parse_row(
     ground_truth, is_gsm8k = _find_ground_truth(values, location, columns)
     data_source = values.get("data_source") or ""
     if not isinstance(data_source, str):
-        raise UserError(f"{location}: data_source must be text, got {quote_value(data_source)}")
+        raise UserError(f"{location}: data_source must be text, got {quote_cell(data_source)}")
     if not data_source and reading.column == "chosen" and isinstance(prompt, str):
         data_source = HH_RLHF
     elif not data_source and is_gsm8k:
@@ -132,7 +138,7 @@ def _refuse_unread_values(values: Row, location: str) -> None:
         is_file = isinstance(value, dict) and {"bytes", "path"} == value.keys()
         if value and (is_media or is_file):
             raise UserError(
-                f"{location}: the column {name} has {quote_value(value)}; images, audio and video "
+                f"{location}: the column {name} has {quote_cell(value)}; images, audio and video "
                 "are not supported. Use rows without them"
             )
 
@@ -143,7 +149,7 @@ def _require_object(value: Any, location: str, name: str) -> Row:
         value = _from_json(value)
     if not isinstance(value, dict):
         expected = {"reward_model": "style and ground_truth", "extra_info": "named values"}[name]
-        raise UserError(f"{location}: {name} must have {expected}, got {quote_value(value)}")
+        raise UserError(f"{location}: {name} must have {expected}, got {quote_cell(value)}")
     return value
 
 
@@ -244,7 +250,7 @@ def _split_last_answer(
     """Return the messages before a final one of the assistant, and the text of that one."""
     if isinstance(messages, str):
         raise UserError(
-            f"{location}: {name} must be a list of messages, got {quote_value(messages)}"
+            f"{location}: {name} must be a list of messages, got {quote_cell(messages)}"
         )
     if messages[-1]["role"] != "assistant":
         return messages, ()
@@ -275,7 +281,7 @@ def _flatten(prompt: Prompt) -> str:
 
 def _disagreement(readings: list[_Reading], meaning: str, option: str, location: str) -> UserError:
     described = ", ".join(
-        f"{reading.column} ({quote_value(_flatten(reading.prompt))})" for reading in readings
+        f"{reading.column} ({quote_cell(_flatten(reading.prompt))})" for reading in readings
     )
     return UserError(
         f"{location}: these columns hold different {meaning}s: {described}; set {option} to the "
@@ -372,8 +378,8 @@ def _add_system_column(prompt: Prompt, values: Row, location: str) -> Prompt:
             prompt = ({"role": "system", "content": text}, *prompt)
         if prompt[0]["content"] != text:
             raise UserError(
-                f"{location}: the column {name} ({quote_value(text)}) is not the chat's own system "
-                f"message ({quote_value(prompt[0]['content'])}); remove one"
+                f"{location}: the column {name} ({quote_cell(text)}) is not the chat's own system "
+                f"message ({quote_cell(prompt[0]['content'])}); remove one"
             )
     return prompt
 
@@ -411,7 +417,7 @@ def _find_responses(
 def _read_response(value: Any, location: str, name: str) -> str:
     """Return a response given as text, or as the last message of an assistant."""
     if not isinstance(value, (str, list, dict)):
-        raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
+        raise UserError(f"{location}: {name} must be text, got {quote_cell(value)}")
     messages = parse_prompt(value, location, name)
     if isinstance(messages, str):
         return messages
@@ -419,7 +425,7 @@ def _read_response(value: Any, location: str, name: str) -> str:
     if messages[-1]["role"] != "assistant" or (len(messages) > 1 and not is_chat):
         raise UserError(
             f"{location}: {name} must be text or one message of the assistant, got "
-            f"{quote_value(value)}"
+            f"{quote_cell(value)}"
         )
     return str(messages[-1]["content"])
 
@@ -484,11 +490,11 @@ def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{location}: tools must be a list of objects, got {quote_value(value)}")
+        raise UserError(f"{location}: tools must be a list of objects, got {quote_cell(value)}")
     return tuple(drop_missing(value))
 
 
 def _require_text(value: Any, location: str, name: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
+        raise UserError(f"{location}: {name} must be text, got {quote_cell(value)}")
     return value

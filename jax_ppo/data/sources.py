@@ -86,7 +86,7 @@ _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
 _TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 
 
-def load_examples(
+def read_examples(
     spec: str,
     *,
     columns: Columns | None = None,

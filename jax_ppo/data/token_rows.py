@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
+def pad_token_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
     """Return the rows as int32 [len(rows), width], with zeros after the end of each.
 
     Args:

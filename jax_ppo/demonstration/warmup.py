@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Create, CriticOptim, Supervised
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.token_rows import pad_rows
+from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
@@ -174,7 +174,7 @@ def tokenize_pairs(pairs: SequenceOf[tuple[str, str]], tokenizer: Any) -> Sequen
     endless = tokenizer(texts[1], add_special_tokens=False)["input_ids"]
     responses = [[*ids, tokenizer.eos_token_id] for ids in endless]
     rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    tokens = pad_rows(rows, max(len(row) for row in rows))
+    tokens = pad_token_rows(rows, max(len(row) for row in rows))
     lengths = np.array([len(response) for response in responses], np.int32)
     return Sequences(
         tokens=tokens,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.token_rows import pad_rows
+from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -292,7 +292,7 @@ class RewardInputs:
         parts = self._row_parts
         width = packing.row_width(int(lengths.max()), parts)
         # Tokens stay with the process that made them; only lengths are exchanged.
-        local_tokens = pad_rows(ids, width)
+        local_tokens = pad_token_rows(ids, width)
         shards = meshes.row_shards(mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
             self._rows_per_device, width // parts, total, shards

@@ -46,7 +46,7 @@ def load_examples(
     def load(files: str, option: str, max_samples: int | None) -> list[Example]:
         if not files:
             return []
-        examples = sources.load_examples(
+        examples = sources.read_examples(
             files,
             columns=parser.columns,
             instruction=parser.instruction,

@@ -15,7 +15,7 @@ OFFLINE = """
 import time
 from jax_ppo.data import sources, tokenizer
 start = time.monotonic()
-for attempt in (lambda: sources.load_examples("hf:openai/gsm8k/main/train.parquet"),
+for attempt in (lambda: sources.read_examples("hf:openai/gsm8k/main/train.parquet"),
                 lambda: tokenizer.load_tokenizer("Qwen/Qwen2.5-0.5B")):
     try:
         attempt()
@@ -102,16 +102,16 @@ def fake_hub(monkeypatch, tmp_path):
 
 
 def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
-    (example,) = sources.load_examples("hf:owner/name/main/train.jsonl")
+    (example,) = sources.read_examples("hf:owner/name/main/train.jsonl")
     assert example.ground_truth == "5"
     fake_hub.down = True
-    assert sources.load_examples("hf:owner/name/main/train.jsonl") == [example]
+    assert sources.read_examples("hf:owner/name/main/train.jsonl") == [example]
     with pytest.raises(
         UserError,
         match=r"^option: .* owner/name .* cannot be reached \(ConnectionError: no route to host\)",
     ):
         # Only the other one is in the cache.
-        sources.load_examples("hf:owner/name/main/test.jsonl", option="option")
+        sources.read_examples("hf:owner/name/main/test.jsonl", option="option")
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
 )
 def test_the_files_of_a_split_are_found(fake_hub, tmp_path, location, names, read):
     fake_hub.names[:] = ["README.md", *names]
-    examples = sources.load_examples(f"hf:owner/name{location}")
+    examples = sources.read_examples(f"hf:owner/name{location}")
     cached = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")}
     assert cached == set(read or names) and len(examples) == len(cached)
     fake_hub.down = True
-    assert sources.load_examples(f"hf:owner/name{location}") == examples
+    assert sources.read_examples(f"hf:owner/name{location}") == examples
 
 
 @pytest.mark.parametrize(
@@ -152,19 +152,19 @@ def test_the_files_of_a_split_are_found(fake_hub, tmp_path, location, names, rea
 def test_a_split_that_cannot_be_read_is_explained(fake_hub, location, names, words):
     fake_hub.names[:] = ["README.md", *names]
     with pytest.raises(UserError, match=r"^config\.data\.train_files: ") as error:
-        sources.load_examples(f"hf:owner/name{location}")
+        sources.read_examples(f"hf:owner/name{location}")
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_slice_of_a_split_counts_the_rows_of_all_its_files(fake_hub):
     fake_hub.names[:] = [f"train-0000{i}-of-00003.jsonl" for i in range(3)] + ["README.md"]
-    assert len(sources.load_examples("hf:owner/name[1:]")) == 2
+    assert len(sources.read_examples("hf:owner/name[1:]")) == 2
 
 
 def test_a_revision_of_a_data_set(fake_hub):
     for fake_hub.revision in ("v1.0", "refs/convert/parquet", "refs/pr/7"):
         spec = f"hf:owner/name@{fake_hub.revision}/main/train.jsonl"
-        assert sources.load_examples(spec)[0].ground_truth == "5"
+        assert sources.read_examples(spec)[0].ground_truth == "5"
 
 
 def test_a_download_that_breaks_off(fake_hub):
@@ -173,7 +173,7 @@ def test_a_download_that_breaks_off(fake_hub):
         UserError,
         match=r"train_files: .* downloading it from .* failed \(ConnectionError: broken off\)",
     ):
-        sources.load_examples("hf:owner/name/main/train.jsonl")
+        sources.read_examples("hf:owner/name/main/train.jsonl")
 
 
 def test_a_file_that_the_repository_has_not(fake_hub):
@@ -181,7 +181,7 @@ def test_a_file_that_the_repository_has_not(fake_hub):
         UserError,
         match="train_files: .* no file main/trian.jsonl; .* Did you mean 'main/train.jsonl'?",
     ):
-        sources.load_examples("hf:owner/name/main/trian.jsonl")
+        sources.read_examples("hf:owner/name/main/trian.jsonl")
 
 
 def test_a_repository_that_the_hub_has_not(fake_hub):
@@ -192,12 +192,12 @@ def test_a_repository_that_the_hub_has_not(fake_hub):
         match="train_files: the data set owner/name at revision main is unavailable: .* has no "
         "repository of this name .*check the spelling.* HF_TOKEN, or `hf auth login`",
     ):
-        sources.load_examples("hf:owner/name/main/train.jsonl")
+        sources.read_examples("hf:owner/name/main/train.jsonl")
     fake_hub.error = errors.GatedRepoError("403", response=response)
     with pytest.raises(
         hub.HubError, match="/datasets/owner/name is gated: accept its terms there and set HF_TOKEN"
     ):
-        sources.load_examples("hf:owner/name/main/train.jsonl")
+        sources.read_examples("hf:owner/name/main/train.jsonl")
 
 
 def test_the_package_of_the_hub_is_missing(monkeypatch):
@@ -206,4 +206,4 @@ def test_the_package_of_the_hub_is_missing(monkeypatch):
         UserError,
         match=r"train_files: .* needs the package huggingface_hub .* `pip install huggingface_hub`",
     ):
-        sources.load_examples("hf:owner/name/main/train.jsonl")
+        sources.read_examples("hf:owner/name/main/train.jsonl")

@@ -68,7 +68,7 @@ def cached(folder, spec, trained, *, parser=PARSER, workers=0, **options):
 
 
 def in_memory(spec, trained):
-    return tokenize_prompts(sources.load_examples(str(spec)), trained[0], max_prompt_length=40)
+    return tokenize_prompts(sources.read_examples(str(spec)), trained[0], max_prompt_length=40)
 
 
 def assert_same(cache, memory):
@@ -100,7 +100,7 @@ def test_a_batch_from_the_middle_of_an_epoch_is_the_one_in_memory(data, trained,
 def test_other_forms_keep_their_columns_and_train_max_samples_counts_rows(trained, tmp_path):
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}", "n": n} for n in range(400)]
     path = write(tmp_path / "b.parquet", rows)
-    memory = sources.load_examples(str(path))[:333]
+    memory = sources.read_examples(str(path))[:333]
     cache = cached(tmp_path / "cache", path, trained, max_samples=333)
     assert list(cache.examples) == memory
     assert cache.examples[332].extra_info["n"] == 332

@@ -234,9 +234,9 @@ def test_few_rows_do_not_fill_a_large_evaluation_batch():
 
 
 def test_real_gsm8k_prompts(real_data, trained):
-    from jax_ppo.data.sources import load_examples
+    from jax_ppo.data.sources import read_examples
 
-    gsm8k_examples = load_examples(str(real_data("gsm8k/test.jsonl")))[:200]
+    gsm8k_examples = read_examples(str(real_data("gsm8k/test.jsonl")))[:200]
     data = tokenize_prompts(gsm8k_examples, trained[0], max_prompt_length=256)
     batch = next(PromptBatches(data, 16))
     assert batch.prompts.tokens.shape[1] == bucket_width(int(batch.prompts.lengths.max()), 256)

@@ -29,7 +29,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
         "chosen": "\n\nHuman: A\n\nAssistant: B",
         "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E",
     }
-    one, two = sources.load_examples(write_rows(tmp_path / "hh.jsonl.gz", [ROW, other]))
+    one, two = sources.read_examples(write_rows(tmp_path / "hh.jsonl.gz", [ROW, other]))
     assert (one.prompt, one.response, one.rejected) == (START, " Two apples.", " Tom has many.")
     assert (two.prompt, two.response, two.rejected) == (
         "\n\nHuman: A\n\nAssistant:",
@@ -54,7 +54,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
 )
 def test_what_is_no_pair_is_told(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
-        sources.load_examples(write_rows(tmp_path / "hh.jsonl", [row]))
+        sources.read_examples(write_rows(tmp_path / "hh.jsonl", [row]))
 
 
 def test_other_forms_have_responses_too(tmp_path):
@@ -68,36 +68,36 @@ def test_other_forms_have_responses_too(tmp_path):
         tmp_path / "a.jsonl",
         [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}],
     )
-    assert [e.response for e in sources.load_examples(path)] == [
+    assert [e.response for e in sources.read_examples(path)] == [
         "It is 2.\n#### 2",
         None,
         "2!",
         "two",
     ]
     path = write_rows(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
-    assert sources.load_examples(path, columns=Columns(response="solution"))[0].response == "II"
+    assert sources.read_examples(path, columns=Columns(response="solution"))[0].response == "II"
     # The form that Parquet returns.
     path = write_rows(
         tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
     )
-    assert sources.load_examples(path)[0].response == "2!"
+    assert sources.read_examples(path)[0].response == "2!"
     path = write_rows(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
     with pytest.raises(
         UserError,
         match="d.jsonl:1: each message of config.supervised.response_key='solution' must have",
     ):
-        sources.load_examples(path, columns=Columns(response="solution"))
-    [problem] = sources.load_examples("arithmetic:1")
+        sources.read_examples(path, columns=Columns(response="solution"))
+    [problem] = sources.read_examples("arithmetic:1")
     assert problem.response == problem.extra_info["solution"]
 
 
 def test_stories_have_a_joyful_and_a_sad_sentence():
-    examples = sources.load_examples("stories:20")
+    examples = sources.read_examples("stories:20")
     assert all(
         e.response.startswith(" ") and e.response.endswith(".") and e.rejected != e.response
         for e in examples
     )
-    assert examples == sources.load_examples("stories:20")
+    assert examples == sources.read_examples("stories:20")
 
 
 def test_slices_of_files(tmp_path):
@@ -105,9 +105,9 @@ def test_slices_of_files(tmp_path):
         tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)]
     )
     for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):
-        assert "".join(e.ground_truth for e in sources.load_examples(path + spec)) == expected
+        assert "".join(e.ground_truth for e in sources.read_examples(path + spec)) == expected
     with pytest.raises(UserError, match=r"a.jsonl\[9:\] has no rows"):
-        sources.load_examples(path + "[9:]")
+        sources.read_examples(path + "[9:]")
 
 
 def test_a_response_is_encoded_as_it_goes_on(trained):

@@ -12,7 +12,7 @@ import pytest
 from jax_ppo.data import columns as names
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.row_formats import parse_row
-from jax_ppo.data.sources import load_examples
+from jax_ppo.data.sources import read_examples
 from jax_ppo.errors import UserError
 
 
@@ -140,8 +140,8 @@ def test_wrong_rows_are_named(row, message):
 def test_a_json_file_holds_a_list(tmp_path, wrap):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(wrap([{"prompt": "one"}, {"prompt": "two\n"}]), indent=1))
-    assert [e.prompt for e in load_examples(str(path))] == ["one", "two\n"]
-    assert [e.prompt for e in load_examples(f"{path}[1:]")] == ["two\n"]
+    assert [e.prompt for e in read_examples(str(path))] == ["one", "two\n"]
+    assert [e.prompt for e in read_examples(f"{path}[1:]")] == ["two\n"]
 
 
 def test_a_csv_file_holds_texts(tmp_path):
@@ -149,7 +149,7 @@ def test_a_csv_file_holds_texts(tmp_path):
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.writer(file)
         writer.writerows([["prompt", "ground_truth"], ['a, "b"\nc', "3"], ["é" * 200_000, ""]])
-    one, two = load_examples(str(path))
+    one, two = read_examples(str(path))
     assert (one.prompt, one.ground_truth) == ('a, "b"\nc', "3")
     assert two.prompt == "é" * 200_000
 
@@ -175,7 +175,7 @@ def test_broken_files_are_named(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message) as error:
-        load_examples(str(path))
+        read_examples(str(path))
     assert "\n" not in str(error.value)
 
 
@@ -316,14 +316,14 @@ def test_ignored_columns_are_named_once(tmp_path, caplog):
     rows = [{"prompt": "a", "lang": "en", "id": 1}, {"prompt": "b", "tools_used": 2, "none": None}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
-    load_examples(str(path))
+    read_examples(str(path))
     (line,) = caplog.messages
     assert f"{path}: ignored columns: lang, tools_used (" in line
     caplog.clear()
-    load_examples(str(path), instruction="Think.")
+    read_examples(str(path), instruction="Think.")
     assert "config.data.instruction is not added to these rows" in caplog.messages[1]
     path.write_text('{"question": "q", "lang": "en"}')
-    load_examples(str(path), instruction="Think.")
+    read_examples(str(path), instruction="Think.")
     assert len(caplog.messages) == 3
 
 

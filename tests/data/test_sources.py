@@ -12,7 +12,7 @@ import pytest
 
 from jax_ppo.data import sources
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.sources import load_examples
+from jax_ppo.data.sources import read_examples
 from jax_ppo.errors import UserError
 
 GSM8K = [
@@ -61,7 +61,7 @@ WRITERS = [("a.jsonl", write_lines), ("a.jsonl.gz", write_gzip), ("a.parquet", w
 
 @pytest.mark.parametrize(("name", "write"), WRITERS)
 def test_rows_of_gsm8ks_form(tmp_path, name, write):
-    examples = load_examples(write(tmp_path / name, GSM8K), instruction="Think.")
+    examples = read_examples(write(tmp_path / name, GSM8K), instruction="Think.")
     assert [e.prompt for e in examples] == [
         ({"role": "user", "content": text},)
         for text in ("How many? Think.", "How much? Think.", "Café? Think.")
@@ -72,14 +72,14 @@ def test_rows_of_gsm8ks_form(tmp_path, name, write):
 
 def test_no_instruction_leaves_no_blank(tmp_path):
     assert (
-        load_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"]
+        read_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"]
         == "How many?"
     )
 
 
 @pytest.mark.parametrize(("name", "write"), WRITERS)
 def test_rows_of_verls_form_round_trip(tmp_path, name, write):
-    examples = load_examples(write(tmp_path / name, VERL))
+    examples = read_examples(write(tmp_path / name, VERL))
     assert [e.prompt for e in examples] == [tuple(row["prompt"]) for row in VERL]
     assert [e.data_source for e in examples] == ["openai/gsm8k", "arithmetic"]
     assert [e.ground_truth for e in examples] == ["4", "6"]
@@ -89,12 +89,12 @@ def test_rows_of_verls_form_round_trip(tmp_path, name, write):
 def test_verls_prompt_may_be_text_under_another_key(tmp_path):
     row = {"data_source": "x", "text": "hello", "reward_model": {"ground_truth": 3}}
     path = write_lines(tmp_path / "a.jsonl", [row])
-    (example,) = load_examples(path, columns=Columns(prompt="text"))
+    (example,) = read_examples(path, columns=Columns(prompt="text"))
     assert (example.prompt, example.ground_truth, example.extra_info) == ("hello", "3", {})
 
 
 def test_several_sources_follow_each_other(tmp_path):
-    examples = load_examples(
+    examples = read_examples(
         f"{write_lines(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout"
     )
     assert [e.data_source for e in examples] == ["openai/gsm8k"] * 3 + ["stories"] * 2 + [
@@ -105,7 +105,7 @@ def test_several_sources_follow_each_other(tmp_path):
 
 def test_real_gsm8k_is_read_whole(real_data):
     train, test = (
-        load_examples(str(real_data(f"gsm8k/{name}.jsonl"))) for name in ("train", "test")
+        read_examples(str(real_data(f"gsm8k/{name}.jsonl"))) for name in ("train", "test")
     )
     assert (len(train), len(test)) == (7473, 1319)
     assert test[0].ground_truth == "18"
@@ -131,14 +131,14 @@ def test_real_gsm8k_is_read_whole(real_data):
 )
 def test_a_wrong_specification_is_explained(spec, words):
     with pytest.raises(UserError) as error:
-        load_examples(spec)
+        read_examples(spec)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
     write_lines(tmp_path / "train.jsonl", GSM8K)
     with pytest.raises(UserError) as error:
-        load_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
+        read_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
     assert str(error.value) == (
         f"config.data.val_files: there is no file {tmp_path}/trian.jsonl. "
         "Did you mean 'train.jsonl'?"
@@ -147,14 +147,14 @@ def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match="nor a folder .*/nowhere"):
-        load_examples(f"{tmp_path}/nowhere/train.jsonl")
+        read_examples(f"{tmp_path}/nowhere/train.jsonl")
 
 
 def test_a_malformed_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"question": "q", "answer": "#### 1"}\n{"question": "q", \n')
     with pytest.raises(UserError, match="a.jsonl:3: not JSON"):
-        load_examples(str(path))
+        read_examples(str(path))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_malformed_line_is_named(tmp_path):
 def test_a_wrong_row_is_named(tmp_path, row, words):
     path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError) as error:
-        load_examples(path)
+        read_examples(path)
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -211,28 +211,28 @@ def test_a_line_that_python_cannot_represent_is_named(tmp_path, line, words):
     encoded = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b"\n".join([(ROW_WITH % "1").encode(), encoded]))
     with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{words}"):
-        load_examples(str(path))
+        read_examples(str(path))
 
 
 def test_a_line_near_the_limits_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     deep = "[" * 99 + '"\\ud83d\\ude00"' + "]" * 99
     path.write_text("\ufeff" + ROW_WITH % deep, encoding="utf-8")
-    value = load_examples(str(path))[0].extra_info["x"]
+    value = read_examples(str(path))[0].extra_info["x"]
     for _ in range(99):
         (value,) = value
     assert value == "\N{GRINNING FACE}"
     # More brackets than levels.
     path.write_text(ROW_WITH % (deep.replace('"\\ud83d\\ude00"', "[], []")[1:-1]))
-    assert len(load_examples(str(path))) == 1
+    assert len(read_examples(str(path))) == 1
 
 
 def test_slices_may_end_after_every_file(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", GSM8K)
     for end in ("3", "9" * 19, "9" * 5000):
-        assert len(load_examples(f"{path}[1:{end}]")) == 2
+        assert len(read_examples(f"{path}[1:{end}]")) == 2
     with pytest.raises(UserError, match="has no rows"):
-        load_examples(f"{path}[{'9' * 30}:]")
+        read_examples(f"{path}[{'9' * 30}:]")
 
 
 def test_every_damaged_byte_of_a_gzipped_file_is_noticed(tmp_path):
@@ -245,7 +245,7 @@ def test_every_damaged_byte_of_a_gzipped_file_is_noticed(tmp_path):
         damaged[position] ^= 0x55
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="a.jsonl.gz"):
-            load_examples(str(path))
+            read_examples(str(path))
 
 
 def test_values_of_parquet_that_python_cannot_hold_are_named(tmp_path):
@@ -253,12 +253,12 @@ def test_values_of_parquet_that_python_cannot_hold_are_named(tmp_path):
     dates = pa.array([0, 2**62], pa.timestamp("us"))
     pq.write_table(pa.table({**columns, "date": dates}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="a.parquet.*: date value out of range"):
-        load_examples(str(tmp_path / "a.parquet"))
+        read_examples(str(tmp_path / "a.parquet"))
     arrays = [*columns.values(), columns["question"]]
     table = pa.table(list(map(pa.array, arrays)), names=["question", "answer", "question"])
     pq.write_table(table, tmp_path / "b.parquet")
     with pytest.raises(UserError, match="b.parquet: several columns have the same name"):
-        load_examples(str(tmp_path / "b.parquet"))
+        read_examples(str(tmp_path / "b.parquet"))
 
 
 @pytest.mark.parametrize("content", ["math", "What is 2+2?"])
@@ -267,7 +267,7 @@ def test_a_single_message_is_a_chat_of_one(tmp_path, name, write, content):
     """Regression: "user" and "math" became four messages of one letter."""
     message = {"role": "user", "content": content}
     row = {"data_source": "x", "prompt": message, "reward_model": {"ground_truth": "4"}}
-    (example,) = load_examples(write(tmp_path / name, [row]))
+    (example,) = read_examples(write(tmp_path / name, [row]))
     assert example.prompt == (message,)
 
 
@@ -276,13 +276,13 @@ def test_a_list_of_something_else_is_no_chat(tmp_path, prompt):
     path = tmp_path / "rows.jsonl"
     write_lines(path, [VERL[0] | {"prompt": prompt}])
     with pytest.raises(UserError, match="message of prompt must have role and content as text"):
-        load_examples(str(path))
+        read_examples(str(path))
 
 
 def test_messages_by_column_keep_every_column(tmp_path):
     columns = {"role": ["user", "user"], "content": ["a", "b"], "name": ["x", "y"], "id": None}
     row = {"data_source": "x", "prompt": columns, "reward_model": {}}
-    (example,) = load_examples(write_lines(tmp_path / "a.jsonl", [row]))
+    (example,) = read_examples(write_lines(tmp_path / "a.jsonl", [row]))
     assert [message["name"] for message in example.prompt] == ["x", "y"]
 
 
@@ -300,7 +300,7 @@ def test_an_uneven_prompt_is_refused(tmp_path, prompt):
     row = {"data_source": "x", "prompt": prompt, "reward_model": {}}
     path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError, match=r"^\S*a\.jsonl:2: .*prompt.* got \{.*\}$"):
-        load_examples(path)
+        read_examples(path)
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):
@@ -308,7 +308,7 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path):
         UserError,
         match="a.parquet, row 1: found the columns text; expected a prompt as prompt, messages",
     ):
-        load_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
+        read_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
 
 
 @pytest.mark.parametrize(
@@ -317,13 +317,13 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path):
 def test_a_broken_file_is_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
     with pytest.raises(UserError, match=f"{name}.*cannot be read as .*{kind}"):
-        load_examples(str(tmp_path / name))
+        read_examples(str(tmp_path / name))
 
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(UserError, match="config.data.train_files: .*a.jsonl has no rows"):
-        load_examples(str(tmp_path / "a.jsonl"))
+        read_examples(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -331,7 +331,7 @@ def test_a_file_that_the_disk_does_not_return_is_named(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.symlink_to("/proc/self/mem")  # can be opened, and not be read
     with pytest.raises(UserError, match=rf"a{suffix}.*: cannot be read as .*"):
-        load_examples(str(path))
+        read_examples(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -377,13 +377,13 @@ def tfds_folder(tmp_path_factory):
 
 def test_tfds_is_read_without_tensorflow(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
-    sums = load_examples("tfds:room_test_sums/train")
+    sums = read_examples("tfds:room_test_sums/train")
     assert sorted(e.ground_truth for e in sums) == ["-7", "1234", "4"]
     assert "Café?" in {e.prompt[0]["content"] for e in sums}
-    chats = load_examples("tfds:room_test_chats:1.0.0/train")
+    chats = read_examples("tfds:room_test_chats:1.0.0/train")
     assert sorted(len(e.prompt) for e in chats) == [1, 2]
     assert {e.ground_truth for e in chats} == {"4", "6"}
-    assert len(load_examples("tfds:room_test_sums/train[:2]")) == 2
+    assert len(read_examples("tfds:room_test_sums/train[:2]")) == 2
     assert "tensorflow" not in sys.modules
 
 
@@ -398,7 +398,7 @@ def test_a_builder_that_tfds_ships_prepares_its_files_without_tensorflow(tmp_pat
     )
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     for _ in ("prepared", "read again"):
-        examples = load_examples("tfds:gsm8k/train")
+        examples = read_examples("tfds:gsm8k/train")
         assert sorted(e.ground_truth for e in examples) == ["-7", "1234", "4"]
     assert list(tmp_path.glob("tfds/gsm8k/1.0.0/gsm8k-train.array_record*"))
     assert "tensorflow" not in sys.modules
@@ -444,7 +444,7 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
 
     monkeypatch.setattr(sources, "_open_tfds_source", lambda *_: Short())
     with pytest.raises(UserError, match="2 rows can be read, but the data set's metadata states 3"):
-        load_examples("tfds:room_test_sums/train")
+        read_examples("tfds:room_test_sums/train")
 
 
 def test_tfds_rows_are_counted_from_one(tfds_folder, monkeypatch):
@@ -460,12 +460,12 @@ def test_tfds_errors(tfds_folder, monkeypatch):
     with pytest.raises(
         UserError, match="TFDS has no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"
     ):
-        load_examples("tfds:room_test_sumz/train")
+        read_examples("tfds:room_test_sumz/train")
     with pytest.raises(
         UserError,
         match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'",
     ):
-        load_examples("tfds:room_test_sums/trian")
+        read_examples("tfds:room_test_sums/trian")
 
 
 def test_weights_follow_any_source(tmp_path):
@@ -473,7 +473,7 @@ def test_weights_follow_any_source(tmp_path):
     spec = f"{path}[:2]*0.25, stories:3*.75"
     assert sources.source_weights(spec, "o") == (0.25, 0.75)
     assert sources.source_weights(path, "o") is None
-    assert [e.source for e in load_examples(spec)] == [0, 0, 1, 1, 1]
+    assert [e.source for e in read_examples(spec)] == [0, 0, 1, 1, 1]
     for wrong in ("stories:1*1,arithmetic:1", "stories:1*0"):
         with pytest.raises(UserError, match="a weight above 0 for each source"):
             sources.source_weights(wrong, "config.data.train_files")
@@ -488,7 +488,7 @@ def test_patterns_upper_case_and_commas_name_files(tmp_path):
     (folder / "notes.txt").write_text("no data")
 
     def truths(spec):
-        return [example.ground_truth for example in load_examples(spec)]
+        return [example.ground_truth for example in read_examples(spec)]
 
     assert truths(f"{folder}/b,1.jsonl") == ["4"]
     assert truths(f"{folder}/A.JSONL,{folder}/b,1.jsonl*2, {folder}/D.PARQUET[1:2]") == [
@@ -499,17 +499,17 @@ def test_patterns_upper_case_and_commas_name_files(tmp_path):
     assert truths(f"{folder}/*") == ["1234", "4", "1234", "-7", "4", "-7"]
     assert truths(f"{folder}/?.[jJ]*") == ["1234", "-7"]
     assert truths(f"{folder}/*[1:3]") == ["4", "1234"]
-    assert [e.source for e in load_examples(f"{folder}/*.jsonl,{folder}/A.JSONL")] == [0, 1]
+    assert [e.source for e in read_examples(f"{folder}/*.jsonl,{folder}/A.JSONL")] == [0, 1]
 
 
 def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
     with pytest.raises(UserError, match="is a folder without files that end in .jsonl"):
-        load_examples(str(tmp_path))
+        read_examples(str(tmp_path))
     write_lines(tmp_path / "a.jsonl", GSM8K)
     for spec in (str(tmp_path), f"{tmp_path}/"):
         with pytest.raises(UserError, match=r"is a folder, with a.jsonl; .*/\*\.jsonl for all"):
-            load_examples(spec)
+            read_examples(spec)
     with pytest.raises(UserError, match="no file matches .*/z.*.jsonl"):
-        load_examples(f"{tmp_path}/z*.jsonl")
+        read_examples(f"{tmp_path}/z*.jsonl")
     with pytest.raises(UserError, match="patterns match local files only"):
-        load_examples("gs://bucket/*.jsonl")
+        read_examples("gs://bucket/*.jsonl")

@@ -594,7 +594,7 @@ def examine_examples(examples: list[Any]) -> None:
 
 def jsonl_rows(r: random.Random, folder: Path) -> None:
     """Rows of JSON lines."""
-    from jax_ppo.data.sources import load_examples
+    from jax_ppo.data.sources import read_examples
 
     path = folder / r.choice(("data.jsonl", "data.jsonl", "data.json", "data.jsonl.gz"))
     rows = [hostile_row(r) for _ in range(r.randrange(1, 4))]
@@ -611,7 +611,7 @@ def jsonl_rows(r: random.Random, folder: Path) -> None:
     slices = ("[:2]", "[1:99999999999999999999]", "[x:]", "[:-1]")
     spec = f"{path}{r.choice(slices) if r.random() < 0.2 else ''}"
     with naming("data", str(folder)):
-        examples = load_examples(spec)
+        examples = read_examples(spec)
     examine_examples(examples)
 
 
@@ -620,7 +620,7 @@ def parquet_rows(r: random.Random, folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jax_ppo.data.sources import load_examples
+    from jax_ppo.data.sources import read_examples
 
     path = folder / "data.parquet"
     row = json.loads(json.dumps(r.choice((VERL_ROW, GSM8K_ROW))))
@@ -633,13 +633,13 @@ def parquet_rows(r: random.Random, folder: Path) -> None:
     if r.random() < 0.3:
         path.write_bytes(any_bytes(r, path.read_bytes()))
     with naming("data", str(folder)):
-        examples = load_examples(str(path))
+        examples = read_examples(str(path))
     examine_examples(examples)
 
 
 def data_sources(r: random.Random, folder: Path) -> None:
     """Specifications of data sources."""
-    from jax_ppo.data.sources import load_examples
+    from jax_ppo.data.sources import read_examples
 
     scheme = r.choice(("arithmetic", "stories", "tfds", "hf", "", "file", "https", "~x", "gs"))
     rest = r.choice((*TEXTS, "8", "8/test", "-3", "0", "9" * 30, "gsm8k/trian", "a/b/c.jsonl"))
@@ -647,11 +647,11 @@ def data_sources(r: random.Random, folder: Path) -> None:
         rest = rest.replace("gsm8k/", "gsm8kk/")  # the right name would start a download
     spec = f"{scheme}:{rest}" if scheme else rest
     if scheme == "arithmetic" and rest.isascii() and rest.isdigit() and len(rest) < 5:
-        if len(load_examples(spec)) != int(rest) and int(rest):
+        if len(read_examples(spec)) != int(rest) and int(rest):
             raise Wrong(f"{spec} does not make {rest} examples")
         return
     with naming("train_files"):
-        load_examples(spec)
+        read_examples(spec)
 
 
 def chat_templates(r: random.Random, folder: Path) -> None:

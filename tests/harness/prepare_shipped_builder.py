@@ -13,7 +13,7 @@ import threading
 
 from tensorflow_datasets.text.gsm8k import gsm8k
 
-from jax_ppo.data.sources import load_examples
+from jax_ppo.data.sources import read_examples
 
 folder = pathlib.Path("served")
 folder.mkdir()
@@ -26,5 +26,5 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 for name in gsm8k._URLS:
     gsm8k._URLS[name] = f"http://127.0.0.1:{server.server_port}/{name}.jsonl"
 os.environ["TFDS_DATA_DIR"] = "tfds"
-(example,) = load_examples("tfds:gsm8k/train")
+(example,) = read_examples("tfds:gsm8k/train")
 print(example.prompt[0]["content"], example.ground_truth)

@@ -129,7 +129,7 @@ def held_out(files, folder):
     They are encoded by the tokenizer of transformers.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for example in sources.load_examples(f"{files}/pairs.jsonl.gz[32:]"):
+    for example in sources.read_examples(f"{files}/pairs.jsonl.gz[32:]"):
         prompt, eos = tokenizer.encode(example.prompt), [tokenizer.eos_token_id]
         yield (
             prompt,

@@ -72,13 +72,13 @@ def test_a_missing_client_names_the_extra(monkeypatch):
 def test_rows_are_read_from_a_bucket_and_slices_are_taken(server, bucket):
     data_file(server, f"{bucket}/data/train.jsonl")
     spec = f"{bucket}/data/train.jsonl[1:], {bucket}/data/train.jsonl"
-    examples = sources.load_examples(spec)
+    examples = sources.read_examples(spec)
     assert [example.ground_truth for example in examples] == ["1", "2", "0", "1", "2"]
 
 
 def test_missing_files_folders_and_buckets_are_named(server, bucket):
     data_file(server, f"{bucket}/data/train.jsonl")
-    message = refusal(sources.load_examples, f"{bucket}/data/trian.jsonl")
+    message = refusal(sources.read_examples, f"{bucket}/data/trian.jsonl")
     assert "there is no such file. Did you mean 'train.jsonl'?" in message
     assert "this is a folder" in refusal(downloads.download_file, f"{bucket}/data", "option")
     assert "no such folder in the bucket" in refusal(resolve_model_folder, f"{bucket}/model")
