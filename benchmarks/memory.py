@@ -3,7 +3,7 @@
     python benchmarks/memory.py
 
 Hidden size 896 as in Qwen2.5-0.5B, few layers, vocabularies up to its 151,936, rows of 512 tokens.
-The programs are those that a run compiles for the reference and the actor; they are compiled for
+These are the programs that a run compiles for the reference and the actor; they are compiled for
 this machine and not executed. The reported figure is the memory that the compiler reserves in
 addition to arguments and results. Ours should grow with the number of tokens T and with the
 vocabulary V (the embedding's gradient and optimizer), never with their product: the bytes per

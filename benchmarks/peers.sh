@@ -2,7 +2,7 @@
 # Create a Python environment with the libraries that the benchmarks compare against:
 #   sh benchmarks/peers.sh FOLDER [VERL_FOLDER]
 # VERL_FOLDER gets a second environment with verl and OpenRLHF for oracles.py. Only the packages
-# that their functions need are installed, not those that their training needs.
+# that their functions need are installed, not what their training needs.
 set -eu
 torch_index=https://download.pytorch.org/whl/cpu
 python3.11 -m venv "$1"

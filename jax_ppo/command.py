@@ -98,7 +98,7 @@ def prepared_run(
             resolved, chosen_dtype = computation_dtype.resolve_dtype_here(options)
 
             def write_options() -> None:
-                # Those of a run stay until its resume is accepted; `Journal` writes them then.
+                # A run's own stay until its resume is accepted; `Journal` writes them then.
                 if not work_directory.has_checkpoints(folder):
                     command_line.write_config(resolved, folder)
                 command_line.print_set_options(options, str(workdir))

@@ -241,7 +241,7 @@ watch() {
     if [[ $state != ACTIVE ]] || ((code == 76)); then
       resume
     elif on_hosts "$worker" true >/dev/null 2>&1; then
-      # The host answers: the code is that of the run, which failed or was stopped by `stop`.
+      # The host answers, so the code came from the run, which failed or was stopped by `stop`.
       exit "$code"
     else
       sleep "$POLL_SECONDS"

@@ -1,6 +1,6 @@
 """Worker of ppo_step.py: the matrix products of a step and nothing else, a floor under every side.
 
-Arguments: the settings of ppo_step.py as JSON. The products are those that no program can avoid:
+Arguments: the settings of ppo_step.py as JSON. No program can avoid these products:
 each token through the weights once per pass, the vocabulary where a response token is predicted,
 attention from blocks of 32 queries to the keys up to them, and twice as much again for gradients.
 There is no softmax, norm, optimizer or padding; a decoding step has as many rows as responses of at

@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: TRL's PPOTrainer. Arguments: the settings of ppo_step.py as JSON.
 
 Runs without gradient checkpointing. TRL supports only a reward model. `train_rows` is the rows of a
-training micro-batch; `forward_rows` those that are generated and scored at a time.
+training micro-batch; `forward_rows` is the rows that are generated and scored at a time.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tokenized prompts, and the treatment of those that are too long."""
+"""Tokenize prompts; drop, truncate or reject prompts that are too long."""
 
 import dataclasses
 import functools
@@ -38,8 +38,8 @@ class PromptDataset:
         like the examples.
       max_prompt_length: tokens; no batch is wider.
       name: the option that names the data, for messages.
-      first_row: the number of the first example among those that environments are reset to; `None`
-        without an environment.
+      first_row: the number of the first example in the list that environments get; `None` without
+        an environment.
     """
 
     examples: Sequence[Example]

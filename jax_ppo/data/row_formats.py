@@ -168,7 +168,7 @@ def _choose_prompt(
     for name in _prompt_columns(values, columns, pair, location):
         readings.append(_read_prompt(name, values, location))
     if pair is not None and pair.prompt:
-        # Before plain text, which is then the user's message of the same chat.
+        # A pair precedes plain text, which is then the user's message of the same chat.
         readings.append(pair)
     if not readings:
         raise _missing_prompt_error(row, values, pair, location)

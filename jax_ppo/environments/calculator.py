@@ -5,8 +5,8 @@
     policy     clips in May. #### 72
 
 The turn ends at the `=`, which `rollout.stop` names. GSM8K's own notation, `<<48/2=24>>`, is
-answered as well. A turn that does not end with `=` is the last one. The environment itself gives no
-rewards: the reward is that of the response.
+answered as well. A turn that does not end with `=` is the last one. The environment gives no
+rewards; the whole response gets one.
 """
 
 import ast

@@ -64,7 +64,7 @@ class TimedThreads:
             yield self._wait(call)
 
     def _wait(self, call: _Call) -> CallResult:
-        # Every call starts: each one before it has returned, or its thread has been replaced.
+        # Every call starts, since each earlier one has returned or its thread has been replaced.
         call.has_started.wait()
         remaining = call.started_at + self._timeout - time.monotonic()
         concurrent.futures.wait([call.result], max(remaining, 0.0))

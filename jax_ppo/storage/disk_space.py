@@ -30,7 +30,7 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, is that of a full disk.
+    """Return whether an error, or one that it was raised from, means a full disk.
 
     A file that exceeds a limit on its size counts as well.
     """

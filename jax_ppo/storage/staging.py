@@ -74,7 +74,7 @@ class StagedFolder:
             self._uploaded |= {name: _state(self.folder / name) for name in fetched}
 
     def fetch_folder(self, name: str) -> None:
-        """Replace one local folder with that of the bucket.
+        """Replace one local folder with the bucket's.
 
         Other files are left alone: the run may have them open, and write to them later.
         """

@@ -163,7 +163,7 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                 },
                 {"action": "Count", "onExitCodes": _exit_codes("In", SIGNAL_CODES)},
-                # The pod that was lost decides, not those that lost it.
+                # The pod that was lost decides, not the pods that lost it.
                 {"action": "Ignore", "onExitCodes": _exit_codes("In", [LOST_CODE])},
                 # ... or else with PodFailurePolicy.
                 {"action": "FailJob", "onExitCodes": _exit_codes("NotIn", SIGNAL_CODES)},
