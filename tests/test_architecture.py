@@ -72,6 +72,14 @@ LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
+# Public names that more than one module defines: a section of the options and what it configures,
+# the two implementations of models and of caches, PPO and supervised runs, and `main` of commands.
+SHARED_NAMES = {
+    *("main", "train", "take_steps", "evaluate", "evaluate_if_due", "set_up_run", "Reporter"),
+    *("Algorithm", "Lora", "Packing", "Role", "reference_kl", "token_logprobs", "trained_shapes"),
+    *("Attention", "Layer", "MLP"),
+    *("attend_to_cache", "empty_cache", "write_rows", "write_tokens"),
+}
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -287,6 +295,16 @@ def test_every_file_that_may_split_arrays_does(path):
 def test_each_rule_catches_what_it_is_for(path, source, message):
     (only,) = violations(path, source)
     assert message in only
+
+
+def test_a_public_name_means_one_thing():
+    files_by_name: dict[str, list[str]] = {}
+    for path in (ROOT / "jax_ppo").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+                files_by_name.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    repeated = {name: files for name, files in files_by_name.items() if len(files) > 1}
+    assert repeated.keys() <= SHARED_NAMES, repeated
 
 
 @pytest.mark.parametrize(
