@@ -48,7 +48,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # A module adds at most 30,000, so that clearing at this bound keeps every worker below the limit.
 # A training run compiles about two hundred programs once and stays below 5,000 maps (measured:
 # 4,043 with eight devices, 182 programs), so that the package itself needs no such care.
-MOST_MAPS = 20_000
+MOST_MAPS = 32_000
 
 
 # The first tests to run after an edit: each layer of the package once, without a whole run.

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+import tiny
 from jax_ppo.data.tokenizer import train_tokenizer
-from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
@@ -45,6 +45,6 @@ def write_llama(
         pad_id=tokenizer.pad_token_id,
     )
     architecture = dataclasses.replace(architecture, **changes)
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
     export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
     return architecture

@@ -98,6 +98,12 @@ def networks(config):
     return Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "head"))
+def init_params(model, key, head):
+    """Call `heads.init_params` as one program: its operations are one each otherwise."""
+    return heads.init_params(model, key, head)
+
+
 @functools.cache
 def random_params(architecture, seed, stream, head):
     """Return random parameters on the host, compiled once for all tests of a process.
@@ -105,8 +111,7 @@ def random_params(architecture, seed, stream, head):
     They are scaled up so that distributions are far from uniform.
     """
     model = Transformer(architecture)
-    init = jax.jit(functools.partial(heads.init_params, model, head=head))
-    params = init(jax.random.fold_in(jax.random.key(seed), stream))
+    params = init_params(model, jax.random.fold_in(jax.random.key(seed), stream), head)
     return jax.tree.map(lambda x: np.asarray(x) * (5 if x.ndim > 1 else 1), params)
 
 

@@ -7,10 +7,10 @@ import jax
 import pytest
 import test_translated_examples as examples
 
+import tiny
 from jax_ppo import train
 from jax_ppo.config import command_line
 from jax_ppo.migrating.translation import translate
-from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
@@ -69,7 +69,7 @@ def inputs(tmp_path_factory):
     write_llama(folder, [problem, "0123456789 #"] * 8, tokens=64)
     (folder / "llama" / "chat_template.jinja").write_text(CHAT)
     architecture = read_architecture(folder / "llama")
-    params = heads.init_params(Transformer(architecture), jax.random.key(1), "scalar")
+    params = tiny.init_params(Transformer(architecture), jax.random.key(1), "scalar")
     export_checkpoint(params, architecture, folder / "judge", source_folder=folder / "llama")
     chat = [{"role": "user", "content": problem}]
     row = {"messages": chat, "prompt": problem, "label": "5", "ground_truth": "5"}

@@ -185,7 +185,7 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
 def test_policies_trade_memory_for_products_and_leave_the_gradient():
     """In a loop over layers, as deep models have."""
     architecture = dataclasses.replace(ARCHITECTURE, num_layers=MAX_UNROLLED_LAYERS + 1)
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "scalar")
+    params = tiny.init_params(Transformer(architecture), jax.random.key(0), "scalar")
     ids = jnp.zeros((4, 32), jnp.int32) + jnp.arange(32) % 31
     gradients, kept, flops = [], [], []
     for policy in (*REMAT_POLICIES, None):
@@ -269,7 +269,7 @@ def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, 
     monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
     model = Transformer(dataclasses.replace(ARCHITECTURE, num_layers=layers), remat=True)
     positions = np.broadcast_to(np.arange(T), ids.shape)
-    params = heads.init_params(model, jax.random.key(0), "lm")
+    params = tiny.init_params(model, jax.random.key(0), "lm")
     kernel = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
     assert kernel.shape == (layers, 2, ARCHITECTURE.hidden_size, ARCHITECTURE.hidden_size)
 

@@ -297,7 +297,7 @@ def test_where_decoding_has_them():
     adapters = random_adapters(ARCHITECTURE, ALL)
 
     def build():
-        base = heads.init_params(Transformer(ARCHITECTURE), jax.random.key(0), "lm")
+        base = tiny.init_params(Transformer(ARCHITECTURE), jax.random.key(0), "lm")
         return unroll_params(join_adapters(base, adapters))
 
     flat = jax.eval_shape(build)

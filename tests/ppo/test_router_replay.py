@@ -183,6 +183,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(tiny, "make_rollout", make_recorded)
 
 
+@pytest.mark.slow
 def test_packing_and_micro_batches_do_not_change_what_is_replayed(recorded):
     padded = tiny.config(packing__enabled=False)
     expected, metrics = run_gradients(padded, tiny.make_mesh(), rows=8, roles=("actor",))

@@ -140,6 +140,7 @@ def held_out(files, folder):
         )
 
 
+@pytest.mark.slow
 def test_sft_learns(sft):
     workdir, output = sft
     rows, evaluated = read_metrics(workdir), evaluations(workdir)
@@ -151,6 +152,7 @@ def test_sft_learns(sft):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_measures_the_loss_after_sft(files, sft):
     import torch
@@ -166,6 +168,7 @@ def test_transformers_measures_the_loss_after_sft(files, sft):
     assert evaluated[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_to_prefer(reward_model):
     workdir, output = reward_model
     evaluated = evaluations(workdir)
@@ -176,6 +179,7 @@ def test_a_reward_model_learns_to_prefer(reward_model):
     assert "evaluation after step 12: loss" in output and "accuracy 1.000" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
     import torch

@@ -24,10 +24,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import metrics_page
+import tiny
 from jax_ppo.config import loading, schema
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
@@ -97,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def reward_model(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward_model")
     architecture = read_architecture(files / "llama")
-    params = heads.init_params(Transformer(architecture), jax.random.key(1), "scalar")
+    params = tiny.init_params(Transformer(architecture), jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
     )

@@ -124,6 +124,7 @@ def test_a_bias_changes_the_draws_as_it_changes_the_logits(actor):
     assert (liked.responses == 5).all()
 
 
+@pytest.mark.slow
 def test_devices_that_split_rows_and_vocabulary_constrain_alike():
     actor = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
     mesh = make_mesh(MeshShape(data=2, fsdp=2, model=2))

@@ -13,7 +13,6 @@ from jax_ppo.config import command_line
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
 from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run import loop
@@ -113,7 +112,7 @@ def config(tmp_path):
     texts = ["".join(example) for example in arithmetic.generate_worked_solutions(200, 0.5, 0)]
     tokenizer_lib.train_tokenizer(texts, 192, tmp_path / "tokenizer")
     architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
     hf_save.export_checkpoint(
         params, architecture, tmp_path / "model", source_folder=tmp_path / "tokenizer"
     )

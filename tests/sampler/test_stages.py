@@ -56,6 +56,7 @@ def test_stages_draw_the_samples_of_one(actor, alone, cudnn_anywhere, stage_leng
     assert alone.lengths.min() <= stage_length < alone.lengths.max() == 12
 
 
+@pytest.mark.exhaustive
 def test_eight_devices_decode_stages_like_one():
     actor = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
     mesh = make_mesh(MeshShape(data=2, fsdp=2, model=2))

@@ -44,7 +44,7 @@ def make_sequences(objective, seed=0):
     tokens = r.integers(2, 32, (count, 18)).astype(np.int32) * (
         np.arange(18) < (prompts + lengths)[:, None]
     )
-    params = heads.init_params(MODEL, jax.random.key(seed), objective.head)
+    params = tiny.init_params(MODEL, jax.random.key(seed), objective.head)
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
     if "score" in params:
         params["score"]["kernel"] = jax.random.normal(
@@ -215,7 +215,7 @@ def test_packing_and_micro_batches_change_nothing(objective):
 def test_the_loss_of_a_router_is_a_mean_over_sequences_however_they_are_cut():
     sequences, _ = make_sequences(LANGUAGE)
     model = Transformer(tiny.MIXTURE, jnp.float32)
-    params = heads.init_params(model, jax.random.key(0), "lm")
+    params = tiny.init_params(model, jax.random.key(0), "lm")
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
 
     def run(coef, rows, packed):

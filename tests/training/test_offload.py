@@ -8,7 +8,6 @@ import pytest
 
 import tiny
 from jax_ppo.memory import memory_check
-from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
 from jax_ppo.training.checkpoint import Checkpointer
@@ -34,7 +33,7 @@ def memory_kinds(tree):
 
 def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
-    params = heads.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")
+    params = tiny.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")
     export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
     results = []
     with jax.set_mesh(mesh):

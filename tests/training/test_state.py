@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import Folders, read_networks
@@ -40,12 +39,12 @@ def folders(tmp_path_factory):
     """Write an actor, and a reward model with its own head."""
     folder, net = tmp_path_factory.mktemp("roles"), Transformer(tiny.ARCHITECTURE)
     export_checkpoint(
-        heads.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
+        tiny.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
     )
     export_checkpoint(
-        heads.init_params(net, jax.random.key(3), "lm"), tiny.ARCHITECTURE, folder / "other"
+        tiny.init_params(net, jax.random.key(3), "lm"), tiny.ARCHITECTURE, folder / "other"
     )
-    params = heads.init_params(net, jax.random.key(1), "scalar")
+    params = tiny.init_params(net, jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
     )

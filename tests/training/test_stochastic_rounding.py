@@ -9,7 +9,6 @@ import pytest
 
 import tiny
 from jax_ppo.config.schema import Optim
-from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.runtime import sharding
 from jax_ppo.training.checkpoint import Checkpointer
@@ -189,7 +188,7 @@ def test_start_and_resume_have_the_types_of_the_options(tmp_path):
         actor__optim__moments_dtype="bfloat16",
     )
     mesh, nets = tiny.make_mesh(), tiny.networks(config)
-    params = heads.init_params(nets.actor, jax.random.key(0), "lm")
+    params = tiny.init_params(nets.actor, jax.random.key(0), "lm")
     export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
     with jax.set_mesh(mesh):
         folders = Folders(tmp_path / "actor", None, None)
