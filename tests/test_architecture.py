@@ -8,16 +8,17 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"errors", "types", "kernels"}
+FOUNDATIONS = {"errors", "types", "registries", "kernels"}
 # Allowed imports of each package. Lower packages come first and never import higher ones.
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
-    "kernels": set(),
+    "registries": set(),
+    "kernels": {"registries"},
     "processes": set(),
     "storage": {"errors"},
-    "config": {"errors", "storage", "migrating"},
-    "migrating": {"errors", "config"},
+    "config": {"errors", "registries", "storage", "migrating"},
+    "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
     "rewards": {"errors", "types", "config", "processes"},
@@ -68,7 +69,13 @@ PARTITION_SPECS = {
     "jax_ppo/runtime/parallelism/vocabulary.py",
 }
 # Loaded before the options are validated, so they load nothing heavy.
-LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo/errors.py")
+LATE = (
+    "jax_ppo/config/",
+    "jax_ppo/__init__.py",
+    "jax_ppo/command.py",
+    "jax_ppo/errors.py",
+    "jax_ppo/registries.py",
+)
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}

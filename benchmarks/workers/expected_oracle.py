@@ -25,8 +25,8 @@ from workers.ours_oracle import (
 )
 
 from jax_ppo.kernels import advantages, importance, losses, masked
-from jax_ppo.kernels.losses import AGGREGATIONS
 from jax_ppo.kernels.policy_losses import Clip
+from jax_ppo.registries import AGGREGATIONS
 
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS
 NO_CLAMP = (

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked, policy_losses
+from jax_ppo.registries import POLICY_LOSSES
 
 FORMULA = 1e-7  # float64; allows for the 1e-8 that peers add to counts
 FLOAT32 = 1e-5  # for values that a side computes in float32 regardless of its input
@@ -76,7 +77,7 @@ def policy_loss(
     def loss(logprobs):
         batch = policy_losses.padded_batch(logprobs, case[old], A, mask)
         return aggregate(
-            weights * policy_losses.LOSSES[name](batch, clip).loss,
+            weights * POLICY_LOSSES[name].function(batch, clip).loss,
             mask,
             mode,
             scale or mask.shape[1],

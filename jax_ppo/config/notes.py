@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from jax_ppo.config.schema import Config, all_options, option_value
+from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
 
 Advice = Callable[[Config], str | None]
 
@@ -65,43 +66,49 @@ def note_truncated_distribution(config: Config) -> str | None:
 def note_biased_kl_in_reward(config: Config) -> str | None:
     """Return a note if the KL in the reward does not follow the gradient of the KL."""
     algorithm = config.algorithm
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty != "k1":
+    is_unbiased = KL_ESTIMATORS.lookup(algorithm.kl_penalty).unbiased_in_reward
+    if algorithm.use_kl_in_reward and not is_unbiased:
+        unbiased = " and ".join(KL_ESTIMATORS.names(lambda entry: entry.unbiased_in_reward))
         return (
-            f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward only k1 follows "
-            "the gradient of the KL; kernels/kl.py describes the others"
+            f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward only {unbiased} "
+            "follows the gradient of the KL; kernels/kl.py describes the others"
         )
     return None
 
 
 def note_idle_kl_loss(config: Config) -> str | None:
     """Return a note if the KL in the loss has no expected gradient."""
-    if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":
+    kind = config.actor.kl_loss_type
+    if config.actor.use_kl_loss and not KL_ESTIMATORS.lookup(kind).restrains_in_loss:
         return (
-            "config.actor.kl_loss_type='k1': its expected gradient is 0, so it does not restrain "
-            "the policy; k2 does"
+            f"config.actor.kl_loss_type={kind!r}: its expected gradient is 0, so it does not "
+            "restrain the policy; k2 does"
         )
     return None
 
 
-def note_wide_gspo_clip(config: Config) -> str | None:
-    """Return a note if GSPO uses the clip range of token-level ratios."""
+def note_wide_sequence_clip(config: Config) -> str | None:
+    """Return a note if the ratio of a sequence is clipped as widely as those of tokens."""
     actor = config.actor
     # A range that the user set is intended, whatever its size.
     has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
-    if actor.policy_loss == "gspo" and not has_own_range:
+    authors_range = POLICY_LOSSES.lookup(actor.policy_loss).sequence_clip
+    if authors_range and not has_own_range:
+        low, high = authors_range
         return (
-            "config.actor.policy_loss='gspo': the ratio of a sequence hardly ever reaches "
-            f"config.actor.clip_ratio={actor.clip_ratio}; its authors use clip_ratio_low=3e-4 and "
-            "clip_ratio_high=4e-4"
+            f"config.actor.policy_loss={actor.policy_loss!r}: the ratio of a sequence hardly ever "
+            f"reaches config.actor.clip_ratio={actor.clip_ratio}; its authors use "
+            f"clip_ratio_low={low} and clip_ratio_high={high}"
         )
     return None
 
 
-def note_biased_reinforce(config: Config) -> str | None:
+def note_biased_policy_loss(config: Config) -> str | None:
     """Return a note if a loss without a ratio is used for several optimizer steps."""
-    if config.actor.policy_loss == "reinforce" and not config.updates_once:
+    loss = config.actor.policy_loss
+    if POLICY_LOSSES.lookup(loss).needs_one_update and not config.updates_once:
         return (
-            "config.actor.policy_loss='reinforce': is biased once the policy has changed; it is "
+            f"config.actor.policy_loss={loss!r}: is biased once the policy has changed; it is "
             "meant for one optimizer step per rollout"
         )
     return None
@@ -123,7 +130,7 @@ ADVICE: tuple[Advice, ...] = (
     note_truncated_distribution,
     note_biased_kl_in_reward,
     note_idle_kl_loss,
-    note_wide_gspo_clip,
-    note_biased_reinforce,
+    note_wide_sequence_clip,
+    note_biased_policy_loss,
     note_reference_without_adapters,
 )

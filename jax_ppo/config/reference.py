@@ -11,6 +11,7 @@ from jax_ppo.config.loading import BOUNDS
 from jax_ppo.config.option import COMMANDS, Option
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import print_any_text
+from jax_ppo.registries import REGISTRIES
 
 # Columns of a line in the terminal, and what precedes a meaning.
 WIDTH = 100
@@ -60,6 +61,12 @@ def print_options(command: str | None = None) -> None:
         for text, indent in ((heading, ""), (option.facts.doc, INDENT)):
             plain = text.replace("`", "")
             lines.append(wrap(plain, initial_indent=indent))
+        for registry in REGISTRIES:
+            if option.name in registry.options:
+                lines += [
+                    f"{INDENT}{name}: {registry[name].summary}"
+                    for name in option.facts.choices or ()
+                ]
     print_any_text()
     try:
         print("\n".join(lines), flush=True)
@@ -69,7 +76,15 @@ def print_options(command: str | None = None) -> None:
 
 def options_markdown() -> str:
     """Return the reference page of options, docs/options.md."""
-    return HEADER + "\n".join(_sections()) + "\n"
+    return HEADER + "\n".join([*_sections(), *_entries()]) + "\n"
+
+
+def _entries() -> Iterator[str]:
+    """Yield a table of what some options can name, for each registry."""
+    for registry in REGISTRIES:
+        yield f"\n## {registry.title}\n"
+        yield f"The values of {' and '.join(f'`{name}`' for name in registry.options)}.\n"
+        yield registry.markdown()
 
 
 def _sections() -> Iterator[str]:
@@ -126,7 +141,11 @@ def _values(option: Option) -> str:
 def _facts(option: Option) -> list[str]:
     """Return sentences about other values, other options, resuming and commands."""
     facts = option.facts
-    sentences = []
+    sentences = [
+        f"[All of them](#{registry.title.lower().replace(' ', '-')})."
+        for registry in REGISTRIES
+        if option.name in registry.options
+    ]
     if facts.aliases:
         aliases = ", ".join(f"`{alias}` = `{choice}`" for alias, choice in facts.aliases.items())
         sentences.append(f"Also accepted: {aliases}.")

@@ -7,24 +7,37 @@ frequencies count steps. `docs/options.md` is generated from this file by
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from jax_ppo.config.option import Condition, Option, Requirement, iterate_options, option, section
+from jax_ppo.registries import (
+    ADVANTAGE_ESTIMATORS,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+)
 
-# verl's names of the KL estimators, accepted in addition to those of Schulman's note.
-VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
 STORED_DTYPES = ("float32", "bfloat16")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 
 PPO = ("train",)
 SUPERVISED = ("sft", "reward_model")
+
+
+def estimator_is(is_meant: Callable[[AdvantageEstimator], bool]) -> str:
+    """Return the condition that advantages are estimated by one of some estimators, in words."""
+    return f"`algorithm.adv_estimator` is {' or '.join(ADVANTAGE_ESTIMATORS.names(is_meant))}"
+
+
+def estimator_reads(name: str) -> Condition:
+    """Return the condition that the advantage estimator depends on an option in `algorithm`."""
+    return Condition(
+        lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).reads(name),
+        estimator_is(lambda entry: entry.reads(name)),
+    )
+
 
 # fmt: off
 # Without the formatter, which would give each argument a line: an option is read as a paragraph of
@@ -32,7 +45,7 @@ SUPERVISED = ("sft", "reward_model")
 
 # Conditions that options depend on. Changing an option is an error if a requirement is not met, and
 # causes a note that it has no effect if a condition is not met.
-HAS_CRITIC = Requirement(lambda c: c.has_critic, "`algorithm.adv_estimator` is gae",
+HAS_CRITIC = Requirement(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
     "there is no critic with config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}")
 CRITIC_HAS_TRUNK = Requirement(lambda c: not c.critic.shared_trunk, "`critic.shared_trunk` is off",
     "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
@@ -80,7 +93,7 @@ UPDATES_SEVERAL_TIMES = Condition(lambda c: not c.updates_once,
 CHECKPOINTS_GRADIENTS = Condition(lambda c: c.model.gradient_checkpointing,
     "`model.gradient_checkpointing` is on")
 EXPORTS = Condition(lambda c: c.trainer.export, "`trainer.export` is on")
-NORMALIZES_LENGTH = Condition(lambda c: "norm" in c.actor.loss_agg_mode,
+NORMALIZES_LENGTH = Condition(lambda c: AGGREGATIONS[c.actor.loss_agg_mode].needs_scale,
     "`actor.loss_agg_mode` is seq-mean-token-sum-norm")
 FILTERS_GROUPS = Condition(lambda c: c.algorithm.filter_groups.enable,
     "`algorithm.filter_groups.enable` is on")
@@ -112,10 +125,6 @@ NO_OTHER_REWARD = Requirement(
     "no other reward is set",
     "ignores the rewards that config.reward sets; unset function, terms, url and model_path "
     "there, or set config.rollout.multi_turn.reward='sum'")
-IS_GRPO = Condition(lambda c: c.algorithm.adv_estimator == "grpo",
-    "`algorithm.adv_estimator` is grpo")
-DISCOUNTS = Condition(lambda c: c.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
-    "`algorithm.adv_estimator` is gae or reinforce_plus_plus")
 LEARNS_TRUNCATED = Condition(lambda c: not c.algorithm.mask_truncated,
     "`algorithm.mask_truncated` is off")
 NORMALIZES_REWARDS = Condition(lambda c: c.reward.normalize != "none",
@@ -320,9 +329,9 @@ class Actor:
         "dual clip: bound of the ratio where the advantage is negative; 0 turns it off",
         at_least=0)
     policy_loss: str = option("vanilla",
-        "loss of a token: vanilla (PPO's clip), importance (ratio without clip), gspo (ratio of "
-        "the sequence), gmpo, cispo, reinforce (no ratio), or your own, as "
-        "kernels/policy_losses.py describes: `module:function` or `file.py:function`")
+        "loss of a token; or your own, as kernels/policy_losses.py describes: `module:function` or "
+        "`file.py:function`",
+        choices=tuple(POLICY_LOSSES), is_plugin=True)
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",
@@ -331,18 +340,16 @@ class Actor:
         requires=(USES_REFERENCE,))
     kl_loss_coef: float = option(0.001, "weight of the KL in the loss", at_least=0)
     kl_loss_type: str = option("k3",
-        "estimator of the KL in the loss: k1 does not restrain the policy; k3+ has the value of "
-        "k3 and the gradient of k2; full sums over the vocabulary and needs another pass of the "
-        "reference; or your own, a function of log-ratios (kernels/kl.py)",
-        choices=("k1", "abs", "k2", "k3", "k3+", "clamped", "full"), is_plugin=True,
-        aliases=VERL_KINDS)
+        "estimator of the KL in the loss, where k1 does not restrain the policy; or your own, a "
+        "function of log-ratios (kernels/kl.py)",
+        choices=tuple(KL_ESTIMATORS), is_plugin=True, aliases=KL_ESTIMATORS.other_names())
     target_kl: float | None = option(None,
         "stop the actor's step early: no further mini-batch once the approximate KL to the policy "
         "at the start of the step exceeds 1.5 times this; unset: never",
         unit="nats per token", above=0, effective_when=(UPDATES_SEVERAL_TIMES,))
     loss_agg_mode: str = option("token-mean",
         "how the losses of a mini-batch's tokens are averaged",
-        choices=AGGREGATIONS)
+        choices=tuple(AGGREGATIONS))
     loss_scale_factor: int | None = option(None,
         "divisor of seq-mean-token-sum-norm; unset: data.max_response_length",
         unit="tokens", at_least=1, effective_when=(NORMALIZES_LENGTH,))
@@ -388,7 +395,7 @@ class Critic:
     ppo_epochs: int | None = option(None, "as the actor's; unset: the actor's",
         at_least=1, requires=(CRITIC_HAS_TRUNK,), effective_when=(HAS_CRITIC,))
     loss_agg_mode: str | None = option(None, "as the actor's; unset: the actor's",
-        choices=AGGREGATIONS, requires=(CRITIC_HAS_TRUNK,))
+        choices=tuple(AGGREGATIONS), requires=(CRITIC_HAS_TRUNK,))
     cliprange_value: float | None = option(0.5,
         "how far a new value may move from the old one in the loss; 0: no limit",
         at_least=0)
@@ -451,14 +458,11 @@ class Algorithm:
     """Advantages, returns and the KL to the reference."""
 
     adv_estimator: str = option("gae",
-        "how advantages are estimated: gae, with a critic; without one grpo, rloo and "
-        "reinforce_plus_plus_baseline (compared with a prompt's other responses), "
-        "reinforce_plus_plus (discounted reward to go), or your own: `module:function` or "
-        "`file.py:function`, called as described in ppo/advantages.py",
-        choices=("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        is_plugin=True, fixed_on_resume=True)
+        "how advantages are estimated; or your own: `module:function` or `file.py:function`, "
+        "called as described in ppo/advantages.py",
+        choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True)
     gamma: float = option(1.0, "discount per token",
-        at_least=0, at_most=1, effective_when=(DISCOUNTS,))
+        at_least=0, at_most=1, effective_when=(estimator_reads("gamma"),))
     lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
     critic_lam: float | None = option(None, "lambda of the critic's returns; unset: lam",
         at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
@@ -473,12 +477,12 @@ class Algorithm:
         "baselines, whitened rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
         "grpo divides by the standard deviation of a prompt's rewards; off: Dr. GRPO",
-        effective_when=(IS_GRPO,))
+        effective_when=(estimator_reads("norm_adv_by_std_in_grpo"),))
     whiten_rewards: bool = option(False,
         "scale token rewards to variance 1 over the rollout, keeping their mean")
     whiten_advantages: bool | None = option(None,
-        "scale advantages to variance 1 over the whole rollout; unset: with gae, "
-        "reinforce_plus_plus and reinforce_plus_plus_baseline")
+        "scale advantages to variance 1 over the whole rollout; unset: with "
+        f"{', '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.whitens))}")
     use_kl_in_reward: bool = option(False,
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
         requires=(USES_REFERENCE,))
@@ -489,9 +493,10 @@ class Algorithm:
         "keep the reference in the host's memory when it does not compute",
         requires=(REFERENCE_IS_SEPARATE,))
     kl_penalty: str = option("k1",
-        "estimator of the KL in the reward, where only k1 follows the KL's gradient; full sums "
-        "over the vocabulary; or your own, as for actor.kl_loss_type",
-        choices=("k1", "abs", "k2", "k3", "clamped", "full"), is_plugin=True, aliases=VERL_KINDS)
+        "estimator of the KL in the reward, where only k1 follows the KL's gradient; or your own, "
+        "as for actor.kl_loss_type",
+        choices=KL_ESTIMATORS.names(lambda entry: entry.in_reward), is_plugin=True,
+        aliases=KL_ESTIMATORS.other_names())
     kl_ctrl: KLControl = section(KLControl)
     filter_groups: FilterGroups = section(FilterGroups)
     rollout_is: str = option("none",
@@ -922,7 +927,7 @@ class Config:
     @property
     def has_critic(self) -> bool:
         """Return whether the advantages need a critic; otherwise none is built or stored."""
-        return self.algorithm.adv_estimator == "gae"
+        return ADVANTAGE_ESTIMATORS.lookup(self.algorithm.adv_estimator).needs_critic
 
     @property
     def shares_trunk(self) -> bool:
@@ -944,8 +949,7 @@ class Config:
         """Return algorithm.whiten_advantages or, if unset, the choice of the estimator's paper."""
         if self.algorithm.whiten_advantages is not None:
             return self.algorithm.whiten_advantages
-        whitening = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-        return self.algorithm.adv_estimator in whitening
+        return ADVANTAGE_ESTIMATORS.lookup(self.algorithm.adv_estimator).whitens
 
     @property
     def responses_per_prompt(self) -> int:

@@ -67,7 +67,6 @@ TRAIN_RULES: tuple[Rule, ...] = (
     sizes.require_row_holds_sample,
     algorithm.require_valid_top_k,
     algorithm.require_dual_clip_above_one,
-    algorithm.require_known_policy_loss,
     algorithm.require_known_rollout_engine,
     algorithm.require_known_environment,
     algorithm.require_valid_constraints,

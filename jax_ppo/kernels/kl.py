@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.registries import KL_ESTIMATORS
 
-KL_KINDS = ("k1", "abs", "k2", "k3", "k3+", "clamped")
+# The estimators that are functions of the sampled token's log-ratio.
+KL_KINDS = KL_ESTIMATORS.names(lambda entry: not entry.needs_vocabulary)
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -82,28 +84,44 @@ def kl_estimate(
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if callable(kind):
         return zero_outside(kind(log_ratio), mask)
-    if kind == "k1":
-        return log_ratio
-    if kind == "abs":
-        # The gradient at 0 is 0, where that of jnp.abs is 1.
-        return jax.nn.relu(log_ratio) + jax.nn.relu(-log_ratio)
-    if kind == "k2":
-        return 0.5 * jnp.square(log_ratio)
-    if kind == "k3":
-        return _k3(log_ratio)
-    if kind == "k3+":
-        k2 = 0.5 * jnp.square(log_ratio)
-        # The value of k3 with the gradient of k2: the difference in parentheses is 0.
-        return jax.lax.stop_gradient(_k3(log_ratio)) + (k2 - jax.lax.stop_gradient(k2))
-    if kind == "clamped":
-        return jax.nn.relu(log_ratio)  # its gradient at 0 is 0, that of jnp.maximum 1/2
-    raise ValueError(f"KL estimator {kind!r} is not one of {KL_KINDS}")
+    if kind not in KL_KINDS:
+        raise ValueError(f"KL estimator {kind!r} is not one of {KL_KINDS}")
+    estimate: jax.Array = KL_ESTIMATORS[kind].function(log_ratio)
+    return estimate
 
 
-def _k3(log_ratio: jax.Array) -> jax.Array:
+def k1(log_ratio: jax.Array) -> jax.Array:
+    """Return d."""
+    return log_ratio
+
+
+def absolute(log_ratio: jax.Array) -> jax.Array:
+    """Return |d|, with a gradient of 0 at 0, where that of `jnp.abs` is 1."""
+    return jax.nn.relu(log_ratio) + jax.nn.relu(-log_ratio)
+
+
+def k2(log_ratio: jax.Array) -> jax.Array:
+    """Return d^2 / 2."""
+    return 0.5 * jnp.square(log_ratio)
+
+
+def k3(log_ratio: jax.Array) -> jax.Array:
+    """Return exp(-d) - 1 + d, clamped."""
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(-d) - 1 keeps no digit of d^2 / 2 in float32 once |d| < 1e-4.
     return jnp.clip(jnp.expm1(-log_ratio) + log_ratio, -MAX_K3, MAX_K3)
+
+
+def k3_plus(log_ratio: jax.Array) -> jax.Array:
+    """Return the value of k3 with the gradient of k2."""
+    square = k2(log_ratio)
+    # The difference in parentheses is 0.
+    return jax.lax.stop_gradient(k3(log_ratio)) + (square - jax.lax.stop_gradient(square))
+
+
+def clamped(log_ratio: jax.Array) -> jax.Array:
+    """Return max(d, 0), with a gradient of 0 at 0, where that of `jnp.maximum` is 1/2."""
+    return jax.nn.relu(log_ratio)
 
 
 def adaptive_kl_coef(

@@ -18,13 +18,7 @@ from jaxtyping import Array, Float, Integer, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import zero_outside
-
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+from jax_ppo.registries import AGGREGATIONS
 
 
 class PolicyLoss(NamedTuple):
@@ -89,7 +83,7 @@ def loss_weights(
     Args:
       action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
         >= 0.
-      mode: one of AGGREGATIONS.
+      mode: a name in AGGREGATIONS.
       scale: > 0, in tokens, the same at every step (the longest response allowed, for example);
         for "seq-mean-token-sum-norm" only.
 
@@ -104,18 +98,34 @@ def loss_weights(
     present_B = action_counts_B > 0
     # At least 1, so that nothing is divided by 0 if all samples are absent.
     samples = jnp.maximum(jnp.sum(present_B), 1).astype(dtype)
-    if mode == "token-mean":
-        tokens_B = jnp.maximum(jnp.sum(action_counts_B), 1).astype(dtype)
-    elif mode == "seq-mean-token-sum":
-        tokens_B = samples
-    elif mode == "seq-mean-token-mean":
-        tokens_B = jnp.maximum(action_counts_B, 1).astype(dtype) * samples
-    elif mode == "seq-mean-token-sum-norm":
-        assert scale is not None, f"{mode} divides by a scale in tokens, which is missing"
-        tokens_B = samples * scale
-    else:
-        raise ValueError(f"loss aggregation {mode!r} is not one of {AGGREGATIONS}")
-    return jnp.where(present_B, 1.0 / tokens_B, 0.0)
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss aggregation {mode!r} is not one of {tuple(AGGREGATIONS)}")
+    divisors_B = AGGREGATIONS[mode].function(action_counts_B, samples, scale)
+    return jnp.where(present_B, 1.0 / divisors_B, 0.0)
+
+
+Scale = float | Float[Array, ""] | None
+
+
+def token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
+    """Return the number of all tokens."""
+    return jnp.maximum(jnp.sum(counts_B), 1).astype(samples.dtype)
+
+
+def seq_mean_token_sum(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
+    """Return the number of samples."""
+    return samples
+
+
+def seq_mean_token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
+    """Return the number of samples times each one's number of tokens."""
+    return jnp.maximum(counts_B, 1).astype(samples.dtype) * samples
+
+
+def seq_mean_token_sum_norm(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
+    """Return the number of samples times the scale, in tokens."""
+    assert scale is not None, "seq-mean-token-sum-norm divides by a scale, which is missing"
+    return samples * scale
 
 
 def policy_loss(

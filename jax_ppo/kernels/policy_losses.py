@@ -1,10 +1,10 @@
-"""Policy losses by name, behind one protocol: `loss(batch: PolicyBatch, clip: Clip) -> PolicyLoss`.
+"""Policy losses, behind one protocol: `loss(batch: PolicyBatch, clip: Clip) -> PolicyLoss`.
 
 A loss is per token. The weights of `losses.loss_weights` combine it into the loss of a mini-batch:
 a function of this protocol takes no mean. What depends on the whole response uses
 `batch.sequence_sum`, which knows how the responses are packed. Advantages and everything from the
 old policy are constants. `losses.PolicyLoss` states what is returned, under the mask too. A custom
-loss may start from any of these:
+loss may start from any of these; jax_ppo/registries.py has an entry for each:
 
     name        loss of a token, with rho = pi / pi_old of it             clip        dual clip
     vanilla     -min(rho A, clip(rho) A)                                  of rho      yes
@@ -206,16 +206,6 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     return _unclipped_result(
         -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
     )
-
-
-LOSSES: dict[str, Callable[[PolicyBatch, Clip], PolicyLoss]] = {
-    "vanilla": vanilla,
-    "importance": importance,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
 
 
 def _log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:

@@ -10,12 +10,15 @@ from jax_ppo.config import validation
 from jax_ppo.config.schema import Config, MeshShape, RolloutMesh, Supervised
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
 from jax_ppo.training.networks import Networks
 
 # What suggestions propose: adapters of this rank, and an estimator that needs no critic.
 _LORA_RANK = 16
-_WITHOUT_CRITIC = "reinforce_plus_plus"
+_WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(
+    lambda entry: not entry.needs_critic and not entry.needs_groups
+)[0]
 _MAX_MODEL_PARALLELISM = 8
 # Options of the packed rows of a device at once.
 _ROWS = (

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
-from jax_ppo.config.schema import Config, all_options, option_value
+from jax_ppo.config.schema import Algorithm, Config, all_options, option_value
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.migrating.tables import DataOptions, Program, read_framework
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
 
 # "config.A", "config.A=V", and such parts joined by "and" or "with".
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
@@ -52,29 +53,20 @@ _COUNT = re.compile(r"[1-9][0-9]{,11}")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
 _VALUES = {
-    "algorithm.adv_estimator": {
-        "reinforce": "reinforce_plus_plus",
-        "reinforce_baseline": "reinforce_plus_plus_baseline",
-        "group_norm": "grpo",
-    },
+    "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS.other_names(),
     "model.attention": {
         "flash_attention_2": "auto",
         "flash_attention_3": "auto",
         "sdpa": "auto",
         "eager": "xla",
     },
-    "actor.policy_loss": {"ppo": "vanilla", "geo_mean": "gmpo", "gpg": "reinforce"},
+    "actor.policy_loss": POLICY_LOSSES.other_names(),
     "trainer.resume": {"auto": "true", "disable": "false"},
     "actor.optim.lr_schedule": _SCHEDULES,
     "critic.optim.lr_schedule": _SCHEDULES,
     "supervised.optim.lr_schedule": _SCHEDULES,
     # TRL's losses, and what it divides advantages by.
-    "actor.loss_agg_mode": {
-        "grpo": "seq-mean-token-mean",
-        "bnpo": "token-mean",
-        "dapo": "token-mean",
-        "dr_grpo": "seq-mean-token-sum-norm",
-    },
+    "actor.loss_agg_mode": AGGREGATIONS.other_names(),
     "algorithm.norm_adv_by_std_in_grpo": {"group": "true", "none": "false"},
     "rollout.top_k": {"0": "-1"},
     "model.dtype": _DTYPES,
@@ -150,7 +142,7 @@ def translate(framework: str, text: str) -> Translation:
     notes = command.notes + notes + _remove_invalid(values, program)
     options = {}
     defaults = {}
-    has_critic = values.get("algorithm.adv_estimator", base.algorithm.adv_estimator) == "gae"
+    has_critic = _needs_critic(values.get("algorithm.adv_estimator", base.algorithm.adv_estimator))
     for name, value in values.items():
         if name in given or by_default.get(name) != value:
             options[name] = value
@@ -412,10 +404,15 @@ def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
     return notes
 
 
+def _needs_critic(estimator: str) -> bool:
+    """Return whether a value of `algorithm.adv_estimator`, valid or not, needs a critic."""
+    return estimator in ADVANTAGE_ESTIMATORS.names(lambda entry: entry.needs_critic)
+
+
 def _begin_critic_as_reward_model(options: dict[str, str]) -> None:
     """Set the critic's initial weights, which TRL and OpenRLHF take from the reward model."""
     initial_path = options.get("reward.model_path") or options.get("model.path")
-    if options.get("algorithm.adv_estimator", "gae") != "gae":
+    if not _needs_critic(options.get("algorithm.adv_estimator", Algorithm().adv_estimator)):
         options["critic.path"] = ""
         options.pop("critic.keep_head", None)
     elif "reward.model_path" in options and initial_path:

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float32
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import advantages as estimators
 from jax_ppo.kernels import masked
 from jax_ppo.kernels import moments as running_moments
+from jax_ppo.kernels.advantages import length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.experience_types import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.types import Sequences
 
 
@@ -95,10 +96,12 @@ def generalized_advantages(
     samples = len(actions)
     # Lambda and the final value differ from sample to sample.
     gae: Callable[..., tuple[jax.Array, jax.Array]]
-    gae = jax.vmap(estimators.gae, in_axes=(0, 0, 0, None, 0, 0))
+    gae = jax.vmap(
+        ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].function, in_axes=(0, 0, 0, None, 0, 0)
+    )
     lam = jnp.full(samples, algorithm.lam)
     if algorithm.lam_length_alpha is not None:
-        lam = estimators.length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
+        lam = length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
     advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
 
     # Decoupled GAE: the critic's targets with another lambda.
@@ -173,18 +176,14 @@ def critic_free_advantages(
     if plugin is not None:
         n = options.responses_per_prompt
         return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
-    if algorithm.adv_estimator == "reinforce_plus_plus":
-        reward_to_go = jax.vmap(estimators.reward_to_go, in_axes=(0, 0, None))
-        return reward_to_go(token_rewards, actions, algorithm.gamma), {}
-    group_estimators: dict[str, Callable[..., jax.Array]] = {
-        "grpo": functools.partial(estimators.grpo, by_std=algorithm.norm_adv_by_std_in_grpo),
-        "rloo": estimators.rloo,
-        "reinforce_plus_plus_baseline": estimators.group_mean_baseline,
-    }
+    entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    arguments = {argument: getattr(algorithm, option) for argument, option in entry.arguments}
+    estimator = functools.partial(entry.function, **arguments)
+    if not entry.needs_groups:
+        return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
-    compare_in_groups = group_estimators[algorithm.adv_estimator]
-    advantages_B = compare_in_groups(response_rewards, options.responses_per_prompt)
+    advantages_B = estimator(response_rewards, options.responses_per_prompt)
     return jnp.where(actions, advantages_B[:, None], 0.0), {}
 
 

@@ -13,6 +13,7 @@ from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.registries import KL_ESTIMATORS
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward, packing
@@ -58,7 +59,10 @@ class ScoringOptions:
             # Fields follow the options, so that an option that is off costs no pass.
             old_logprobs=not reuses_logprobs(config),
             reference=algorithm.use_reference,
-            full_kl=algorithm.use_reference and algorithm.kl_penalty == "full",
+            full_kl=(
+                algorithm.use_reference
+                and KL_ESTIMATORS.lookup(algorithm.kl_penalty).needs_vocabulary
+            ),
             values=config.has_critic,
             # Only truncated responses have a final state whose value is not 0.
             last_values=config.has_critic and algorithm.bootstrap_truncated,

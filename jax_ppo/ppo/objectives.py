@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import POLICY_LOSSES, Actor, Config, Critic
+from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
 from jax_ppo.kernels.losses import PolicyLoss
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch
+from jax_ppo.kernels.policy_losses import Clip, PolicyBatch
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.forward_passes import reuses_logprobs
+from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
 from jax_ppo.training import forward, packing
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Experience, Params, pytree
@@ -62,7 +63,7 @@ def get_policy_loss(name: str) -> Callable[[PolicyBatch, Clip], PolicyLoss]:
       UserError: a `module:function` that cannot be loaded.
     """
     if name in POLICY_LOSSES:
-        return LOSSES[name]
+        return POLICY_LOSSES[name].function
     return plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
 
 
@@ -100,7 +101,7 @@ class ActorContext:
 def actor_context(options: Actor, reference: Params | None) -> ActorContext:
     """Return the context of one step."""
     # Estimated KLs read the reference's log-probs from the experience instead.
-    if not options.use_kl_loss or options.kl_loss_type != "full":
+    if not (options.use_kl_loss and KL_ESTIMATORS.lookup(options.kl_loss_type).needs_vocabulary):
         reference = None
     return ActorContext(
         reference=reference,

@@ -54,7 +54,7 @@ class Role:
       metrics: how each of the objective's metrics is reduced.
       optim: options of the optimizer.
       grad_clip: largest global gradient norm.
-      aggregation: see `kernels.losses.AGGREGATIONS`.
+      aggregation: see `registries.AGGREGATIONS`.
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       early_stop: `None` takes all steps.
       base: frozen parameters that the role's adapters apply to; `None` without adapters.

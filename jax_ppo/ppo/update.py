@@ -58,7 +58,7 @@ class CriticOptions:
 
     Attributes:
       critic: the section of the config.
-      aggregation: see `kernels.losses.AGGREGATIONS`.
+      aggregation: see `registries.AGGREGATIONS`.
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       rounding_seed: see `optimizer.rounding_seed`.
       logs_optimizer_steps: see `Role`.

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax_ppo.config.schema import Config
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
 Metrics = dict[str, float]
 # Estimators that compare the responses to a prompt with each other.
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 MAX_REWARD = 1e4
 RATIO_RANGE = (0.8, 1.2)
 _LEAST_COMPILE_SECONDS = 0.5  # below it nobody notices
@@ -267,7 +267,7 @@ def _check_equal_groups(config: Config, history: Sequence[Metrics]) -> str | Non
     share = _mean(history, "reward/uniform_groups")
     rewards = {row[name] for row in history for name in ("reward/min", "reward/max")}
     # `constant_reward` reports rewards that are equal across all groups.
-    compares = config.algorithm.adv_estimator in GROUP_ESTIMATORS
+    compares = ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_groups
     if share <= 0.9 or not compares or len(rewards) == 1 or _is_solved(history):
         return None
     return (

@@ -1089,7 +1089,7 @@ REWARD_AND_KL = [
         ),
         holds="the clamped estimator matches its docstring",
         test="tests/kernels/test_kl.py::test_clamped_holds_back_only_tokens_made_more_likely",
-        where="kl_estimate",
+        where="clamped",
         old="return jax.nn.relu(log_ratio)",
         new="return jax.nn.relu(-log_ratio)",
     ),
@@ -1101,16 +1101,16 @@ REWARD_AND_KL = [
             "and tests enumerate it"
         ),
         test="tests/kernels/test_kl.py::test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2",
-        where="kl_estimate",
-        old="jax.lax.stop_gradient(_k3(log_ratio)) + (k2 - jax.lax.stop_gradient(k2))",
-        new="_k3(log_ratio)",
+        where="k3_plus",
+        old="jax.lax.stop_gradient(k3(log_ratio)) + (square - jax.lax.stop_gradient(square))",
+        new="k3(log_ratio)",
     ),
     Exhibit(
         name="k3_overflows",
         source="verl clamps low_var_kl at +-20 for this reason; trl#7120",
         holds="log-ratios are clamped before exp",
         test="tests/kernels/test_kl.py::test_k3_of_a_huge_log_ratio_is_clamped_and_flat",
-        where="_k3",
+        where="k3",
         old=(
             "log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)\n"
             "return jnp.clip(jnp.expm1(-log_ratio) + log_ratio, -MAX_K3, MAX_K3)"
@@ -1765,9 +1765,9 @@ CLIPS_AND_OTHER_LOSSES = [
         ),
         holds="the normalizer of seq-mean-token-sum-norm is the same at every step",
         test="tests/kernels/test_losses.py::test_loss_weights_by_hand",
-        where="loss_weights",
+        where="seq_mean_token_sum_norm",
         old="samples * scale",
-        new="samples * jnp.max(action_counts_B)",
+        new="samples * jnp.max(counts_B)",
     ),
     Exhibit(
         name="masked_tokens_leak_into_the_sequences_ratio",

@@ -19,7 +19,8 @@ from jax_ppo.kernels import (
     moments,
     vocabulary_kl,
 )
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
 
 MASK = np.array(
     [
@@ -65,10 +66,10 @@ def kernels(batch, unembedding, mask):
     results["explained_variance"] = masked.explained_variance(values, returns, mask)
     results["moments"] = jnp.stack(moments.update_moments(moments.empty_moments(), values, mask))
 
-    for name, loss in LOSSES.items():
+    for name, entry in POLICY_LOSSES.items():
         clip = Clip(low=0.2, high=0.3, dual=3.0)
 
-        def total(now, loss=loss, clip=clip):
+        def total(now, loss=entry.function, clip=clip):
             result = loss(padded_batch(now, old, returns, mask), clip)
             return result.loss.sum(), result
 
@@ -77,7 +78,7 @@ def kernels(batch, unembedding, mask):
         results |= {f"{name} {field}": x for field, x in result._asdict().items()}
     value_loss = losses.value_loss(values, old, returns, mask, clip=0.2).loss
     results["value_loss"] = value_loss
-    for mode in losses.AGGREGATIONS:
+    for mode in AGGREGATIONS:
         weights_B = losses.loss_weights(counts_B, mode, 5.0)
         results[f"loss {mode}"] = jnp.sum(weights_B[:, None] * value_loss)
 
@@ -140,7 +141,7 @@ def results():
 # Functions of the counts alone, which are the same wherever the selected tokens are.
 OF_COUNTS = {"length_adaptive_lam"}
 # The flags of the losses, few enough that another choice of tokens may set the same ones.
-FLAGS = {f"{name} {flag}" for name in LOSSES for flag in ("clipped", "dual_clipped")}
+FLAGS = {f"{name} {flag}" for name in POLICY_LOSSES for flag in ("clipped", "dual_clipped")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -189,7 +190,7 @@ def test_weights_and_sequence_ratios_by_hand():
     np.testing.assert_allclose(weights, [[4, 0, 4]], rtol=1e-5)
     batch = padded_batch(now, old, jnp.ones((1, 3)), mask)
     np.testing.assert_array_equal(batch.action_counts, 2)
-    gspo = LOSSES["gspo"](batch, Clip(low=0.5, high=3.0))
+    gspo = POLICY_LOSSES["gspo"].function(batch, Clip(low=0.5, high=3.0))
     np.testing.assert_allclose(gspo.ratio, [[2, 1, 2]], rtol=1e-5)
     np.testing.assert_allclose(gspo.loss, [[-2, 0, -2]], rtol=1e-5)
     # Two tokens in one sample: each weighs 1/2 in a mean over tokens, whatever lies between them.

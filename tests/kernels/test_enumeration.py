@@ -10,7 +10,8 @@ import pytest
 
 from enumerate_policy import Enumerated
 from jax_ppo.kernels import advantages, importance, kl, losses
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.registries import POLICY_LOSSES
 
 WORLD = Enumerated(vocabulary=3, longest=4)  # 31 responses of 1 to 4 tokens, 15 prefixes
 SMALL = Enumerated(vocabulary=3, longest=2)  # 7 responses, where groups of them are enumerated
@@ -45,9 +46,11 @@ def spread(x_N):
 def loss_of(name, advantages_NxT, old=OLD, clip=WIDE):
     """theta -> the loss of each token [N, T]."""
     return lambda theta: (
-        LOSSES[name](
+        POLICY_LOSSES[name]
+        .function(
             padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK), clip
-        ).loss
+        )
+        .loss
     )
 
 
@@ -100,7 +103,7 @@ def test_the_enumeration_itself():
 # Policy losses
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_at_the_old_policy_is_the_policy_gradient(name):
     """As a sum over tokens, with any baseline of the prefix, under a clip that is not wide."""
     baseline = WORLD.entries(jnp.linspace(-1, 2, 15))
@@ -134,7 +137,7 @@ def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another
     weights = importance.truncated_weights(
         WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9
     )
-    for name in LOSSES:
+    for name in POLICY_LOSSES:
         loss = loss_of(name, spread(SCORES), old=THETA, clip=Clip(0.2, 0.2))
         same(
             -WORLD.expected_gradient(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.typing import ArrayLike
 
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch, PolicyLoss, padded_batch
+from jax_ppo.kernels.policy_losses import Clip, PolicyBatch, PolicyLoss, padded_batch
+from jax_ppo.registries import POLICY_LOSSES
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
 
@@ -27,7 +28,7 @@ def loss_and_gradients(
     """Compute the loss and the gradients of its weighted sum to the three arrays."""
 
     def compute(arrays: tuple[jax.Array, ...]) -> PolicyLoss:
-        return LOSSES[name](build_batch(*arrays, mask), clip)
+        return POLICY_LOSSES[name].function(build_batch(*arrays, mask), clip)
 
     return compute(arrays), jax.grad(lambda x: (compute(x).loss * weights).sum())(arrays)
 
@@ -130,7 +131,7 @@ def oracle(name, logprobs, log_ratios, advantages):
             yield -a * logprob, -a
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
     """A mask with holes, such as tokens that a tool wrote, and fully masked rows."""
     mask = rng.integers(0, 2, (6, 9)) * np.array([[1]] * 5 + [[0]])
@@ -158,7 +159,7 @@ def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
         np.testing.assert_array_equal(gradient[mask == 0], 0)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
     old = -rng.exponential(2.0, (2, 4)).astype(np.float32)
     logprobs = old + rng.normal(0, 0.4, (2, 4)).astype(np.float32)
@@ -184,7 +185,7 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
         )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_log_ratios_that_would_overflow(name):
     """exp(89) is inf in float32, and inf * 0 is NaN in the gradient."""
     for log_ratio in (1000.0, -1000.0):
@@ -195,7 +196,7 @@ def test_log_ratios_that_would_overflow(name):
             np.testing.assert_array_equal(result.log_ratio, [[math.copysign(20, log_ratio), 0]])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_nan_that_counts_shows(name):
     for arrays in (
         ([[math.nan, -1]], [[-1, -1]], [[1, 1]]),
@@ -204,10 +205,10 @@ def test_a_nan_that_counts_shows(name):
         assert np.isnan(run(name, *arrays, np.ones((1, 2)))[0].loss[0, 0])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_shapes_that_would_broadcast_are_refused(name):
     with pytest.raises(AssertionError, match="shape"):
-        LOSSES[name](
+        POLICY_LOSSES[name].function(
             padded_batch(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3))),
             CLIP,
         )

@@ -25,7 +25,8 @@ from jax_ppo.kernels import (
     moments,
     vocabulary_kl,
 )
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training import packing
 from jax_ppo.types import Sequences
 
@@ -175,19 +176,21 @@ def test_loss_weights_over_any_cut_into_micro_batches(lengths, micro_batch, mode
 
 def policy_kernel(name):
     def compute(logprobs, old, advantages, mask, low, high, dual):
-        return LOSSES[name](padded_batch(logprobs, old, advantages, mask), Clip(low, high, dual))
+        return POLICY_LOSSES[name].function(
+            padded_batch(logprobs, old, advantages, mask), Clip(low, high, dual)
+        )
 
     return gradient_and_result(compute, 0, 1, 2)
 
 
-POLICY_KERNELS = {name: policy_kernel(name) for name in LOSSES}
+POLICY_KERNELS = {name: policy_kernel(name) for name in POLICY_LOSSES}
 KL_KERNELS = {
     kind: gradient_and_result(functools.partial(kl.kl_estimate, kind=kind), 0)
     for kind in kl.KL_KINDS
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @quick
 @given(
     masks,

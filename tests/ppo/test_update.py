@@ -10,9 +10,7 @@ import optax
 import pytest
 
 import tiny
-from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, objectives
@@ -895,19 +893,3 @@ def test_options_reach_the_gradients(moved_gradients, option, value):
         strict=True,
     )
     assert not all(np.allclose(a, b, rtol=1e-3, atol=0) for a, b in pairs)
-
-
-def test_the_schema_knows_what_the_kernels_know():
-    assert set(schema.POLICY_LOSSES) == set(policy_losses.LOSSES)
-    assert set(schema.AGGREGATIONS) == set(losses.AGGREGATIONS)
-    choices = {
-        field.name: set(field.metadata["facts"].choices or ())
-        for section in (schema.Actor, schema.Algorithm)
-        for field in dataclasses.fields(section)
-        if "facts" in field.metadata
-    }
-    assert choices["kl_loss_type"] == {*kl.KL_KINDS, "full"} and choices["kl_penalty"] == {
-        *kl.KL_KINDS,
-        "full",
-    } - {"k3+"}
-    assert choices["rollout_is"] == {"none", *importance.LEVELS}

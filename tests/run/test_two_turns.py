@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+from jax_ppo.kernels.policy_losses import Clip, padded_batch
 from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Sequences
 
@@ -103,7 +104,7 @@ def loss_gradient(experience, name, mask=MASK):
 
     def loss(theta):
         batch = padded_batch(logprobs(theta), logprobs(THETA), experience.advantages, mask)
-        return jnp.sum(weights * LOSSES[name](batch, Clip(0.2, 0.3, 3.0)).loss)
+        return jnp.sum(weights * POLICY_LOSSES[name].function(batch, Clip(0.2, 0.3, 3.0)).loss)
 
     return jax.grad(loss)(THETA)
 

@@ -1,8 +1,9 @@
 """Rules of sampling, rewards and the algorithm."""
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import POLICY_LOSSES, Config
+from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
 
 def require_valid_top_k(config: Config) -> None:
@@ -31,17 +32,6 @@ def require_dual_clip_above_one(config: Config) -> None:
         raise UserError(
             f"config.actor.clip_ratio_c={constant}: the dual clip's constant must be above 1; 0 "
             "turns it off"
-        )
-
-
-def require_known_policy_loss(config: Config) -> None:
-    """Raise `UserError` for a policy loss that is neither built in nor a function's name."""
-    loss = config.actor.policy_loss
-    if loss not in POLICY_LOSSES and ":" not in loss:
-        raise UserError(
-            f"config.actor.policy_loss={loss!r}: expected one of "
-            f"{', '.join(map(repr, POLICY_LOSSES))} or "
-            f"module:function.{did_you_mean(loss, POLICY_LOSSES)}"
         )
 
 
@@ -89,7 +79,7 @@ def require_several_responses_to_compare(config: Config) -> None:
     """Raise `UserError` for an estimator that compares responses if there is one per prompt."""
     estimator = config.algorithm.adv_estimator
     # The advantage of a single response within its group is always 0.
-    compares = estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+    compares = ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups
     if compares and config.responses_per_prompt < 2:
         raise UserError(
             f"{_describe_responses(config)}: config.algorithm.adv_estimator={estimator!r} "

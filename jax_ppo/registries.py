@@ -1,0 +1,383 @@
+"""The advantage estimators, policy losses, KL estimators and aggregations that options name.
+
+Each is one entry below: its function as "module:function", what it needs, one line about it and its
+paper. The options' choices and their documentation, validation, notes, translation and the memory
+plan read the entries. To add one, write its function and its entry. This module is loaded before
+jax, so functions are imported when they are first called for.
+
+Options that accept `module:function` take the user's functions, too; `Registry.lookup` returns for
+them an entry that needs nothing.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What an option can name.
+
+    Attributes:
+      name: the option's value.
+      path: "module:function" of what computes it.
+      summary: what it is, in a few words.
+      source: paper and equation, or the program that it comes from.
+      other_names: its names in other programs.
+    """
+
+    name: str
+    path: str
+    summary: str
+    source: str = ""
+    other_names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """Import and return the function."""
+        module, _, name = self.path.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        yield from ()
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(dict[str, E], Generic[E]):
+    """Entries by name.
+
+    Attributes:
+      kind: the type of the entries.
+      title: what the entries are, in the plural.
+      options: the options that name an entry.
+    """
+
+    def __init__(self, kind: type[E], title: str, options: tuple[str, ...], *entries: E) -> None:
+        """Create the registry of these entries."""
+        super().__init__((entry.name, entry) for entry in entries)
+        assert len(self) == len(entries), "two entries have the same name"
+        self.kind = kind
+        self.title = title
+        self.options = options
+
+    def lookup(self, name: str) -> E:
+        """Return the entry of the value of an option, also if it names a user's function."""
+        if ":" in name:
+            return self.kind(name=name, path=name, summary="a function of the user")
+        return self[name]
+
+    def names(self, is_meant: Callable[[E], bool]) -> tuple[str, ...]:
+        """Return the names of the entries for which `is_meant` returns True."""
+        return tuple(name for name, entry in self.items() if is_meant(entry))
+
+    def other_names(self) -> dict[str, str]:
+        """Return the entries' names by their names in other programs."""
+        return {other: name for name, entry in self.items() for other in entry.other_names}
+
+    def markdown(self) -> str:
+        """Return a table of the entries."""
+        lines = ["| value | meaning | needs | source |", "| --- | --- | --- | --- |"]
+        for name, entry in self.items():
+            needs = ", ".join(entry.needs) or "nothing"
+            lines.append(f"| **{name}** | {entry.summary} | {needs} | {entry.source} |")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator(Entry):
+    """An estimator; what it needs says how ppo/advantages.py calls its function.
+
+    With a critic: f(rewards_T, values_T, mask_T, gamma, lam, bootstrap_value) -> advantages_T,
+    returns_T. With groups: f(scores_B, n, **arguments) -> advantages_B, where the n samples of a
+    prompt are adjacent. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T.
+
+    Attributes:
+      needs_critic: it reads the values of a critic.
+      needs_groups: it compares the responses to one prompt, of which there must be several.
+      whitens: advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
+      arguments: pairs of an argument of the function and the option in `algorithm` that sets it.
+        Without a critic, options that are not among them have no effect.
+    """
+
+    needs_critic: bool = False
+    needs_groups: bool = False
+    whitens: bool = False
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        if self.needs_critic:
+            yield "a critic"
+        if self.needs_groups:
+            yield "several responses per prompt"
+
+    def reads(self, option: str) -> bool:
+        """Return whether the function depends on this option in `algorithm`."""
+        return option in dict(self.arguments).values()
+
+
+ADVANTAGE_ESTIMATORS = Registry(
+    AdvantageEstimator,
+    "Advantage estimators",
+    ("algorithm.adv_estimator",),
+    AdvantageEstimator(
+        name="gae",
+        path="jax_ppo.kernels.advantages:gae",
+        summary="generalized advantage estimation, with a critic",
+        source="Schulman et al. 2016, arXiv 1506.02438, eq. 16",
+        needs_critic=True,
+        whitens=True,
+        arguments=(("gamma", "gamma"), ("lam", "lam")),
+    ),
+    AdvantageEstimator(
+        name="grpo",
+        path="jax_ppo.kernels.advantages:grpo",
+        summary="score less the mean of the prompt's responses, divided by their deviation",
+        source="Shao et al. 2024, arXiv 2402.03300; Dr. GRPO: Liu et al. 2025, arXiv 2503.20783",
+        other_names=("group_norm",),
+        needs_groups=True,
+        arguments=(("by_std", "norm_adv_by_std_in_grpo"),),
+    ),
+    AdvantageEstimator(
+        name="rloo",
+        path="jax_ppo.kernels.advantages:rloo",
+        summary="score less the mean of the prompt's other responses",
+        source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
+        needs_groups=True,
+    ),
+    AdvantageEstimator(
+        name="reinforce_plus_plus",
+        path="jax_ppo.kernels.advantages:reward_to_go",
+        summary="discounted reward to go",
+        source="Hu et al. 2025, arXiv 2501.03262",
+        other_names=("reinforce",),
+        whitens=True,
+        arguments=(("gamma", "gamma"),),
+    ),
+    AdvantageEstimator(
+        name="reinforce_plus_plus_baseline",
+        path="jax_ppo.kernels.advantages:group_mean_baseline",
+        summary="score less the mean of the prompt's responses",
+        source="Hu et al. 2025, arXiv 2501.03262",
+        other_names=("reinforce_baseline",),
+        needs_groups=True,
+        whitens=True,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyLossEntry(Entry):
+    """A loss of the protocol of kernels/policy_losses.py.
+
+    Attributes:
+      sequence_clip: its authors' `clip_ratio_low` and `clip_ratio_high`, if it clips the ratio of
+        a sequence, which moves far less than that of a token.
+      needs_one_update: it is biased once the policy has changed.
+    """
+
+    sequence_clip: tuple[str, str] | None = None
+    needs_one_update: bool = False
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        if self.sequence_clip:
+            yield "a narrow clip range"
+        if self.needs_one_update:
+            yield "one optimizer step per rollout"
+
+
+POLICY_LOSSES = Registry(
+    PolicyLossEntry,
+    "Policy losses",
+    ("actor.policy_loss",),
+    PolicyLossEntry(
+        name="vanilla",
+        path="jax_ppo.kernels.policy_losses:vanilla",
+        summary="PPO's clip",
+        source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
+        other_names=("ppo",),
+    ),
+    PolicyLossEntry(
+        name="importance",
+        path="jax_ppo.kernels.policy_losses:importance",
+        summary="unclipped ratio",
+        source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477",
+    ),
+    PolicyLossEntry(
+        name="gspo",
+        path="jax_ppo.kernels.policy_losses:gspo",
+        summary="sequence-level ratio",
+        source="Zheng et al. 2025, arXiv 2507.18071",
+        sequence_clip=("3e-4", "4e-4"),
+    ),
+    PolicyLossEntry(
+        name="gmpo",
+        path="jax_ppo.kernels.policy_losses:gmpo",
+        summary="geometric mean of clipped ratios",
+        source="Zhao et al. 2025, arXiv 2507.20673",
+        other_names=("geo_mean",),
+    ),
+    PolicyLossEntry(
+        name="cispo",
+        path="jax_ppo.kernels.policy_losses:cispo",
+        summary="truncated ratio as a weight",
+        source="MiniMax-M1 2025, arXiv 2506.13585",
+    ),
+    PolicyLossEntry(
+        name="reinforce",
+        path="jax_ppo.kernels.policy_losses:reinforce",
+        summary="no ratio",
+        source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
+        other_names=("gpg",),
+        needs_one_update=True,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLEstimator(Entry):
+    """A function of d = log actor(token) - log reference(token); see kernels/kl.py.
+
+    Attributes:
+      needs_vocabulary: the function sums over the vocabulary instead, from hidden states.
+      in_reward: it may be used in the reward, where only its value counts.
+      unbiased_in_reward: in the reward it follows the gradient of the KL.
+      restrains_in_loss: in the loss it has an expected gradient.
+    """
+
+    needs_vocabulary: bool = False
+    in_reward: bool = True
+    unbiased_in_reward: bool = False
+    restrains_in_loss: bool = True
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        yield "a reference"
+        if self.needs_vocabulary:
+            yield "the whole vocabulary: in the loss, a pass of the reference per micro-batch"
+        if not self.in_reward:
+            yield "a gradient: only in the loss"
+
+
+SCHULMAN = "http://joschu.net/blog/kl-approx.html"
+# verl's names are accepted in addition to those of Schulman's note.
+KL_ESTIMATORS = Registry(
+    KLEstimator,
+    "KL estimators",
+    ("algorithm.kl_penalty", "actor.kl_loss_type"),
+    KLEstimator(
+        name="k1",
+        path="jax_ppo.kernels.kl:k1",
+        summary="d = log actor - log reference, of the sampled token",
+        source=SCHULMAN,
+        other_names=("kl",),
+        unbiased_in_reward=True,
+        restrains_in_loss=False,
+    ),
+    KLEstimator(
+        name="abs", path="jax_ppo.kernels.kl:absolute", summary="absolute value of d", source="verl"
+    ),
+    KLEstimator(
+        name="k2",
+        path="jax_ppo.kernels.kl:k2",
+        summary="d^2 / 2",
+        source=SCHULMAN,
+        other_names=("mse",),
+    ),
+    KLEstimator(
+        name="k3",
+        path="jax_ppo.kernels.kl:k3",
+        summary="exp(-d) - 1 + d",
+        source=SCHULMAN,
+        other_names=("low_var_kl",),
+    ),
+    KLEstimator(
+        name="k3+",
+        path="jax_ppo.kernels.kl:k3_plus",
+        summary="value of k3, gradient of k2",
+        source="verl",
+        other_names=("low_var_kl+",),
+        in_reward=False,
+    ),
+    KLEstimator(
+        name="clamped",
+        path="jax_ppo.kernels.kl:clamped",
+        summary="max(d, 0)",
+        source="Dubois et al. 2023, arXiv 2305.14387",
+    ),
+    KLEstimator(
+        name="full",
+        path="jax_ppo.kernels.vocabulary_kl:full_kl",
+        summary="the exact KL",
+        needs_vocabulary=True,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aggregation(Entry):
+    """How the losses of a mini-batch's tokens are averaged; see `kernels.losses.loss_weights`.
+
+    Attributes:
+      needs_scale: it divides by a constant, `actor.loss_scale_factor`.
+    """
+
+    needs_scale: bool = False
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        if self.needs_scale:
+            yield "`actor.loss_scale_factor`"
+
+
+AGGREGATIONS = Registry(
+    Aggregation,
+    "Aggregations of losses",
+    ("actor.loss_agg_mode", "critic.loss_agg_mode"),
+    Aggregation(
+        name="token-mean",
+        path="jax_ppo.kernels.losses:token_mean",
+        summary="tokens weigh the same",
+        source="DAPO, arXiv 2503.14476",
+        other_names=("bnpo", "dapo"),
+    ),
+    Aggregation(
+        name="seq-mean-token-sum",
+        path="jax_ppo.kernels.losses:seq_mean_token_sum",
+        summary="sum over a response, mean over responses",
+    ),
+    Aggregation(
+        name="seq-mean-token-mean",
+        path="jax_ppo.kernels.losses:seq_mean_token_mean",
+        summary="responses weigh the same",
+        source="GRPO, arXiv 2402.03300",
+        other_names=("grpo",),
+    ),
+    Aggregation(
+        name="seq-mean-token-sum-norm",
+        path="jax_ppo.kernels.losses:seq_mean_token_sum_norm",
+        summary="sum over a response divided by a constant, mean over responses",
+        source="Dr. GRPO, arXiv 2503.20783",
+        other_names=("dr_grpo",),
+        needs_scale=True,
+    ),
+)
+
+REGISTRIES: tuple[Registry[Any], ...] = (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    KL_ESTIMATORS,
+    AGGREGATIONS,
+)

@@ -1,0 +1,41 @@
+"""The registries of estimators, losses and aggregations, and what reads their entries."""
+
+import inspect
+
+import pytest
+
+from jax_ppo.config.schema import all_options
+from jax_ppo.kernels import importance
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, REGISTRIES
+
+ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
+OPTIONS = {option.name: option for option in all_options()}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.path.partition(":")[2])
+def test_an_entry_has_its_function(entry):
+    assert callable(entry.function)
+    assert entry.summary and "\n" not in entry.summary
+
+
+@pytest.mark.parametrize("entry", ADVANTAGE_ESTIMATORS.values(), ids=lambda entry: entry.name)
+def test_the_arguments_of_an_estimator_are_its_functions_and_are_set_by_options(entry):
+    assert set(dict(entry.arguments)) <= set(inspect.signature(entry.function).parameters)
+    assert {f"algorithm.{option}" for _, option in entry.arguments} <= set(OPTIONS)
+
+
+def test_an_option_offers_the_entries_of_its_registry():
+    for registry in REGISTRIES:
+        for name in registry.options:
+            assert set(OPTIONS[name].facts.choices) <= set(registry)
+        named = {choice for name in registry.options for choice in OPTIONS[name].facts.choices}
+        assert named == set(registry)
+    assert "k3+" not in OPTIONS["algorithm.kl_penalty"].facts.choices
+    assert OPTIONS["algorithm.rollout_is"].facts.choices == ("none", *importance.LEVELS)
+
+
+def test_a_users_function_needs_nothing():
+    entry = ADVANTAGE_ESTIMATORS.lookup("mine.py:median")
+    assert not entry.needs_critic and not entry.needs_groups and not entry.whitens
+    with pytest.raises(KeyError):
+        AGGREGATIONS.lookup("mean")
