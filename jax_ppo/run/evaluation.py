@@ -13,6 +13,12 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.rollout_packing import sample_lengths
+from jax_ppo.run.critic_quality import (
+    Predictions,
+    describe_critic,
+    join_predictions,
+    predict_returns,
+)
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
@@ -104,6 +110,11 @@ def _evaluate_sampled(
         return run.engine.generate(prompts, key, sampling, first_sample_index)
 
     rewards_of_batches: list[RuleRewards] = []
+    predictions: list[Predictions] = []
+    scoring = run.step_options.scoring
+    has_critic = scoring.values and (state.critic is not None or scoring.shared_trunk)
+    # Greedy responses are of another policy than the one whose returns the critic predicts.
+    measures_critic = has_critic and sampling is run.held_out_sampling
 
     def reward(
         batch: PromptBatch, rollout: Rollout, first_sample_index: int
@@ -111,8 +122,16 @@ def _evaluate_sampled(
         activity.update(f"batch {len(rewards_of_batches) + 1}")
         rule_rewards = run.rules.score(batch, rollout)
         rewards_of_batches.append(rule_rewards)
-        # The total, which includes the reward model's score.
-        scores = placement.to_host(total_rewards(run, state, batch, rollout, rule_rewards))
+        # Whole responses: with the reward model's scores, without rewards within the responses.
+        rewards = response_rewards(run, state, batch, rollout, rule_rewards)
+        if measures_critic:
+            num_real = len(rewards) // len(batch.examples) * batch.count
+            predictions.append(
+                predict_returns(run, state, batch, rollout, rule_rewards, rewards, num_real)
+            )
+        if rule_rewards.steps is not None:
+            rewards = rewards + rule_rewards.steps.sum(1)
+        scores = placement.to_host(rewards)
         correct = placement.to_host(rule_rewards.correct)
         address = {
             "seed": run.config.seed,
@@ -147,7 +166,13 @@ def _evaluate_sampled(
         )
     evaluation = with_failures(evaluation, rewards_of_batches)
     require_scores(evaluation)
-    return evaluation
+    if not predictions:
+        return evaluation
+    figures = {
+        f"critic/{name}": value
+        for name, value in describe_critic(join_predictions(predictions)).items()
+    }
+    return dataclasses.replace(evaluation, figures=evaluation.figures | figures)
 
 
 def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Evaluation:
@@ -233,22 +258,19 @@ def evaluate(
     )
 
 
-def total_rewards(
+def response_rewards(
     run: PPORun,
     state: TrainState,
     batch: PromptBatch,
     rollout: Rollout,
     rule_rewards: RuleRewards,
 ) -> jax.Array:
-    """Return the rewards [B] of a rollout that is not trained on.
+    """Return the rewards [B] of whole responses that are not trained on.
 
-    They are the sum of the rules' scores, their rewards of steps, and the reward model's scores.
+    They are the sum of the rules' scores and the reward model's.
     """
-    scores = rule_rewards.scores
-    if rule_rewards.steps is not None:
-        scores = scores + rule_rewards.steps.sum(1)
     if run.nets.reward is None:
-        return scores
+        return rule_rewards.scores
     inputs = rule_rewards.model_inputs
     if inputs is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
@@ -256,7 +278,7 @@ def total_rewards(
     return add_reward_model_scores(
         run.nets,
         state,
-        scores,
+        rule_rewards.scores,
         inputs,
         run.config.reward.score_position,
         run.rules.model_weight,

@@ -82,7 +82,14 @@ PANELS = (
         unit="share of tokens",
         curves={"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
     ),
-    Panel(title="explained variance", unit="share", curves={"critic": "critic/explained_variance"}),
+    Panel(
+        title="explained variance",
+        unit="share",
+        curves={
+            "critic": "critic/explained_variance",
+            "evaluation": "eval/critic/explained_variance",
+        },
+    ),
     Panel(title="losses", unit="loss", curves={"actor": "actor/loss", "critic": "critic/loss"}),
 )
 LAYOUT = journal.ReportLayout(
@@ -400,11 +407,11 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
     cut = sum(record["truncated"] for record in evaluation.records)
     if cut:
         shown += f", {cut} of {len(evaluation.records)} responses cut off at the longest length"
-    # Intervals are in the files: the console names the figures themselves.
+    # Intervals and the critic's parts are in the files: the console names the figures themselves.
     figures = [
         f"{name} {value:.3f}"
         for name, value in evaluation.figures.items()
-        if not name.endswith(("_low", "_high"))
+        if not name.endswith(("_low", "_high")) and not name.startswith("critic/")
     ]
     failures = {}
     if evaluation.failures:

@@ -9,7 +9,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.reporting import console
-from jax_ppo.run.evaluation import total_rewards
+from jax_ppo.run.evaluation import response_rewards
 from jax_ppo.run.parts import PPORun
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -41,9 +41,9 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
         rule_rewards = run.rules.score(batch, rollout)
         failures += rule_rewards.failures
         scored += rule_rewards.scored
-        # Rewards of steps are not normalized, so they are left out here.
-        outcomes = dataclasses.replace(rule_rewards, steps=None)
-        moments = _add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
+        # Rewards within responses are not normalized, so they are left out here.
+        rewards = response_rewards(run, state, batch, rollout, rule_rewards)
+        moments = _add_moments(moments, rewards)
     run.engine.release_weights()
     if failures == scored:
         raise UserError(

@@ -10,7 +10,7 @@ import numpy as np
 import doc_pages
 import metrics_page
 from jax_ppo.kernels import importance
-from jax_ppo.run import evaluation_statistics
+from jax_ppo.run import critic_quality, evaluation_statistics
 from jax_ppo.run.reporter import COLUMNS, PANELS
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 
@@ -37,6 +37,11 @@ def evaluation_figures() -> set[str]:
         figures |= evaluation_statistics.describe_prompts(
             scores, correct, answers, ["one", "one"]
         ).keys()
+    tokens = np.arange(10.0)
+    critic = critic_quality.describe_critic(
+        critic_quality.Predictions(tokens, tokens, tokens.astype(int))
+    )
+    figures |= {re.sub(r"_\d+$", "_K", f"critic/{name}") for name in critic}
     figures = {re.sub(r"@\d+", "@K", name) for name in figures}
     return {f"eval/{name}" for name in figures} | {"eval/SOURCE/NAME", "eval/greedy/NAME"}
 

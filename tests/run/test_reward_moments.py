@@ -16,7 +16,7 @@ from jax_ppo.training.state import TrainState
 
 def measure(monkeypatch, failures):
     """Return the moments of two batches of the rewards 1 to 8; `failures` of each failed."""
-    monkeypatch.setattr(reward_moments, "total_rewards", lambda *arguments: arguments[-1].scores)
+    monkeypatch.setattr(reward_moments, "response_rewards", lambda *arguments: arguments[-1].scores)
     rewards = RuleRewards(
         scores=jnp.arange(1.0, 9.0),
         steps=None,

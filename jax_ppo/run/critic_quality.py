@@ -1,0 +1,149 @@
+"""How well the critic predicts the returns of held-out responses, by position and by value.
+
+The return of a token is the discounted sum of the rewards from it on (lambda 1), the KL penalty
+included if it is part of the reward, so that no value is among its own targets.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.kernels.moments import moments_std
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.forward_passes import Scores, join_sequences, score_rollout
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.rollout_packing import sample_lengths
+from jax_ppo.run.parts import PPORun
+from jax_ppo.runtime import placement
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Control, Rollout
+
+PARTS = 10  # of a response, and of the predicted values
+
+
+class Predictions(NamedTuple):
+    """Values and returns of the tokens that the policy chose, N tokens of any responses.
+
+    Attributes:
+      values: float [N], in units of reward.
+      returns: float [N].
+      tenths: int [N], the tenth of its response that a token is in, 0..9.
+    """
+
+    values: np.ndarray
+    returns: np.ndarray
+    tenths: np.ndarray
+
+
+def predict_returns(
+    run: PPORun,
+    state: TrainState,
+    batch: PromptBatch,
+    rollout: Rollout,
+    rule_rewards: RuleRewards,
+    rewards: jax.Array,
+    num_real: int,
+) -> Predictions:
+    """Return the critic's predictions for the responses of a batch.
+
+    Args:
+      run: the parts of the run, which has a critic.
+      state: holds the roles' parameters.
+      batch: the prompts.
+      rollout: the responses.
+      rule_rewards: the rules' rewards, of which those within the responses are read.
+      rewards: float32 [B], the rewards of whole responses.
+      num_real: how many responses, the first ones, count.
+    """
+    options = run.step_options
+    sequences = join_sequences(rollout, options.sequence_length)
+    packed = run.planner.plan_scoring(sample_lengths(batch, rollout))
+    scores = score_rollout(options.scoring, run.nets, state, sequences, *packed)
+    scores = _in_units_of_reward(scores, state.control)
+    algorithm = dataclasses.replace(
+        options.experience.algorithm, lam=1.0, critic_lam=None, lam_length_alpha=None
+    )
+    experience, _ = estimate_experience(
+        dataclasses.replace(options.experience, algorithm=algorithm, normalizes_values=False),
+        state.control,
+        sequences,
+        rollout.logprobs,
+        scores,
+        rewards,
+        rule_rewards.steps,
+    )
+    assert experience.values is not None and experience.returns is not None, "there is a critic"
+    values, returns, actions = (
+        placement.to_host(x)[:num_real]
+        for x in (experience.values, experience.returns, sequences.action_mask)
+    )
+    return collect_predictions(values, returns, actions)
+
+
+def _in_units_of_reward(scores: Scores, control: Control) -> Scores:
+    """Return the scores with the values of a critic that predicts normalized returns undone."""
+    moments = control.moments.get("returns")
+    if moments is None or scores.values is None:
+        return scores
+    std = moments_std(moments)
+    changes = {"values": moments.mean + std * scores.values}
+    if scores.last_values is not None:
+        changes["last_values"] = moments.mean + std * scores.last_values
+    return dataclasses.replace(scores, **changes)
+
+
+def collect_predictions(
+    values: np.ndarray, returns: np.ndarray, actions: np.ndarray
+) -> Predictions:
+    """Return the predictions at the tokens of a mask, from arrays [B, T]."""
+    places = np.cumsum(actions, axis=1) - 1
+    lengths = np.maximum(actions.sum(axis=1, keepdims=True), 1)
+    tenths = PARTS * places // lengths
+    return Predictions(values[actions], returns[actions], tenths[actions])
+
+
+def join_predictions(batches: Sequence[Predictions]) -> Predictions:
+    """Return the predictions of several batches together."""
+    return Predictions(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
+
+
+def describe_critic(predictions: Predictions) -> dict[str, float]:
+    """Return the figures of an evaluation by name.
+
+    They are, over all tokens and over each tenth of the responses (explained_variance_tenth_1 and
+    so on), explained_variance (1 - Var[G - V] / Var[G]; 0 where all returns G are equal), bias (the
+    mean of V - G) and error (the root of the mean square of V - G). For the calibration, tokens are
+    sorted by their values into ten bins of equal size: value_bin_1 to return_bin_10 are the means
+    of each bin, and calibration_error is the mean distance of the two.
+    """
+    figures = _describe_tokens(predictions.values, predictions.returns)
+    for tenth in range(PARTS):
+        chosen = predictions.tenths == tenth
+        if chosen.any():
+            part = _describe_tokens(predictions.values[chosen], predictions.returns[chosen])
+            figures |= {f"{name}_tenth_{tenth + 1}": value for name, value in part.items()}
+    bins = np.array_split(np.argsort(predictions.values, kind="stable"), PARTS)
+    distances = []
+    for number, rows in enumerate(bins, start=1):
+        if len(rows):
+            value, mean_return = predictions.values[rows].mean(), predictions.returns[rows].mean()
+            figures[f"value_bin_{number}"] = float(value)
+            figures[f"return_bin_{number}"] = float(mean_return)
+            distances.append(abs(value - mean_return))
+    return figures | {"calibration_error": float(np.mean(distances))}
+
+
+def _describe_tokens(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+    errors = values.astype(np.float64) - returns
+    variance = 0.0
+    if returns.min() < returns.max():
+        variance = float(1 - errors.var() / returns.var(dtype=np.float64))
+    return {
+        "explained_variance": variance,
+        "bias": float(errors.mean()),
+        "error": float(np.sqrt(np.square(errors).mean())),
+    }

@@ -1,0 +1,81 @@
+"""Figures of the critic on held-out responses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jax_ppo.config import loading
+from jax_ppo.run import loop
+from jax_ppo.run.critic_quality import Predictions, collect_predictions, describe_critic
+
+
+def predictions(values, returns, tenths=None):
+    tenths = np.zeros(len(values), int) if tenths is None else np.array(tenths)
+    return Predictions(np.array(values, np.float32), np.array(returns, np.float32), tenths)
+
+
+def test_figures_by_hand():
+    """Errors 1, 0, -1, 2 of returns 0, 1, 2, 3: variances 1.25 of both."""
+    figures = describe_critic(predictions([1, 1, 1, 5], [0, 1, 2, 3], [0, 0, 9, 9]))
+    assert figures["bias"] == pytest.approx(0.5)
+    assert figures["error"] == pytest.approx(np.sqrt(1.5))
+    assert figures["explained_variance"] == pytest.approx(0.0)
+    assert figures["bias_tenth_1"] == 0.5 and figures["error_tenth_10"] == pytest.approx(2.5**0.5)
+    assert "bias_tenth_2" not in figures
+    # Equal values keep their order: each bin holds one token.
+    assert figures["calibration_error"] == pytest.approx(1.0)
+
+
+def test_an_exact_critic_explains_everything_and_is_calibrated():
+    returns = np.random.default_rng(0).normal(size=100)
+    figures = describe_critic(predictions(returns, returns))
+    assert figures["explained_variance"] == 1
+    assert figures["bias"] == figures["error"] == figures["calibration_error"] == 0
+
+
+def test_equal_returns_leave_no_variance_to_explain():
+    assert describe_critic(predictions([0, 1], [1, 1]))["explained_variance"] == 0
+
+
+def test_a_token_is_in_the_tenth_of_its_response_that_its_own_tokens_reach():
+    """Tokens that the policy did not choose neither count nor move the others."""
+    actions = np.array([[True, False, True], [True, False, False]])
+    collected = collect_predictions(np.zeros((2, 3)), np.zeros((2, 3)), actions)
+    assert collected.tenths.tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
+    """A head of zeros predicts 0, and without discount each token has its response's reward."""
+    options = {
+        "data.train_files": "arithmetic:16",
+        "data.val_files": "arithmetic:12:heldout",
+        "data.train_batch_size": 8,
+        "data.val_batch_size": 8,
+        "actor.ppo_mini_batch_size": 8,
+        "critic.shared_trunk": shared,
+        "algorithm.lam": 0.9,
+        "model.create.steps": 2,
+        "model.create.habit_steps": 1,
+        "model.create.num_layers": 1,
+        "model.create.hidden_size": 32,
+        "model.create.intermediate_size": 32,
+        "reward.missing_eos_penalty": 1.0,
+        "trainer.critic_warmup": 0,
+        "trainer.total_training_steps": 1,
+        "trainer.save_freq": 0,
+        "trainer.export": False,
+    }
+    summary = loop.train(loading.load_config("arithmetic", options), tmp_path)
+    (rollouts,) = tmp_path.glob("rollouts/evaluation_000000.jsonl")
+    records = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    returns = np.array([record["score"] - record["truncated"] for record in records])
+    lengths = np.array([len(record["response_ids"]) for record in records])
+    first, last = summary["evaluations"]
+    assert len(records) == 12 and returns.any()
+    assert first["critic/bias"] == pytest.approx(-np.average(returns, weights=lengths), abs=1e-6)
+    assert first["critic/error"] == pytest.approx(
+        np.sqrt(np.average(returns**2, weights=lengths)), abs=1e-6
+    )
+    assert last["critic/bias"] != first["critic/bias"]
