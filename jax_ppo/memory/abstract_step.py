@@ -29,14 +29,13 @@ from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.training.networks import Networks, full_parameters, read_networks
 from jax_ppo.training.role_folders import resolve_role_folders
+from jax_ppo.training.roles import find_role
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Params, Prompts
 
 # The files of a model that a plan reads; none contains weights.
 DESCRIPTIONS = ["config.json", "generation_config.json"]
-# The role whose model computes each part of the scores.
-SCORING_ROLES = {"policy": "actor", "critic": "critic"}
 FLOAT32_BYTES = 4
 # Any number will do: no shape depends on the number of steps.
 TOTAL_STEPS = 1000
@@ -106,23 +105,20 @@ class AbstractStep:
     least: LeastMemory
 
     def role(self, name: str) -> "Role":
-        """Return the actor, the critic or the reward model, each with all its parameters."""
+        """Return the model of a role, with all its parameters."""
+        role = find_role(name)
         nets = self.programs.nets
-        state = self.state
-        if name == "actor":
-            return Role(
-                net=nets.actor,
-                params=policy_params(nets, state),
-                trained=state.actor,
-                has_logits=True,
-            )
-        net, trained = {
-            "critic": (nets.critic, state.critic),
-            "reward": (nets.reward, state.reward),
-        }[name]
+        net = role.model(nets)
         assert net is not None, f"there is no {name}"
-        params = full_parameters(net, trained, state.reference)
-        return Role(net=net, params=params, trained=trained, has_logits=False)
+        own = getattr(self.state, name)
+        if name == "actor":
+            params = policy_params(nets, self.state)
+        elif role.holds_base:
+            params = own
+        else:
+            params = full_parameters(net, own, self.state.reference)
+        has_logits = role.head(self.programs.config) in ("lm", "both")
+        return Role(net=net, params=params, trained=own, has_logits=has_logits)
 
     @property
     def queue(self) -> int:

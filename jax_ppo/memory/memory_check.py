@@ -13,11 +13,13 @@ from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.memory.remedies import Remedy, rank_remedies, save_supervised_memory
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.programs import PROGRAMS
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.training.networks import Folders, Networks, read_networks
+from jax_ppo.training.roles import find_role, frozen_roles, trained_roles
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
@@ -160,22 +162,20 @@ def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMem
         rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
         weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
         decoding = bytes_per_device(weights)
-    gradients = {
-        f"update_{role}": bytes_per_device(gradient_shapes(params, optim.gradient_dtype))
-        for role, params, optim in (
-            ("actor", state.actor, config.actor.optim),
-            ("critic", state.critic, config.critic.optim),
-        )
-    }
-    phases = [
-        (gradients.get(phase, 0), sum(vars(fetched).values()))
-        for phase, fetched in fetched_by_phase(config, state).items()
-    ]
+    fetched = fetched_by_phase(config, state)
+    phases = []
+    for program in PROGRAMS:
+        gradients = 0
+        if program.kind == "update":
+            dtype = find_role(program.role).options(config).optim.gradient_dtype
+            shapes = gradient_shapes(getattr(state, program.role), dtype)
+            gradients = bytes_per_device(shapes)
+        phases.append((gradients, sum(vars(fetched[program.name]).values())))
     largest_gradients, largest_fetched = max(phases, key=sum)
     return LeastMemory(
-        parameters=_resident_bytes((state.actor, state.critic)),
-        optimizer=_resident_bytes((state.actor_optimizer, state.critic_optimizer)),
-        frozen=_resident_bytes((state.reference, state.reward)),
+        parameters=_resident_bytes([getattr(state, role.name) for role in trained_roles()]),
+        optimizer=_resident_bytes([getattr(state, role.optimizer) for role in trained_roles()]),
+        frozen=_resident_bytes([getattr(state, role.name) for role in frozen_roles()]),
         gradients=largest_gradients,
         decoding=decoding,
         fetched=largest_fetched,
@@ -198,20 +198,20 @@ def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
       config: all options.
       state: shapes, as `state_shapes` returns them.
     """
-    reference = _fetched_bytes(state.reference)
-    critic = _fetched_bytes(state.critic)
-    return {
-        "score_policy": Fetched(frozen=reference),
-        "score_critic": Fetched(parameters=critic),
-        "score_reward": Fetched(frozen=_fetched_bytes(state.reward)),
-        "update_actor": Fetched(
-            optimizer=_fetched_bytes(state.actor_optimizer),
-            frozen=reference if config.actor.use_kl_loss else 0,
-        ),
-        "update_critic": Fetched(
-            parameters=critic, optimizer=_fetched_bytes(state.critic_optimizer)
-        ),
-    }
+    fetched = {}
+    for program in PROGRAMS:
+        sums = dict.fromkeys(("parameters", "optimizer", "frozen"), 0)
+        for field in program.fetches(config):
+            sums[_kind_of_field(field)] += _fetched_bytes(getattr(state, field))
+        fetched[program.name] = Fetched(**sums)
+    return fetched
+
+
+def _kind_of_field(field: str) -> str:
+    """Return the kind of the arrays in a field of the train state."""
+    if field in [role.optimizer for role in trained_roles()]:
+        return "optimizer"
+    return "parameters" if find_role(field).is_trained else "frozen"
 
 
 def _fetched_bytes(shapes: Any) -> int:

@@ -8,15 +8,14 @@ from jax.sharding import Mesh
 
 from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.memory.abstract_step import FLOAT32_BYTES, SCORING_ROLES, AbstractStep, Role
+from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import Fetched, fetched_by_phase
 from jax_ppo.memory.step_work import multiplied_elements, schedule_rows, tokens_at_experts
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.forward_passes import ScoringOptions
-from jax_ppo.ppo.programs import TOGETHER
+from jax_ppo.ppo.programs import StepProgram, find_program, planned_programs
 from jax_ppo.runtime import dispatch, meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
@@ -76,22 +75,17 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     """
     least = step.least
     fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
+    program = find_program(name)
     gradients = 0
-    decoding_copy = 0
-    cache = 0
-    if name in ("prepare_weights", "sample"):
-        decoding_copy = least.decoding
-    if name == "sample":
-        cache = step.cache_bytes
-    if name.startswith("update_"):
-        gradients = bytes_per_device(step.role(name.removeprefix("update_")).trained)
+    if program.kind == "update":
+        gradients = bytes_per_device(step.role(program.role).trained)
     return PhaseMemory(
         parameters=least.parameters + fetched.parameters,
         optimizer=least.optimizer + fetched.optimizer,
         frozen=least.frozen + fetched.frozen,
         gradients=gradients,
-        decoding_copy=decoding_copy,
-        cache=cache,
+        decoding_copy=least.decoding if program.kind in ("resharding", "sampling") else 0,
+        cache=step.cache_bytes if program.kind == "sampling" else 0,
         process=PROCESS_BYTES if is_one_cpu() else 0,
     )
 
@@ -104,29 +98,22 @@ def is_one_cpu() -> bool:
 def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
     """Return the memory of phases, of which a single CPU runs some at the same time."""
     overlapping = dict(phases)
-    for one, other in TOGETHER:
-        if is_one_cpu() and one in phases and other in phases:
-            overlapping[one] = phases[one].beside(phases[other])
-            overlapping[other] = phases[other].beside(phases[one])
+    if not is_one_cpu():
+        return overlapping
+    groups = {name: group for name in phases if (group := find_program(name).group)}
+    for name, group in groups.items():
+        for other in groups:
+            if other != name and groups[other] == group:
+                overlapping[name] = overlapping[name].beside(phases[other])
     return overlapping
 
 
 def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     """Return the bytes per device in each phase of a step, by the name of its program."""
-    programs = step.programs
-    options = ScoringOptions.from_config(programs.config)
     temporaries = {
-        "prepare_weights": _resharding_temporaries(step),
-        "sample": _sampling_temporaries(step),
+        program.name: _estimate_temporaries(step, program)
+        for program in planned_programs(step.programs)
     }
-    for part in options.parts:
-        temporaries[f"score_{part}"] = _scoring_temporaries(step, step.role(SCORING_ROLES[part]))
-    if programs.nets.reward is not None and programs.reads_rollout:
-        temporaries["score_reward"] = _scoring_temporaries(step, step.role("reward"))
-    temporaries["estimate"] = 0
-    for name, plan in (("actor", step.plans.actor), ("critic", step.plans.critic)):
-        if plan is not None:
-            temporaries[f"update_{name}"] = _update_temporaries(step, step.role(name), plan)
     plans = step.plans
     batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
     routing = _routing_bytes(step)
@@ -140,6 +127,22 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     sample = phases["sample"]
     phases["sample"] = dataclasses.replace(sample, batch=sample.batch + routing)
     return overlap_phases(phases)
+
+
+def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
+    """Return the bytes of a program's temporary arrays."""
+    match program.kind:
+        case "resharding":
+            return _resharding_temporaries(step)
+        case "sampling":
+            return _sampling_temporaries(step)
+        case "forward pass":
+            return _scoring_temporaries(step, step.role(program.role))
+        case "update":
+            role = step.role(program.role)
+            return _update_temporaries(step, role, step.plans.of_role(program.role))
+        case "elementwise":
+            return 0
 
 
 def _routing_bytes(step: AbstractStep) -> int:

@@ -14,7 +14,7 @@ from jax_ppo.memory.compiler_figures import measure_phases
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
 from jax_ppo.memory.remedies import rank_remedies
 from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
-from jax_ppo.ppo.programs import TITLES
+from jax_ppo.ppo.programs import find_program
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.runtime.device_speed import PEAK_RATES
@@ -32,7 +32,7 @@ class Phase:
     """One phase of a step.
 
     Attributes:
-      name: the program's name, a key of `TITLES`.
+      name: the program's name, see `ppo.programs.PROGRAMS`.
       memory: bytes per device; temporaries are the compiler's figures if there is a compiler.
       estimated_peak: the peak by arithmetic alone.
       is_refused: whether the compiler refused the program for its memory.
@@ -171,7 +171,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             step = set_up_step(config, nets, mesh)
             estimated = estimate_phases(step)
             work = count_work(step)
-            bubbles = count_bubbles(mesh, step.plans)
+            bubbles = count_bubbles(step)
         measured = estimated
         refused: set[str] = set()
         if devices is not None:
@@ -189,8 +189,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
                     work[name], rates, topology.network_bytes(mesh.shape["model"])
                 ),
             )
-            for name in TITLES
-            if name in measured
+            for name in estimated
         )
         plan = StepPlan(
             topology=topology,
@@ -283,7 +282,7 @@ def _heading(plan: StepPlan) -> str:
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
     if _counts_process(plan):
         lines.append("programs that run at the same time count each other's gradients as temporary")
-    bubbles = [f"{TITLES[x.name]} {x.bubble:.1%}" for x in plan.phases if x.bubble]
+    bubbles = [f"{find_program(x.name).label} {x.bubble:.1%}" for x in plan.phases if x.bubble]
     if bubbles:
         lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
     return "\n".join(lines)
@@ -307,7 +306,7 @@ def _memory_table(plan: StepPlan) -> str:
     if plan.is_compiled:
         rows[0].append("by arithmetic")
     for phase in plan.phases:
-        row = [TITLES[phase.name]]
+        row = [find_program(phase.name).label]
         row += [_gib(getattr(phase.memory, column)) for column in columns]
         row.append(_gib(phase.memory.peak))
         if plan.is_compiled:
@@ -326,7 +325,7 @@ def _verdict(plan: StepPlan) -> str:
     if plan.is_compiled:
         difference = plan.estimated_peak / plan.peak - 1
         line += f" By arithmetic {plan.estimated_peak / GIB:.2f} GiB ({difference:+.1%})."
-    refused = [TITLES[phase.name] for phase in plan.phases if phase.is_refused]
+    refused = [find_program(phase.name).label for phase in plan.phases if phase.is_refused]
     if refused:
         line += (
             f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
@@ -356,7 +355,7 @@ def _time_table(plan: StepPlan) -> str:
     for phase in plan.phases:
         work = phase.work
         figures = (work.flops / 1e12, work.memory_bytes / 1e9, work.link_bytes / 1e9, phase.seconds)
-        rows.append([TITLES[phase.name], *(f"{figure:.3g}" for figure in figures)])
+        rows.append([find_program(phase.name).label, *(f"{figure:.3g}" for figure in figures)])
     seconds = plan.seconds
     assert seconds is not None, "the caller has checked"
     rows.append(["step", "", "", "", f"{seconds:.3g}"])

@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.memory.abstract_step import SCORING_ROLES, AbstractStep, Role
+from jax_ppo.memory.abstract_step import AbstractStep, Role
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ScoringOptions
-from jax_ppo.ppo.rollout_packing import Plans
+from jax_ppo.ppo.programs import StepProgram, planned_programs
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.device_speed import PeakRates
@@ -99,17 +99,18 @@ def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
     return StageSchedule(stages=stages, micro_batches=stages * rows // meshes.row_shards(mesh))
 
 
-def count_bubbles(mesh: Mesh | AbstractMesh, plans: Plans) -> dict[str, float]:
-    """Return the bubble of each phase that runs in stages, by the name of its program."""
-    scoring, _ = plans.scoring
-    bubbles = {
-        f"score_{part}": schedule_rows(mesh, scoring.sample.shape[1]).bubble
-        for part in ("policy", "critic")
-    }
-    for role, batches in (("actor", plans.actor), ("critic", plans.critic)):
-        if batches is not None:
-            bubble = schedule_rows(mesh, batches.packing.sample.shape[2]).bubble
-            bubbles[f"update_{role}"] = bubble
+def count_bubbles(step: AbstractStep) -> dict[str, float]:
+    """Return the bubble of each phase that runs a model's layers, by the name of its program."""
+    scoring, _ = step.plans.scoring
+    bubbles = {}
+    for program in planned_programs(step.programs):
+        if program.kind == "forward pass":
+            rows = scoring.sample.shape[1]
+        elif program.kind == "update":
+            rows = step.plans.of_role(program.role).packing.sample.shape[2]
+        else:
+            continue
+        bubbles[program.name] = _schedule(step, step.role(program.role), rows).bubble
     return bubbles
 
 
@@ -183,31 +184,27 @@ _SUMS_PER_LAYER = 2
 
 def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
     """Return the work of one device in each phase, by the program's name."""
-    programs = step.programs
-    config = programs.config
-    nets = programs.nets
-    work = {"prepare_weights": _prepare_weights(step), "sample": _sample(step)}
-    options = ScoringOptions.from_config(config)
-    for part in options.parts:
-        passes = _count_scoring_passes(options, part)
-        work[f"score_{part}"] = _score(step, step.role(SCORING_ROLES[part])) * passes
-    if nets.reward is not None and programs.reads_rollout:
-        work["score_reward"] = _score(step, step.role("reward"))
-    # A few passes over arrays of one number per token.
-    work["estimate"] = PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
-    epochs = config.actor.ppo_epochs
-    work["update_actor"] = _update(step, step.role("actor"), step.plans.actor, epochs)
-    if step.plans.critic is not None:
-        epochs = config.critic.ppo_epochs or epochs
-        work["update_critic"] = _update(step, step.role("critic"), step.plans.critic, epochs)
-    return work
+    return {
+        program.name: _count_program_work(step, program)
+        for program in planned_programs(step.programs)
+    }
 
 
-def _count_scoring_passes(options: ScoringOptions, part: str) -> int:
-    """Return the number of forward passes: the reference's belong to the part of the policy."""
-    if part == "policy":
-        return max(1, options.old_logprobs + options.reference)
-    return 1
+def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
+    passes = program.passes(step.programs)
+    match program.kind:
+        case "resharding":
+            return _prepare_weights(step)
+        case "sampling":
+            return _sample(step)
+        case "forward pass":
+            return _score(step, step.role(program.role)) * passes
+        case "elementwise":
+            # A few passes over arrays of one number per token.
+            return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
+        case "update":
+            batches = step.plans.of_role(program.role)
+            return _update(step, step.role(program.role), batches, passes)
 
 
 def predict_seconds(

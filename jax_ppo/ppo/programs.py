@@ -1,7 +1,9 @@
-"""The compiled programs of a step, compiled one at a time from shapes alone."""
+"""The table of the compiled programs of a step, which are compiled from shapes alone."""
 
 import dataclasses
-from collections.abc import Generator, Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.ppo.rollout_packing import Plans, ScoringPlan
+from jax_ppo.ppo.rollout_packing import Plans
 from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -19,21 +21,6 @@ from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
-
-# The programs of a step in their order, and the titles that the user sees.
-TITLES = {
-    "prepare_weights": "decoding weights",
-    "sample": "sampling",
-    "score_policy": "scoring, policy",
-    "score_critic": "scoring, critic",
-    "score_reward": "scoring, reward",
-    "estimate": "advantages",
-    "update_actor": "update, actor",
-    "update_critic": "update, critic",
-}
-
-# Those that a step dispatches together: a single CPU runs them at the same time.
-TOGETHER = (("score_policy", "score_critic"), ("update_actor", "update_critic"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +52,62 @@ class StepPrograms:
         return self.config.data.train_batch_size * self.config.responses_per_prompt
 
 
+@dataclasses.dataclass
+class StepShapes:
+    """Shapes with shardings (or arrays) of what passes from program to program in a step.
+
+    Each program's results are the arguments of later ones; those that are `None` or empty come from
+    programs that have not been compiled yet.
+
+    Attributes:
+      state: the train state.
+      plans: the packing of a rollout.
+      rollout: what the engine returns, then what is selected of it.
+      sequences: prompts and responses, joined.
+      scores: the parts of the scores.
+      experience: what the update learns from.
+    """
+
+    state: TrainState
+    plans: Plans
+    rollout: Rollout | None = None
+    sequences: Sequences | None = None
+    scores: list[forward_passes.Scores] = dataclasses.field(default_factory=list)
+    experience: Experience | None = None
+
+
+# What a program does, which decides the formulas for its memory and its work.
+Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """A compiled program of a step.
+
+    Attributes:
+      name: as `compile_programs` yields it and the JSON of a plan names it.
+      label: as the tables of a plan show it; empty for a program that is too small to be planned.
+      kind: which formulas estimate its memory and its work.
+      role: the role whose model runs, or is laid out; empty if none does.
+      passes: returns the forward passes of scoring, or the epochs of an update; 0 if a step does
+        not run the program.
+      compile: compiles its function for shapes, and records the shapes of its results; `None` for
+        the programs that the engine compiles.
+      fetches: returns the fields of the train state that it reads, and that may be in the host's
+        memory.
+      group: programs of one group are dispatched together: a single CPU runs them at the same time.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    role: str
+    passes: Callable[[StepPrograms], int]
+    compile: Callable[[StepPrograms, StepShapes], None] | None
+    fetches: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    group: str = ""
+
+
 def compile_programs(
     step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, plans: Plans
 ) -> Iterator[str]:
@@ -80,79 +123,218 @@ def compile_programs(
       key: the base key of a step's samples.
       plans: the packing of a rollout.
     """
-    config = step.config
-    nets = step.nets
-    params = policy_params(nets, state)
-    rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
-    if config.selects_samples:
-        rollout = compile_selection(step.mesh, config, rollout)
-        yield "select"
-    sequences = compile_ahead(forward_passes.join_sequences, rollout, config.sequence_length)
-    scores = yield from _compile_scoring(step, state, sequences, plans.scoring)
-    experience = _compile_experience(step, state, sequences, rollout, scores)
-    yield "estimate"
-    updates = update.update_programs(
-        update.UpdateOptions.from_config(config),
-        nets,
-        step.total_steps,
-        state,
-        experience,
-        plans.actor,
-        plans.critic,
-    )
-    # The second, if there is one, is that of a separate critic.
-    for role, (function, arguments) in zip(("actor", "critic"), updates, strict=False):
-        compile_ahead(function, *arguments)
-        yield f"update_{role}"
+    shapes = StepShapes(state, plans)
+    params = policy_params(step.nets, state)
+    # The engine yields the names of its programs itself.
+    shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
+    for program in PROGRAMS:
+        if program.compile is not None and program.passes(step):
+            program.compile(step, shapes)
+            yield program.name
 
 
-def _compile_scoring(
-    step: StepPrograms, state: TrainState, sequences: Sequences, plan: ScoringPlan
-) -> Generator[str, None, forward_passes.Scores]:
-    """Compile the scoring passes, yield their names, and return the shapes of the scores."""
-    nets = step.nets
+def _once(step: StepPrograms) -> int:
+    return 1
+
+
+def _count_selections(step: StepPrograms) -> int:
+    return int(step.config.selects_samples)
+
+
+def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
+    assert shapes.rollout is not None, "sampling comes first"
+    shapes.rollout = compile_selection(step.mesh, step.config, shapes.rollout)
+
+
+def _count_policy_passes(step: StepPrograms) -> int:
+    """Return the number of passes: the reference's belong to the part of the policy."""
     options = forward_passes.ScoringOptions.from_config(step.config)
-    programs = forward_passes.scoring_programs(options, nets, state, sequences, *plan)
-    scores = []
-    for part, (function, arguments) in zip(options.parts, programs, strict=True):
-        scores.append(compile_ahead(function, *arguments))
-        yield f"score_{part}"
-    if nets.reward is not None and step.reads_rollout:
-        reward_params = full_parameters(nets.reward, state.reward, state.reference)
-        compile_ahead(
-            forward_passes.reward_model_scores,
-            nets.reward,
-            reward_params,
-            sequences,
-            *plan,
-            step.config.reward.score_position,
-        )
-        yield "score_reward"
-    return forward_passes.join_scores(scores)
+    if "policy" not in options.parts:
+        return 0
+    return max(1, options.old_logprobs + options.reference)
 
 
-def _compile_experience(
-    step: StepPrograms,
-    state: TrainState,
-    sequences: Sequences,
-    rollout: Rollout,
-    scores: forward_passes.Scores,
-) -> Experience:
-    """Compile the estimation of advantages, and return the shapes of the experience."""
+def _count_critic_passes(step: StepPrograms) -> int:
+    options = forward_passes.ScoringOptions.from_config(step.config)
+    return int("critic" in options.parts)
+
+
+def _count_reward_passes(step: StepPrograms) -> int:
+    return int(step.nets.reward is not None and step.reads_rollout)
+
+
+def _compile_scoring(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
+    options = forward_passes.ScoringOptions.from_config(step.config)
+    sequences = _join_sequences(step, shapes)
+    programs = forward_passes.scoring_programs(
+        options, step.nets, shapes.state, sequences, *shapes.plans.scoring
+    )
+    function, arguments = programs[options.parts.index(part)]
+    shapes.scores.append(compile_ahead(function, *arguments))
+
+
+def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
+    net = step.nets.reward
+    assert net is not None, "there is no reward model"
+    compile_ahead(
+        forward_passes.reward_model_scores,
+        net,
+        full_parameters(net, shapes.state.reward, shapes.state.reference),
+        _join_sequences(step, shapes),
+        *shapes.plans.scoring,
+        step.config.reward.score_position,
+    )
+
+
+def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
+    """Compile the estimation of advantages."""
+    assert shapes.rollout is not None, "sampling comes first"
     # Rewards arrive from the host, so no program's result has their shape.
     rows = sharding.batch_rows(step.mesh, step.samples)
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     step_rewards = None
+    logprobs = shapes.rollout.logprobs
     if step.config.has_step_rewards:
-        step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
-    experience: Experience = compile_ahead(
+        step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
+    shapes.experience, _ = compile_ahead(
         estimate_experience,
         ExperienceOptions.from_config(step.config),
-        state.control,
-        sequences,
-        rollout.logprobs,
-        scores,
+        shapes.state.control,
+        _join_sequences(step, shapes),
+        logprobs,
+        forward_passes.join_scores(shapes.scores),
         rewards,
         step_rewards,
-    )[0]
-    return experience
+    )
+
+
+def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
+    """Return the shapes of the sequences; the first program that reads them compiles the join."""
+    if shapes.sequences is None:
+        length = step.config.sequence_length
+        shapes.sequences = compile_ahead(forward_passes.join_sequences, shapes.rollout, length)
+    assert shapes.sequences is not None
+    return shapes.sequences
+
+
+def _count_actor_epochs(step: StepPrograms) -> int:
+    return step.config.actor.ppo_epochs
+
+
+def _count_critic_epochs(step: StepPrograms) -> int:
+    if step.nets.critic is None:
+        return 0
+    return step.config.critic.ppo_epochs or step.config.actor.ppo_epochs
+
+
+def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
+    """Compile an update: 0, the actor's; 1, that of a separate critic."""
+    assert shapes.experience is not None, "advantages come first"
+    programs = update.update_programs(
+        update.UpdateOptions.from_config(step.config),
+        step.nets,
+        step.total_steps,
+        shapes.state,
+        shapes.experience,
+        shapes.plans.actor,
+        shapes.plans.critic,
+    )
+    function, arguments = programs[index]
+    compile_ahead(function, *arguments)
+
+
+def _fetch_for_actor(config: Config) -> tuple[str, ...]:
+    if config.actor.use_kl_loss:
+        return ("actor_optimizer", "reference")
+    return ("actor_optimizer",)
+
+
+# All programs of a step, in their order. What compiles, plans or checks programs reads this table.
+PROGRAMS: tuple[StepProgram, ...] = (
+    StepProgram(
+        name="prepare_weights",
+        label="decoding weights",
+        kind="resharding",
+        role="actor",
+        passes=_once,
+        compile=None,
+    ),
+    StepProgram(
+        name="sample", label="sampling", kind="sampling", role="actor", passes=_once, compile=None
+    ),
+    StepProgram(
+        name="select",
+        label="",
+        kind="elementwise",
+        role="",
+        passes=_count_selections,
+        compile=_compile_selection,
+    ),
+    StepProgram(
+        name="score_policy",
+        label="scoring, policy",
+        kind="forward pass",
+        role="actor",
+        passes=_count_policy_passes,
+        compile=functools.partial(_compile_scoring, "policy"),
+        fetches=lambda config: ("reference",),
+        group="scoring",
+    ),
+    StepProgram(
+        name="score_critic",
+        label="scoring, critic",
+        kind="forward pass",
+        role="critic",
+        passes=_count_critic_passes,
+        compile=functools.partial(_compile_scoring, "critic"),
+        fetches=lambda config: ("critic",),
+        group="scoring",
+    ),
+    StepProgram(
+        name="score_reward",
+        label="scoring, reward",
+        kind="forward pass",
+        role="reward",
+        passes=_count_reward_passes,
+        compile=_compile_reward_model,
+        fetches=lambda config: ("reward",),
+    ),
+    StepProgram(
+        name="estimate",
+        label="advantages",
+        kind="elementwise",
+        role="",
+        passes=_once,
+        compile=_compile_experience,
+    ),
+    StepProgram(
+        name="update_actor",
+        label="update, actor",
+        kind="update",
+        role="actor",
+        passes=_count_actor_epochs,
+        compile=functools.partial(_compile_update, 0),
+        fetches=_fetch_for_actor,
+        group="update",
+    ),
+    StepProgram(
+        name="update_critic",
+        label="update, critic",
+        kind="update",
+        role="critic",
+        passes=_count_critic_epochs,
+        compile=functools.partial(_compile_update, 1),
+        fetches=lambda config: ("critic", "critic_optimizer"),
+        group="update",
+    ),
+)
+
+
+def planned_programs(step: StepPrograms) -> tuple[StepProgram, ...]:
+    """Return the programs of a step that a plan shows."""
+    return tuple(x for x in PROGRAMS if x.label and x.passes(step))
+
+
+def find_program(name: str) -> StepProgram:
+    """Return the program of this name."""
+    return next(program for program in PROGRAMS if program.name == name)

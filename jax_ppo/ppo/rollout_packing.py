@@ -36,6 +36,12 @@ class Plans:
     padding: float
     lengths: np.ndarray
 
+    def of_role(self, role: str) -> MiniBatches:
+        """Return the mini-batches of a trained role."""
+        batches: MiniBatches | None = getattr(self, role)
+        assert batches is not None, f"there is no separate {role}"
+        return batches
+
 
 @dataclasses.dataclass(frozen=True)
 class Partition:

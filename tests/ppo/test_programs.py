@@ -1,0 +1,77 @@
+"""One entry of the table of programs is all that a further program of a step needs."""
+
+import json
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.memory import step_plan
+from jax_ppo.models.hf.config_export import to_hf_config
+from jax_ppo.ppo import forward_passes, programs
+from jax_ppo.ppo.programs import PROGRAMS, StepProgram, StepPrograms, compile_programs
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.topologies import parse_topology
+
+
+def compile_second_reading(step, shapes):
+    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.config.sequence_length)
+
+
+SECOND_READING = StepProgram(
+    name="score_reference",
+    label="scoring, reference",
+    kind="forward pass",
+    role="reference",
+    passes=lambda step: 2,
+    compile=compile_second_reading,
+    fetches=lambda config: ("reference",),
+)
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Return a function that plans a step with these entries after the others."""
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    # Reference and critic are of one size.
+    config = tiny.config(model__path=str(tmp_path))
+
+    def plan_with(*entries):
+        for module in ("jax_ppo.ppo.programs", "jax_ppo.memory.memory_check"):
+            monkeypatch.setattr(f"{module}.PROGRAMS", (*PROGRAMS, *entries))
+        return step_plan.plan_step(config, parse_topology("v5e:1x1"), compiles=False)
+
+    return plan_with
+
+
+def test_one_entry_puts_a_program_into_the_plan(plan):
+    names = [phase.name for phase in plan().phases]
+    planned = plan(SECOND_READING)
+    assert [phase.name for phase in planned.phases] == [*names, "score_reference"]
+    phases = {phase.name: phase for phase in planned.phases}
+    # Policy and reference are read in one program; here the reference is read twice, alone.
+    assert phases["score_reference"].work.flops == phases["score_policy"].work.flops
+    assert phases["score_reference"].memory.temporaries > 0
+    assert step_plan.format_plan(planned).count("scoring, reference ") == 2  # memory and time
+
+
+def test_one_entry_has_a_program_compiled(monkeypatch):
+    config, mesh = tiny.config(), tiny.make_mesh()
+
+    class Engine:
+        def precompile(self, params, prompts, key, options):
+            yield "sample"
+            return tiny.make_rollout(mesh)
+
+    monkeypatch.setattr(programs, "PROGRAMS", (SECOND_READING,))
+    step = StepPrograms(config, mesh, tiny.networks(config), Engine(), None, 1, True)
+    with jax.set_mesh(mesh):
+        names = list(compile_programs(step, tiny.make_state(config, mesh), None, None, None))
+    assert names == ["sample", "score_reference"]
+
+
+def test_names_are_unique_and_groups_have_company():
+    names = [program.name for program in PROGRAMS]
+    assert len(set(names)) == len(names)
+    groups = [program.group for program in PROGRAMS if program.group]
+    assert all(groups.count(group) > 1 for group in groups)
