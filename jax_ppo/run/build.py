@@ -37,17 +37,10 @@ from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
+from jax_ppo.training.roles import ROLES
 from jax_ppo.training.setup import chat_template, count_steps
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Example
-
-OFFLOADS = (
-    "actor.optimizer_offload",
-    "critic.optimizer_offload",
-    "critic.param_offload",
-    "algorithm.reference_offload",
-    "reward.param_offload",
-)
 
 
 def set_up_run(
@@ -142,7 +135,7 @@ def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> N
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
-    offloads = [name for name in OFFLOADS if option_value(config, name)]
+    offloads = [name for role in ROLES for name in role.offloads if option_value(config, name)]
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
         report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
@@ -260,11 +253,11 @@ def _count_parameters(run: PPORun) -> list[str]:
     """Return the number of parameters of each role: with adapters, of those alone."""
     state = state_shapes(run.config, run.nets, run.mesh)
     counts = []
-    for role in ("actor", "critic", "reference", "reward"):
-        tree = getattr(state, role)
+    for role in ROLES:
+        tree = getattr(state, role.name)
         if tree is not None:
             count = sum(leaf.size for leaf in jax.tree.leaves(tree))
-            counts.append(f"{role} {count / 1e6:,.4g} million")
+            counts.append(f"{role.name} {count / 1e6:,.4g} million")
     return counts
 
 

@@ -53,6 +53,12 @@ class ModelRole:
         """Return the option that keeps its optimizer state in the host's memory."""
         return f"{self.section}.optimizer_offload"
 
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """Return the options that keep its arrays in the host's memory."""
+        options = (self.optimizer_offload if self.is_trained else "", self.param_offload)
+        return tuple(name for name in options if name)
+
     def model(self, nets: Networks) -> Any:
         """Return its model."""
         return getattr(nets, self.net)

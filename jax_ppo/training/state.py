@@ -4,6 +4,7 @@ from typing import Any
 
 from jax_ppo.models import heads
 from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.roles import frozen_roles, trained_roles
 from jax_ppo.types import Control, Params, pytree
 
 
@@ -44,25 +45,16 @@ def policy_params(nets: Networks, state: TrainState) -> Params:
 
 def trained_trees(state: TrainState) -> dict[str, Any]:
     """Return everything in a state that training changes: the trees of a checkpoint, by name."""
-    trees = {"actor": state.actor}
-    optimizers = {"actor": state.actor_optimizer}
-    if state.critic is not None:
-        trees["critic"] = state.critic
-        optimizers["critic"] = state.critic_optimizer
+    roles = [role for role in trained_roles() if getattr(state, role.name) is not None]
+    trees = {role.name: getattr(state, role.name) for role in roles}
+    optimizers = {role.name: getattr(state, role.optimizer) for role in roles}
     return {**trees, "optimizer": optimizers, "control": state.control}
 
 
-def assemble_state(
-    trained: dict[str, Any], *, step: Any, reference: Any, reward: Any
-) -> TrainState:
+def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]) -> TrainState:
     """Return the state, or its shapes, of the trees that `trained_trees` names and the others."""
-    return TrainState(
-        step=step,
-        actor=trained["actor"],
-        critic=trained.get("critic"),
-        reference=reference,
-        reward=reward,
-        actor_optimizer=trained["optimizer"]["actor"],
-        critic_optimizer=trained["optimizer"].get("critic"),
-        control=trained["control"],
-    )
+    fields = {role.name: frozen.get(role.name) for role in frozen_roles()}
+    for role in trained_roles():
+        fields[role.name] = trained.get(role.name)
+        fields[role.optimizer] = trained["optimizer"].get(role.name)
+    return TrainState(step=step, control=trained["control"], **fields)

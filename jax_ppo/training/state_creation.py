@@ -1,6 +1,5 @@
 """Creation of the train state, from model checkpoints or from a checkpoint of the run."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,11 @@ from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control, resumed_control
-from jax_ppo.training.networks import Folders, Networks, actor_head, critic_head
-from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.networks import Folders, Networks
+from jax_ppo.training.roles import ModelRole, find_role, frozen_roles, trained_roles
 from jax_ppo.training.state import TrainState, assemble_state
-from jax_ppo.training.state_shapes import param_dtype, role_optimizer, role_options, state_shapes
+from jax_ppo.training.state_shapes import param_dtype, role_optimizer, state_shapes
 from jax_ppo.types import Params
-
-# Of the random numbers of new adapters.
-ADAPTER_STREAMS = {"actor": Stream.ACTOR_ADAPTERS, "critic": Stream.CRITIC_ADAPTERS}
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
 LoadingProgress = Callable[[str], Callable[[int, int], None] | None]
@@ -61,33 +57,22 @@ def create_state(
     else:
         control = resumed_control(config.algorithm.kl_ctrl, trained["control"])
         trained = {**trained, "control": control}
-    frozen_dtype = jnp.dtype(config.model.dtype)
-    reference = reward = None
-    if config.keeps_reference:
-        reference = load_checkpoint(
-            folders.reference or folders.actor,
-            nets.actor.architecture,
-            shardings.reference,
-            frozen_dtype,
-            "lm",
-            progress("base" if config.has_adapters else "reference"),
-        )
-    if nets.reward is not None:
-        reward = _load_role(
-            "reward model",
-            nets.reward,
-            folders.reward,
-            shardings.reward,
-            head="reward",
-            dtype=frozen_dtype,
+    frozen = {
+        role.name: _load_role(
+            role,
+            role.model(nets),
+            role.starts_from(config, folders),
+            getattr(shardings, role.name),
+            head=role.head(config),
+            dtype=jnp.dtype(config.model.dtype),
             seed=config.seed,
             progress=progress,
         )
+        for role in frozen_roles()
+        if role.is_present(config, nets)
+    }
     return assemble_state(
-        trained,
-        step=placement.place(np.int32(step), sharding.replicated(mesh)),
-        reference=reference,
-        reward=reward,
+        trained, step=placement.place(np.int32(step), sharding.replicated(mesh)), frozen=frozen
     )
 
 
@@ -99,10 +84,11 @@ def create_policy_state(
     The arguments are those of `create_state`.
     """
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    role = find_role("actor")
     actor = _load_role(
-        "actor",
+        role,
         nets.actor,
-        _actor_folder(config, folders),
+        role.starts_from(config, folders),
         shardings.actor,
         head="lm",
         dtype=jnp.float32,
@@ -126,54 +112,32 @@ def _create_trained(
     progress: LoadingProgress,
 ) -> dict[str, Any]:
     """Return everything that training changes, for a run that starts at step 0."""
-    load = functools.partial(_load_role, seed=config.seed, progress=progress)
-    actor_folder = _actor_folder(config, folders)
-    params = {
-        "actor": load(
-            "actor",
-            nets.actor,
-            actor_folder,
-            shardings.actor,
-            head=actor_head(config.shares_trunk),
-            dtype=param_dtype(config, "actor"),
+    params = {}
+    optimizers = {}
+    for role in trained_roles():
+        if not role.is_present(config, nets):
+            continue
+        options = role.options(config)
+        params[role.name] = _load_role(
+            role,
+            role.model(nets),
+            role.starts_from(config, folders),
+            getattr(shardings, role.name),
+            head=role.head(config),
+            dtype=param_dtype(options),
+            seed=config.seed,
+            progress=progress,
         )
-    }
-    if nets.critic:
-        critic_folder = folders.critic
-        if folders.critic_starts_as_actor:
-            critic_folder = actor_folder
-        params["critic"] = load(
-            "critic",
-            nets.critic,
-            critic_folder,
-            shardings.critic,
-            head=critic_head(config.critic, folders.critic),
-            dtype=param_dtype(config, "critic"),
+        # Optimizer states are created in their shards: they may fit no single device.
+        optimizers[role.name] = _create_optimizer_state(
+            options, params[role.name], getattr(shardings, role.optimizer)
         )
-    optimizer_shardings = {
-        "actor": shardings.actor_optimizer,
-        "critic": shardings.critic_optimizer,
-    }
-    # Optimizer states are created in their shards: they may fit no single device.
-    optimizers = {
-        role: _create_optimizer_state(options, params[role], optimizer_shardings[role])
-        for role, options in role_options(config).items()
-        if role in params
-    }
     control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     return {
         **params,
         "optimizer": optimizers,
         "control": placement.place(jax.device_get(control), shardings.step),
     }
-
-
-def _actor_folder(config: Config, folders: Folders) -> Path | None:
-    """Return the folder of what is trained of the actor; `None` for new adapters."""
-    # With adapters `folders.actor` is their base.
-    if config.has_adapters:
-        return folders.adapters
-    return folders.actor
 
 
 def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:
@@ -184,7 +148,7 @@ def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: 
 
 
 def _load_role(
-    role: str,
+    role: ModelRole,
     net: Transformer | Deberta,
     folder: Path | None,
     shardings: Params,
@@ -195,18 +159,20 @@ def _load_role(
     progress: LoadingProgress,
 ) -> Params:
     """Read a role's parameters or adapters, or create new adapters if there is no folder."""
-    if isinstance(net, Deberta) or net.lora is None:
-        assert folder is not None, f"the {role} has no checkpoint"
-        return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(role))
+    if isinstance(net, Deberta) or net.lora is None or role.holds_base:
+        assert folder is not None, f"the {role.title} has no checkpoint"
+        # Where others have adapters, this is the base of them.
+        name = role.title if getattr(net, "lora", None) is None else "base"
+        return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(name))
     if folder is None:
         return _new_adapters(role, net.architecture, net.lora, shardings, head, dtype, seed)
     # With adapters the progress is named apart from that of the base.
-    report = progress(f"{role}'s adapters")
+    report = progress(f"{role.title}'s adapters")
     return load_adapters(folder, net.architecture, net.lora, shardings, dtype, head, report)
 
 
 def _new_adapters(
-    role: str,
+    role: ModelRole,
     architecture: Architecture,
     lora: Lora,
     shardings: Params,
@@ -214,9 +180,12 @@ def _new_adapters(
     dtype: jnp.dtype,
     seed: int,
 ) -> Params:
+    stream = role.adapter_stream
+    assert stream is not None, f"the {role.title} cannot start with new adapters"
+
     def init() -> Params:
         # A stream per role, so that the critic's adapters are not a copy of the actor's.
-        key = jax.random.fold_in(jax.random.key(seed), ADAPTER_STREAMS[role])
+        key = jax.random.fold_in(jax.random.key(seed), stream)
         adapters = init_adapters(architecture, lora, key, head)
         return jax.tree.map(lambda x: x.astype(dtype), adapters)
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Actor, Config, Critic
+from jax_ppo.config.schema import Actor, Config, Critic, option_value
 from jax_ppo.models import heads
 from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.lora import init_adapters
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control
-from jax_ppo.training.networks import Networks, actor_head
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.roles import ModelRole, frozen_roles, trained_roles
 from jax_ppo.training.state import TrainState, assemble_state
 from jax_ppo.types import Params
 
@@ -27,17 +27,16 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     Returns:
       Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
     """
+    roles = [role for role in trained_roles() if role.is_present(config, nets)]
     # Shapes come from tracing the initialization: nothing is allocated.
-    params = {"actor": _init_shapes(nets.actor, actor_head(config.shares_trunk))}
-    if nets.critic:
-        params["critic"] = _init_shapes(nets.critic, "scalar")
     params = {
-        role: _with_dtype(shapes, param_dtype(config, role)) for role, shapes in params.items()
+        role.name: _with_dtype(_role_shapes(role, nets, role.head(config)), param_dtype(options))
+        for role in roles
+        if (options := role.options(config))
     }
     optimizers = {
-        role: jax.eval_shape(role_optimizer(options).init, params[role])
-        for role, options in role_options(config).items()
-        if role in params
+        role.name: jax.eval_shape(role_optimizer(role.options(config)).init, params[role.name])
+        for role in roles
     }
     # The control is a few scalars, which every device has.
     control = jax.eval_shape(
@@ -45,11 +44,11 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     )
     replicated = sharding.replicated(mesh)
     trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
-    for role, options in role_options(config).items():
-        if role in params and options.optimizer_offload:
-            trained["optimizer"][role] = _in_host_memory(trained["optimizer"][role], mesh)
-    if "critic" in params and config.critic.param_offload:
-        trained["critic"] = _in_host_memory(trained["critic"], mesh)
+    for role in roles:
+        if option_value(config, role.optimizer_offload):
+            trained["optimizer"][role.name] = _in_host_memory(trained["optimizer"][role.name], mesh)
+        if role.param_offload and option_value(config, role.param_offload):
+            trained[role.name] = _in_host_memory(trained[role.name], mesh)
     return {
         **trained,
         "control": jax.tree.map(
@@ -64,40 +63,24 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     # Frozen models need no float32 master copy.
     frozen_dtype = jnp.dtype(config.model.dtype)
 
-    def frozen(shapes: Params, rules: sharding.Rules = sharding.TRAIN_RULES) -> Params:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, frozen_dtype, sharding=x.sharding),
-            _with_train_layout(shapes, mesh, rules),
-        )
-
-    reference = reward = None
-    if config.keeps_reference:
-        reference = frozen(_base_shapes(nets.actor, "lm"))
-        if config.algorithm.reference_offload:
-            reference = _in_host_memory(reference, mesh)
-    if nets.reward is not None:
+    frozen = {}
+    for role in frozen_roles():
+        if not role.is_present(config, nets):
+            continue
         rules = sharding.TRAIN_RULES
-        if isinstance(nets.reward, Deberta):
+        if isinstance(role.model(nets), Deberta):
             rules = sharding.ENCODER_RULES
-        reward = frozen(_init_shapes(nets.reward, "scalar"), rules)
-        if config.reward.param_offload:
-            reward = _in_host_memory(reward, mesh)
-    return assemble_state(
-        trained,
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
-        reference=reference,
-        reward=reward,
-    )
+        shapes = _with_dtype(_role_shapes(role, nets, role.head(config)), frozen_dtype)
+        frozen[role.name] = _with_train_layout(shapes, mesh, rules)
+        if role.param_offload and option_value(config, role.param_offload):
+            frozen[role.name] = _in_host_memory(frozen[role.name], mesh)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
+    return assemble_state(trained, step=step, frozen=frozen)
 
 
-def role_options(config: Config) -> dict[str, Actor | Critic]:
-    """Return the options of each trained role."""
-    return {"actor": config.actor, "critic": config.critic}
-
-
-def param_dtype(config: Config, role: str) -> jnp.dtype:
+def param_dtype(options: Actor | Critic) -> jnp.dtype:
     """Return the dtype of a role's trained parameters."""
-    return jnp.dtype(role_options(config)[role].optim.param_dtype)
+    return jnp.dtype(options.optim.param_dtype)
 
 
 def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
@@ -124,20 +107,19 @@ def _with_train_layout(
     )
 
 
-def _init_shapes(net: Transformer | Deberta, head: str) -> Params:
+def _role_shapes(role: ModelRole, nets: Networks, head: str) -> Params:
     """Return the shapes of a role's parameters, or of its adapters."""
+    net = role.model(nets)
+    head = "scalar" if head == "reward" else head
     key = _key_shape()
     if isinstance(net, Deberta):  # it comes with its head
         return jax.eval_shape(functools.partial(init_deberta_params, net), key)
-    if net.lora is None:
-        return _base_shapes(net, head)
+    if role.holds_base or net.lora is None:
+        init_params = functools.partial(heads.init_params, net, head=head)
+        return jax.eval_shape(init_params, key)
     # Only the adapters and a head: their base is the reference.
     init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
     return jax.eval_shape(init, key)
-
-
-def _base_shapes(net: Transformer, head: str) -> Params:
-    return jax.eval_shape(functools.partial(heads.init_params, net, head=head), _key_shape())
 
 
 def _key_shape() -> jax.ShapeDtypeStruct:
