@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_formulas import PhaseMemory, overlap_phases, resident_memory
-from jax_ppo.ppo.programs import compile_programs, find_program
+from jax_ppo.ppo.programs import compile_programs, find_step_program
 from jax_ppo.runtime import compilation, meshes, sharding
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.types import Params
@@ -43,7 +43,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     names = compile_programs(programs, state, step.prompts, step.key, step.plans)
     with jax.set_mesh(programs.mesh), compilation.compile_programs_with(recorder):
         for name in names:
-            kind = find_program(name).kind
+            kind = find_step_program(name).kind
             compiled = recorder.take()
             # Small programs that prepare arguments count for the phase that reads the arguments.
             largest = max(compiled, key=lambda program: program.temporary_bytes)
@@ -162,7 +162,7 @@ def _measure_phase(
     """Return the memory while one program runs."""
     batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
     # The decoding copy has a column of its own.
-    if find_program(name).kind != "resharding":
+    if find_step_program(name).kind != "resharding":
         batch += program.new_result_bytes
     resident = resident_memory(step, name)
     # The compiler may share the memory of these with what is needed before or after.

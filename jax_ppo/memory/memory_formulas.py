@@ -15,7 +15,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.programs import StepProgram, find_program, planned_programs
+from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import dispatch, meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
@@ -75,7 +75,7 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     """
     least = step.least
     fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
-    program = find_program(name)
+    program = find_step_program(name)
     gradients = 0
     if program.kind == "update":
         gradients = bytes_per_device(step.role(program.role).trained)
@@ -100,7 +100,7 @@ def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
     overlapping = dict(phases)
     if not is_one_cpu():
         return overlapping
-    groups = {name: group for name in phases if (group := find_program(name).group)}
+    groups = {name: group for name in phases if (group := find_step_program(name).group)}
     for name, group in groups.items():
         for other in groups:
             if other != name and groups[other] == group:

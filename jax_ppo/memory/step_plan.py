@@ -14,7 +14,7 @@ from jax_ppo.memory.compiler_figures import measure_phases
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
 from jax_ppo.memory.remedies import rank_remedies
 from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
-from jax_ppo.ppo.programs import find_program
+from jax_ppo.ppo.programs import find_step_program
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.runtime.device_speed import PEAK_RATES
@@ -282,7 +282,7 @@ def _heading(plan: StepPlan) -> str:
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
     if _counts_process(plan):
         lines.append("programs that run at the same time count each other's gradients as temporary")
-    bubbles = [f"{find_program(x.name).label} {x.bubble:.1%}" for x in plan.phases if x.bubble]
+    bubbles = [f"{find_step_program(x.name).label} {x.bubble:.1%}" for x in plan.phases if x.bubble]
     if bubbles:
         lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
     return "\n".join(lines)
@@ -306,7 +306,7 @@ def _memory_table(plan: StepPlan) -> str:
     if plan.is_compiled:
         rows[0].append("by arithmetic")
     for phase in plan.phases:
-        row = [find_program(phase.name).label]
+        row = [find_step_program(phase.name).label]
         row += [_gib(getattr(phase.memory, column)) for column in columns]
         row.append(_gib(phase.memory.peak))
         if plan.is_compiled:
@@ -325,7 +325,7 @@ def _verdict(plan: StepPlan) -> str:
     if plan.is_compiled:
         difference = plan.estimated_peak / plan.peak - 1
         line += f" By arithmetic {plan.estimated_peak / GIB:.2f} GiB ({difference:+.1%})."
-    refused = [find_program(phase.name).label for phase in plan.phases if phase.is_refused]
+    refused = [find_step_program(phase.name).label for phase in plan.phases if phase.is_refused]
     if refused:
         line += (
             f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
@@ -355,7 +355,7 @@ def _time_table(plan: StepPlan) -> str:
     for phase in plan.phases:
         work = phase.work
         figures = (work.flops / 1e12, work.memory_bytes / 1e9, work.link_bytes / 1e9, phase.seconds)
-        rows.append([find_program(phase.name).label, *(f"{figure:.3g}" for figure in figures)])
+        rows.append([find_step_program(phase.name).label, *(f"{figure:.3g}" for figure in figures)])
     seconds = plan.seconds
     assert seconds is not None, "the caller has checked"
     rows.append(["step", "", "", "", f"{seconds:.3g}"])

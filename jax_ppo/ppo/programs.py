@@ -335,6 +335,6 @@ def planned_programs(step: StepPrograms) -> tuple[StepProgram, ...]:
     return tuple(x for x in PROGRAMS if x.label and x.passes(step))
 
 
-def find_program(name: str) -> StepProgram:
+def find_step_program(name: str) -> StepProgram:
     """Return the program of this name."""
     return next(program for program in PROGRAMS if program.name == name)

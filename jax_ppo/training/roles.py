@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.config.schema import Actor, Config, Critic
-from jax_ppo.training.networks import Folders, Networks, actor_head
+from jax_ppo.training.networks import Folders, Networks, actor_head, critic_head
 from jax_ppo.training.random_streams import Stream
 
 
@@ -19,7 +19,8 @@ class ModelRole:
       title: the role in messages and in the progress of loading.
       section: the section of the options that trains it; empty if it is frozen.
       net: the field of `Networks` with its model.
-      head: returns the head that it is loaded with, in the terms of the loader.
+      head: returns its head, in the terms of the loader.
+      keeps_head: returns whether its scalar head is read and does not start at zero.
       is_present: returns whether a run has it as a separate tree.
       starts_from: returns its checkpoint; `None` for new adapters.
       holds_base: whether it has all weights, even where other roles have adapters.
@@ -37,6 +38,7 @@ class ModelRole:
     holds_base: bool = False
     param_offload: str = ""
     adapter_stream: Stream | None = None
+    keeps_head: Callable[[Config, Folders], bool] = lambda config, folders: False
 
     @property
     def is_trained(self) -> bool:
@@ -58,6 +60,10 @@ class ModelRole:
         """Return the options that keep its arrays in the host's memory."""
         options = (self.optimizer_offload if self.is_trained else "", self.param_offload)
         return tuple(name for name in options if name)
+
+    def loaded_head(self, config: Config, folders: Folders) -> str:
+        """Return the head that it is loaded with, in the terms of the loader."""
+        return "reward" if self.keeps_head(config, folders) else self.head(config)
 
     def model(self, nets: Networks) -> Any:
         """Return its model."""
@@ -100,7 +106,8 @@ ROLES: tuple[ModelRole, ...] = (
         title="critic",
         section="critic",
         net="critic",
-        head=lambda config: "reward" if config.critic.keep_head else "scalar",
+        head=lambda config: "scalar",
+        keeps_head=lambda config, folders: critic_head(config.critic, folders.critic) == "reward",
         is_present=lambda config, nets: nets.critic is not None,
         starts_from=_critic_folder,
         param_offload="critic.param_offload",
