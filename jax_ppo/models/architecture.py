@@ -10,7 +10,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 
 
 class Block(NamedTuple):
-    """The parameters of a type of layer; its computation is in blocks.py.
+    """The parameters of a type of layer; `transformer.MODULES` computes it.
 
     Attributes:
       norm_parameters: names of the parameters of each norm.

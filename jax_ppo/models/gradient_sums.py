@@ -46,10 +46,10 @@ def scan_layers(
     layers: Params,
     x: jax.Array,
     inputs: Any,
-    gradient_sum: GradientSum,
+    gradient_sum: GradientSum | None,
     unroll: int,
 ) -> tuple[jax.Array, Any]:
-    """Run layers one after the other, for a loss differentiated with respect to the slot.
+    """Run layers one after the other.
 
     Args:
       run_layer: (a layer's parameters, hidden states, its inputs) -> (hidden states, further
@@ -57,12 +57,17 @@ def scan_layers(
       layers: stacked parameters, [L, ...].
       x: hidden states, the input of the first layer.
       inputs: the inputs of each layer, [L, ...].
-      gradient_sum: what the layers' gradients are added to.
+      gradient_sum: what the layers' gradients are added to, for a loss differentiated with respect
+        to the slot; `None`: an ordinary loop.
       unroll: layers per iteration of the loop.
 
     Returns:
       Hidden states, and the further outputs of all layers, [L, ...].
     """
+    if gradient_sum is None:
+        return jax.lax.scan(
+            lambda x, layer: run_layer(layer[0], x, layer[1]), x, (layers, inputs), unroll=unroll
+        )
 
     def step(carry: tuple[jax.Array, Params], per_layer: Any) -> tuple[Any, Any]:
         x, slot = carry

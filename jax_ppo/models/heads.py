@@ -28,10 +28,7 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
     """
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
-    one_token = jnp.zeros((1, 1), jnp.int32)
-    # Splash attention refuses a row of one token.
-    model = model.clone(attention="xla")
-    params = dict(model.init(key_trunk, one_token, one_token, one_token)["params"])
+    params = model.init(key_trunk)
     if head != "lm":
         params["score"] = {"kernel": jnp.zeros((architecture.hidden_size, 1), jnp.float32)}
     if head != "scalar" and not architecture.tied:

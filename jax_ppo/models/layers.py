@@ -60,18 +60,6 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-class LayerOutput(NamedTuple):
-    """Result of one layer besides its hidden states.
-
-    Attributes:
-      cache: keys and values, or `None` if they are not kept.
-      auxiliary: further outputs by name.
-    """
-
-    cache: LayerCache | None
-    auxiliary: Auxiliary
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last axis."""
 
@@ -300,8 +288,6 @@ class Layer(nn.Module):
       dtype: type of the computation.
       attention: program for whole sequences, one of attention.py's.
       decoding: program for new tokens, one of cache.py's.
-      keep_cache: whether keys and values are returned; a scan would stack them for nothing.
-      kind: kind of the layer; `None` if layers of a scan differ and each is passed its own.
       lora_scale: scale of the adapters, if there are any.
       router_loss: whether experts return the loss of their router.
       returns_routed_experts: whether they return which of them each token passes through.
@@ -311,8 +297,6 @@ class Layer(nn.Module):
     dtype: DTypeLike
     attention: str
     decoding: str
-    keep_cache: bool
-    kind: LayerKind | None
     lora_scale: float | None
     router_loss: bool = False
     returns_routed_experts: bool = False
@@ -321,14 +305,14 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        kind: LayerKind | None,
+        kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerOutput]:
-        """Return the hidden states after this layer and its other outputs."""
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Return the hidden states after this layer, its keys and values, and other outputs."""
         a = self.architecture
 
         def norm(name: str, x: jax.Array) -> jax.Array:
@@ -364,14 +348,9 @@ class Layer(nn.Module):
         out, auxiliary = run_mlp(mlp_input)
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
-        x = x + multiply(out, a.residual_multiplier)
-        if not self.keep_cache:
-            return x, LayerOutput(None, auxiliary)
-        return x, LayerOutput(cache, auxiliary)
+        return x + multiply(out, a.residual_multiplier), cache, auxiliary
 
-    def _attend(
-        self, x: jax.Array, kind: LayerKind | None, *inputs: Any
-    ) -> tuple[jax.Array, LayerCache]:
+    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache]:
         """Return the output of the layer's attention; `inputs` are those of `Attention`."""
         attention = Attention(
             architecture=self.architecture,
@@ -381,8 +360,4 @@ class Layer(nn.Module):
             lora_scale=self.lora_scale,
             name="attention",
         )
-        # Layers that differ get their kind from the scan; the others have it in their code.
-        if self.kind is not None:
-            kind = self.kind
-        assert kind is not None
-        return attention(x, kind, *inputs)
+        return attention(x, *inputs)

@@ -1,4 +1,6 @@
-"""The decoder of all families: an embedding, layers of one type (blocks.py) and a norm.
+"""The decoder of all families: an embedding, layers of one type and a norm.
+
+The layers are Flax modules; the decoder is a function that scans over their `apply`.
 
 `Architecture` holds everything in which the families differ. The parameters are a nested dict:
 
@@ -24,7 +26,8 @@ kernels that they belong to (lora.py); the decoder ignores the heads.
 which are collected per layer in `TransformerOutput.auxiliary`.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -35,7 +38,6 @@ from jaxtyping import Array, Int, UInt
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.blocks import MODULES
 from jax_ppo.models.cache import LayerCache, num_columns
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, scan_layers
 from jax_ppo.models.layers import (
@@ -43,10 +45,12 @@ from jax_ppo.models.layers import (
     Auxiliary,
     Layer,
     LayerKind,
+    RMSNorm,
     layer_kinds,
     multiply,
 )
 from jax_ppo.models.lora import Lora
+from jax_ppo.models.ungated import LayerNorm, UngatedLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
@@ -56,6 +60,11 @@ from jax_ppo.types import Params
 # takes a quarter less time, and compilation is as fast.
 MAX_UNROLLED_LAYERS = 8
 
+# The layer and the last norm of each block in `architecture.BLOCKS`.
+MODULES: dict[str, tuple[type[Layer], type[nn.Module]]] = {
+    "gated": (Layer, RMSNorm),
+    "ungated": (UngatedLayer, LayerNorm),
+}
 
 # What the forward pass keeps of each layer for the backward pass besides the layer's input, fewest
 # bytes first; everything else is computed again.
@@ -64,6 +73,11 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
     "dots": jax.checkpoint_policies.checkpoint_dots,
 }
+
+# Parameters of layers, [L, ...], and the kinds of these layers, [L], if they differ.
+StackedLayers = tuple[Params, LayerKind | None]
+# Positions [B, T], segments [B, T] and the experts of each token [B, T, L, k].
+Rows = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 class TransformerOutput(NamedTuple):
@@ -82,8 +96,9 @@ class TransformerOutput(NamedTuple):
     auxiliary: Auxiliary
 
 
-class Transformer(nn.Module):
-    """The decoder without a head.
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The decoder without a head. Hashable: it is a static argument of compiled functions.
 
     Attributes:
       architecture: the architecture.
@@ -115,9 +130,18 @@ class Transformer(nn.Module):
     router_loss: bool = False
     returns_routed_experts: bool = False
 
-    @nn.compact
-    def __call__(
+    def clone(self, **changes: Any) -> "Transformer":
+        """Return a decoder with other values of some attributes."""
+        return dataclasses.replace(self, **changes)
+
+    def init(self, key: jax.Array) -> Params:
+        """Return random parameters with stacked layers."""
+        # Splash attention refuses a row of one token.
+        return dict(_Parameters(self.clone(attention="xla")).init(key)["params"])
+
+    def apply(
         self,
+        variables: Mapping[str, Params],
         tokens_BxT: Int[Array, "B T"],
         positions_BxT: Int[Array, "B T"],
         segments_BxT: Int[Array, "B T"] | None = None,
@@ -128,6 +152,8 @@ class Transformer(nn.Module):
         """Compute the hidden states of tokens.
 
         Args:
+          variables: the parameters, as "params": callers run encoders, which are Flax modules, in
+            the same way.
           tokens_BxT: token ids.
           positions_BxT: position of each token in its own sequence, from 0 and below T (below S
             with a cache).
@@ -143,40 +169,33 @@ class Transformer(nn.Module):
           Hidden states and, if unrolled, the cache: that of these tokens with S = T, or the one
           passed in with the new tokens written to it.
         """
+        params = variables["params"]
+        x = self._embed(params, tokens_BxT, positions_BxT)
+        rows = (positions_BxT, segments_BxT, routed_experts)
+        new_cache = None
+        if self.unrolled:
+            x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache)
+        else:
+            run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
+            layers = (params["layers"], _kind_of_each(self.architecture))
+            x, auxiliary = run_layers(layers, x, rows, params.get(GRADIENT_SUM))
+        _, norm = MODULES[self.architecture.block]
+        hidden: Any = norm(self.architecture).apply({"params": params["norm"]}, x)
+        return TransformerOutput(hidden, new_cache, auxiliary)
+
+    def _embed(self, params: Params, tokens_BxT: jax.Array, positions_BxT: jax.Array) -> jax.Array:
+        """Return the input of the first layer, [B, T, D]."""
         a = self.architecture
-        embedding = self.param("embed", _init_embedding, a.vocab_size, a.hidden_size)["embedding"]
-        x = look_up_embedding(embedding, tokens_BxT, self.dtype)
+        x = look_up_embedding(params["embed"]["embedding"], tokens_BxT, self.dtype)
         if a.scaled_embedding:
             # The factor is rounded to the computation dtype, as in transformers.
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
         x = multiply(x, a.embedding_multiplier)
         if a.learned_positions:
-            rows = a.max_position_embeddings
-            table = self.param("positions", _init_embedding, rows, a.hidden_size)["embedding"]
+            table = params["positions"]["embedding"]
             # As with rotary embeddings, a position beyond the table becomes NaN.
             x += table.at[positions_BxT].get(mode="fill").astype(self.dtype)
-        # Tokens of a row, of which this may be a part.
-        length = tokens_BxT.shape[1] * num_row_parts()
-        if cache is not None:
-            # While decoding, positions reach up to the cache's last column, not to T.
-            length = num_columns(self.decoding, cache[0])
-        if self.unrolled:
-            # The token at position i belongs in column i of its row.
-            columns_B = positions_BxT[:, 0]
-            rotations = self._rotations(positions_BxT, length)
-            x, new_cache, auxiliary = self._unrolled_layers(
-                x, rotations, segments_BxT, routed_experts, cache, columns_B
-            )
-        else:
-            # Parameters are created by the plain loop.
-            in_stages = num_stages() > 1 and not self.is_initializing()
-            run_layers = self._staged_layers if in_stages else self._scanned_layers
-            if self.has_variable("params", GRADIENT_SUM):
-                run_layers = self._summing_layers
-            x, auxiliary = run_layers(x, positions_BxT, segments_BxT, routed_experts)
-            new_cache = None
-        norm = MODULES[a.block].norm(a, name="norm")
-        return TransformerOutput(norm(x), new_cache, auxiliary)
+        return x
 
     def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
         """Return the rotations of global layers, and those of local ones if they differ."""
@@ -186,162 +205,141 @@ class Transformer(nn.Module):
             return (global_rotation,)
         return global_rotation, rope.rotation_tables(a, positions_BxT, length, local=True)
 
-    def _layer_options(self) -> dict[str, Any]:
-        return {
-            "architecture": self.architecture,
-            "dtype": self.dtype,
-            "attention": self.attention,
-            "decoding": self.decoding,
-            "lora_scale": None if self.lora is None else self.lora.scale,
-            "router_loss": self.router_loss,
-            "returns_routed_experts": self.returns_routed_experts,
-        }
-
-    def _layer_class(self, prevent_cse: bool) -> type[Layer]:
-        """Return the block's layer, recomputed in the backward pass if configured."""
-        layer = MODULES[self.architecture.block].layer
-        if not self.remat:
-            return layer
-        policy = REMAT_POLICIES[self.remat_policy]
-        return nn.remat(layer, prevent_cse=prevent_cse, policy=policy)
-
-    def _scanned_layers(
-        self,
-        x: jax.Array,
-        positions_BxT: jax.Array,
-        segments_BxT: jax.Array | None,
-        routed_experts_BxTxLxk: jax.Array | None,
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Run all layers as one scan over stacked parameters."""
-        layers = self._layer_stack(self.architecture.num_layers, name="layers")
-        rotations = self._rotations(positions_BxT, positions_BxT.shape[1] * num_row_parts())
-        routed_LxBxTxk = _layers_first(routed_experts_BxTxLxk)
-        x, output = layers(x, self._kind_of_each(), rotations, segments_BxT, routed_LxBxTxk)
-        return x, output.auxiliary
-
-    def _summing_layers(
-        self,
-        x: jax.Array,
-        positions_BxT: jax.Array,
-        segments_BxT: jax.Array | None,
-        routed_experts_BxTxLxk: jax.Array | None,
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Run all layers as `_scanned_layers` does; going backward, add to a sum of gradients."""
-        kind = self._kind_of_all()
-        num_layers = self.architecture.num_layers
-        layer_class = self._layer_class(prevent_cse=not _is_loop(num_layers))
-        # A module of its own, without a name in this one: it gets its parameters in the loop.
-        layer = layer_class(**self._layer_options(), keep_cache=False, kind=kind, parent=None)
-        rotations = self._rotations(positions_BxT, positions_BxT.shape[1] * num_row_parts())
-
-        def run_layer(params: Params, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-            kind, routed = inputs
-            return layer.apply({"params": params}, x, kind, rotations, segments_BxT, routed)
-
-        inputs = (self._kind_of_each(), _layers_first(routed_experts_BxTxLxk))
-        layers: Any = self.get_variable("params", "layers")
-        gradient_sum: Any = self.get_variable("params", GRADIENT_SUM)
-        x, output = scan_layers(
-            run_layer, layers, x, inputs, gradient_sum, unroll=_layers_per_iteration(num_layers)
+    def _layer(self, **names: Any) -> Layer:
+        layer, _ = MODULES[self.architecture.block]
+        return layer(
+            architecture=self.architecture,
+            dtype=self.dtype,
+            attention=self.attention,
+            decoding=self.decoding,
+            lora_scale=None if self.lora is None else self.lora.scale,
+            router_loss=self.router_loss,
+            returns_routed_experts=self.returns_routed_experts,
+            **names,
         )
-        return x, output.auxiliary
 
-    def _staged_layers(
-        self,
-        x: jax.Array,
-        positions_BxT: jax.Array,
-        segments_BxT: jax.Array | None,
-        routed_experts_BxTxLxk: jax.Array | None,
+    def _run_stacked(
+        self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: Any = None
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Run all stacked layers, or those of a stage, as one scan."""
+        params, kind_of_each = layers
+        positions, segments, routed_experts_BxTxLxk = rows
+        rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
+        layer = self._layer()
+
+        def run_layer(params: Params, x: jax.Array, inputs: Any) -> tuple[jax.Array, Auxiliary]:
+            kind, routed = inputs
+            if kind is None:
+                kind = layer_kinds(self.architecture)[0]
+            output: Any = layer.apply({"params": params}, x, kind, rotations, segments, routed)
+            x, _, auxiliary = output
+            return x, auxiliary
+
+        num_layers = len(jax.tree.leaves(params)[0])
+        is_loop = num_layers > MAX_UNROLLED_LAYERS
+        if self.remat:
+            # Inside a loop XLA cannot merge the second computation of a layer with the first.
+            policy = REMAT_POLICIES[self.remat_policy]
+            run_layer = jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
+        inputs = (kind_of_each, _layers_first(routed_experts_BxTxLxk))
+        unroll = 1 if is_loop else num_layers
+        return scan_layers(run_layer, params, x, inputs, gradient_sum, unroll)
+
+    def _run_in_stages(
+        self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: None = None
     ) -> tuple[jax.Array, Auxiliary]:
         """Run the layers of each stage as a scan, one micro-batch after the other."""
+        assert gradient_sum is None, "stages add up their gradients themselves"
         layers_per_stage = self.architecture.num_layers // num_stages()
-        # A stage's layers are a module of their own, without a name in this one.
-        stack = self._layer_stack(layers_per_stage, parent=None)
 
-        def run_stage(layers: Any, x: jax.Array, rows: Any) -> tuple[jax.Array, Auxiliary]:
-            params, kind_of_each = layers
-            positions, segments, routed = rows
-            rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
-            routed = _layers_first(routed)
-            if routed is not None:
+        def run_stage(
+            layers: StackedLayers, x: jax.Array, rows: Rows
+        ) -> tuple[jax.Array, Auxiliary]:
+            positions, segments, routed_experts = rows
+            if routed_experts is not None:
                 # A micro-batch has the experts of all layers.
                 first = jax.lax.axis_index("stage") * layers_per_stage
-                routed = jax.lax.dynamic_slice_in_dim(routed, first, layers_per_stage)
-            inputs = (kind_of_each, rotations, segments, routed)
-            x, output = stack.apply({"params": params}, x, *inputs)
-            return x, output.auxiliary
+                routed_experts = jax.lax.dynamic_slice_in_dim(
+                    routed_experts, first, layers_per_stage, axis=2
+                )
+            return self._run_stacked(layers, x, (positions, segments, routed_experts))
 
-        layers: Any = (self.get_variable("params", "layers"), self._kind_of_each())
-        rows = (positions_BxT, segments_BxT, routed_experts_BxTxLxk)
         return run_stages(run_stage, layers, x, rows)
 
-    def _layer_stack(self, num_layers: int, **options: Any) -> Any:
-        """Return layers with stacked parameters, run one after the other."""
-        kind = self._kind_of_all()
-        layer = self._layer_class(prevent_cse=not _is_loop(num_layers))
-        stack = nn.scan(
-            layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=num_layers,
-            # One kind per layer, or none; rotations and segments are the same for all layers.
-            # Each layer has its own recorded experts, if there are any.
-            in_axes=(0 if kind is None else nn.broadcast, nn.broadcast, nn.broadcast, 0),
-            unroll=_layers_per_iteration(num_layers),
-        )
-        return stack(**self._layer_options(), keep_cache=False, kind=kind, **options)
-
-    def _kind_of_all(self) -> LayerKind | None:
-        """Return the kind of all layers; `None` if they differ."""
-        # With layers of one kind it is a constant of the program, and no branch is compiled.
-        kinds = set(layer_kinds(self.architecture))
-        return next(iter(kinds)) if len(kinds) == 1 else None
-
-    def _kind_of_each(self) -> LayerKind | None:
-        """Return the kinds of all layers, [L]; `None` if they are alike."""
-        if self._kind_of_all() is not None:
-            return None
-        return LayerKind(*map(jnp.array, zip(*layer_kinds(self.architecture), strict=True)))
-
-    def _unrolled_layers(
-        self,
-        x: jax.Array,
-        rotations: tuple[rope.Rotation, ...],
-        segments_BxT: jax.Array | None,
-        routed_experts_BxTxLxk: jax.Array | None,
-        cache: tuple[LayerCache, ...] | None,
-        columns_B: jax.Array,
+    def _run_unrolled(
+        self, params: Params, x: jax.Array, rows: Rows, cache: tuple[LayerCache, ...] | None
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
-        """Run the layers unrolled, each with code of its own."""
-        layer = self._layer_class(prevent_cse=True)
+        """Run the layers unrolled, each with separate code."""
+        positions_BxT, segments_BxT, routed_experts_BxTxLxk = rows
+        if cache is None:
+            length = positions_BxT.shape[1] * num_row_parts()
+        else:
+            # While decoding, positions reach up to the cache's last column, not to T.
+            length = num_columns(self.decoding, cache[0])
+        rotations = self._rotations(positions_BxT, length)
+        # The token at position i belongs in column i of its row.
+        columns_B = positions_BxT[:, 0]
+        layer = self._layer()
         new_cache = []
         auxiliary = []
         for i, kind in enumerate(layer_kinds(self.architecture)):
-            block = layer(**self._layer_options(), keep_cache=True, kind=kind, name=f"layer_{i}")
-            layer_cache = None if cache is None else cache[i]
-            routed = None if routed_experts_BxTxLxk is None else routed_experts_BxTxLxk[:, :, i]
-            x, output = block(x, None, rotations, segments_BxT, routed, layer_cache, columns_B)
-            assert output.cache is not None  # because of keep_cache
+            output: Any = layer.apply(
+                {"params": params[f"layer_{i}"]},
+                x,
+                kind,
+                rotations,
+                segments_BxT,
+                None if routed_experts_BxTxLxk is None else routed_experts_BxTxLxk[:, :, i],
+                None if cache is None else cache[i],
+                columns_B,
+            )
+            x, layer_cache, layer_auxiliary = output
             if cache is None and self.decoding == "tpu":
                 # Where a norm follows the products (Gemma), the compiler for TPUs would keep what
                 # each layer adds instead of the sum, and add all of it up again in every layer.
                 x = jax.lax.optimization_barrier(x)
-            new_cache.append(output.cache)
+            new_cache.append(layer_cache)
             # Stacked below, to the same form that a scan returns.
-            auxiliary.append(output.auxiliary)
+            auxiliary.append(layer_auxiliary)
         return x, tuple(new_cache), jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
 
 
-def _is_loop(num_layers: int) -> bool:
-    """Return whether stacked layers run as a loop, rather than each as code of its own.
+class _Parameters(nn.Module):
+    """Creates a decoder's parameters: names and order determine their random keys."""
 
-    Inside a loop XLA cannot merge the second computation of a layer with the first.
-    """
-    return num_layers > MAX_UNROLLED_LAYERS
+    decoder: Transformer
+
+    @nn.compact
+    def __call__(self) -> None:
+        a = self.decoder.architecture
+        self.param("embed", _init_embedding, a.vocab_size, a.hidden_size)
+        if a.learned_positions:
+            self.param("positions", _init_embedding, a.max_position_embeddings, a.hidden_size)
+        x = jnp.zeros((1, 1, a.hidden_size), self.decoder.dtype)
+        rotations = self.decoder._rotations(jnp.zeros((1, 1), jnp.int32), 1)
+
+        def run_layer(layer: Layer, x: jax.Array) -> tuple[jax.Array, None]:
+            output, *_ = layer(x, layer_kinds(a)[0], rotations, None)
+            return output, None
+
+        create = nn.scan(
+            run_layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=a.num_layers,
+        )
+        x, _ = create(self.decoder._layer(name="layers"), x)
+        _, norm = MODULES[a.block]
+        norm(a, name="norm")(x)
 
 
-def _layers_per_iteration(num_layers: int) -> int:
-    return 1 if _is_loop(num_layers) else num_layers
+def _kind_of_each(architecture: Architecture) -> LayerKind | None:
+    """Return the kinds of all layers, [L]; `None` if they are alike."""
+    kinds = layer_kinds(architecture)
+    # With layers of one kind it is a constant of the program, and no branch is compiled.
+    if len(set(kinds)) == 1:
+        return None
+    return LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
 
 
 def _layers_first(routed_experts_BxTxLxk: jax.Array | None) -> jax.Array | None:

@@ -13,10 +13,10 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.models.layers import (
     ACTIVATION_FUNCTIONS,
+    Auxiliary,
     Dense,
     Layer,
     LayerKind,
-    LayerOutput,
 )
 
 
@@ -69,14 +69,14 @@ class UngatedLayer(Layer):
     def __call__(
         self,
         x: jax.Array,
-        kind: LayerKind | None,
+        kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerOutput]:
-        """Return the hidden states after this layer and its other outputs."""
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Return the hidden states after this layer, its keys and values, and other outputs."""
         a = self.architecture
         normed = LayerNorm(a, name="input_norm")(x)
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
@@ -88,6 +88,4 @@ class UngatedLayer(Layer):
             x = out + attended + x
         else:
             x = mlp_input + out
-        if not self.keep_cache:
-            return x, LayerOutput(None, {})
-        return x, LayerOutput(cache, {})
+        return x, cache, {}

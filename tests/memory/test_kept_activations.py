@@ -43,7 +43,7 @@ def residual_bytes(policy):
     """Return the bytes that JAX keeps of a row for the backward pass."""
     net = Transformer(ARCHITECTURE, dtype=jnp.bfloat16, remat=True, remat_policy=policy)
     row = jnp.zeros((1, ROW), jnp.int32)
-    params = jax.eval_shape(lambda: net.init(jax.random.key(0), row, row, row))
+    params = {"params": jax.eval_shape(net.init, jax.random.key(0))}
 
     def residuals(params):
         return jax.vjp(lambda params: net.apply(params, row, row, row).hidden, params)[1]

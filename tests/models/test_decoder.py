@@ -118,8 +118,8 @@ def test_unroll_casts_and_keeps_the_head(params):
     np.testing.assert_array_equal(
         flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16)
     )
-    expected_shapes = jax.eval_shape(lambda: heads.init_params(UNROLLED, jax.random.key(0), "lm"))
-    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, expected_shapes)
+    second_layer = jax.tree.map(lambda x: x[1].astype(jnp.bfloat16), params["layers"])
+    jax.tree.map(np.testing.assert_array_equal, flat["layer_1"], second_layer)
 
 
 @pytest.mark.parametrize("decoding", ["cpu", "tpu"])

@@ -99,7 +99,7 @@ def test_a_position_beyond_the_table_is_not_a_number():
     config = reference.fields("gpt2", reference.SIZES | {"max_position_embeddings": 8})
     model = Transformer(from_hf_config(config | {"model_type": "gpt2"}))
     tokens = jnp.zeros((1, 2), jnp.int32)
-    params = model.init(jax.random.key(0), tokens, tokens)
+    params = {"params": model.init(jax.random.key(0))}
     inside, outside = (model.apply(params, tokens, tokens + position).hidden for position in (7, 8))
     assert jnp.isfinite(inside).all() and jnp.isnan(outside).all()
 
@@ -111,7 +111,7 @@ def test_layers_of_a_scan_return_hidden_states_alone(architecture):
     """Keys and values of all layers would be stacked for nothing."""
     model = Transformer(architecture)
     tokens = jnp.zeros((1, 3), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
+    params = {"params": jax.eval_shape(model.init, jax.random.key(0))}
     equations = jax.make_jaxpr(model.apply)(params, tokens, tokens).eqns
     scan = next(equation for equation in equations if equation.primitive.name == "scan")
     assert [output.aval.shape for output in scan.outvars] == [(1, 3, architecture.hidden_size)]
