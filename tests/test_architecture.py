@@ -78,6 +78,10 @@ LATE = (
 )
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}
+# Workers, which start without the rest, end with their parent by a system call.
+PRIVATE_PARTS = {"jax_ppo/runtime/compat.py", "jax_ppo/processes.py"}
+# Names that are public in spite of their underscore.
+PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: a section of the options and what it configures,
 # the two implementations of models and of caches, PPO and supervised runs, and `main` of commands.
@@ -96,7 +100,11 @@ def violations(path: str, source: str) -> list[str]:
     if path.startswith("jax_ppo/"):
         found += [
             f"{path}:{line}: {what}"
-            for line, what in (*_imports(path, tree), *_partition_specs(path, tree))
+            for line, what in (
+                *_imports(path, tree),
+                *_partition_specs(path, tree),
+                *_private(path, tree),
+            )
         ]
     return found
 
@@ -150,6 +158,39 @@ def _partition_specs(path, tree):
         return
     for line in _lines_with_partition_spec(tree):
         yield line, "PartitionSpec stays in runtime/sharding.py and runtime/parallelism"
+
+
+def _private(path, tree):
+    """Yield (line, message) of each private part of a library."""
+    if path in PRIVATE_PARTS:
+        return
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        if "jax_ppo" not in names:
+            for name in names:
+                if name == "ctypes" or (name.startswith("_") and not name.startswith("__")):
+                    yield node.lineno, f"{name}: private parts stay in runtime/compat.py"
+    own = {getattr(node, "name", None) for node in ast.walk(tree)}
+    own |= {getattr(node, "id", None) for node in ast.walk(tree) if _is_stored(node)}
+    own |= {node.attr for node in ast.walk(tree) if _is_stored(node) and hasattr(node, "attr")}
+    for node in ast.walk(tree):
+        # What `self` has may come from a class of ours in another file.
+        if getattr(getattr(node, "value", None), "id", "") in ("self", "cls"):
+            continue
+        name = getattr(node, "attr", "")
+        if name.startswith("_") and not name.startswith("__") and name not in own | PUBLIC_NAMES:
+            yield node.lineno, f"{name}: private parts stay in runtime/compat.py"
+
+
+def _is_stored(node):
+    """Return whether `self._name = ...` or `_name: type` defines the name; `x._name = ...` not."""
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") in ("self", "cls")
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _lines_with_partition_spec(tree):
@@ -288,6 +329,21 @@ def test_every_file_that_may_split_arrays_does(path):
             "jax_ppo/__init__.py",
             "from transformers import AutoTokenizer",
             "loaded before the options are checked",
+        ),
+        (
+            "jax_ppo/runtime/meshes.py",
+            "from jax._src import mesh",
+            "_src: private parts stay in runtime/compat.py",
+        ),
+        (
+            "jax_ppo/runtime/backends.py",
+            "from jaxlib import _jax",
+            "_jax: private parts stay in runtime/compat.py",
+        ),
+        (
+            "jax_ppo/training/checksums.py",
+            "def f(path):\n    path._store = None",
+            "_store: private parts stay in runtime/compat.py",
         ),
         ("jax_ppo/data/files.py", "import pickle", "pickle runs what it reads"),
         (

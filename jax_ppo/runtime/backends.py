@@ -5,13 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import jax
-from jax._src import distributed as jax_distributed
-from jaxlib import _jax
 
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import compat
 
 # Not in this process: a backend may wait for other processes, and none is stopped again.
 _LISTS_PLATFORMS = "from jax.extend import backend; print(*backend.backends(), sep=', ')"
@@ -25,7 +23,9 @@ def start_backends() -> None:
       UserError: there are no devices of the platforms in JAX_PLATFORMS.
     """
     try:
-        with _gloo_at_own_address():
+        # Gloo, which connects the CPUs of several processes, would resolve the name of the host,
+        # which some machines cannot, and others resolve to an address of the loopback interface.
+        with compat.gloo_at(_own_address):
             jax.devices()
     # The latter, without a text, for "cuda" without a GPU.
     except (RuntimeError, AssertionError) as error:
@@ -55,28 +55,9 @@ def _platforms() -> str:
     return result.stdout.strip() or "unknown"
 
 
-@contextlib.contextmanager
-def _gloo_at_own_address() -> Iterator[None]:
-    """Let Gloo, which connects the CPUs of several processes, listen where the coordinator can.
-
-    It would resolve the name of the host, which some machines cannot, and others resolve to an
-    address of the loopback interface. JAX has no option for it.
-    """
-    make = _jax.make_gloo_tcp_collectives
-
-    def make_at_own_address(distributed_client: _jax.DistributedRuntimeClient) -> object:
-        return make(distributed_client=distributed_client, hostname=_own_address())
-
-    _jax.make_gloo_tcp_collectives = make_at_own_address
-    try:
-        yield
-    finally:
-        _jax.make_gloo_tcp_collectives = make
-
-
 def _own_address() -> str | None:
     """Return the address of the interface to the coordinator, or `None` if there is no such."""
-    host, _, port = (jax_distributed.global_state.coordinator_address or "").rpartition(":")
+    host, _, port = (compat.distributed_state().coordinator_address or "").rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         options = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
         family, kind, _, _, address = options[0]

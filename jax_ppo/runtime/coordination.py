@@ -17,13 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from jaxlib import _jax
-
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import compat
 
 _READY = "ready\n"
 _STOP = "stop\n"
@@ -63,17 +62,6 @@ class ServiceProcess:
         self._process.communicate(_STOP)
 
 
-@contextlib.contextmanager
-def service_in_own_process() -> Iterator[None]:
-    """Let `jax.distributed.initialize` in the block start the service as a process."""
-    start_in_thread = _jax.get_distributed_runtime_service
-    _jax.get_distributed_runtime_service = ServiceProcess
-    try:
-        yield
-    finally:
-        _jax.get_distributed_runtime_service = start_in_thread
-
-
 def _serve(arguments: str) -> None:
     """Run the service until process 0 stops it or has ended."""
     # A signal to all processes of a run is for process 0 to handle.
@@ -83,7 +71,7 @@ def _serve(arguments: str) -> None:
     seconds = options["heartbeat_timeout"]
     _name_silent_processes(seconds)
     _require_free(options["address"], seconds)
-    service = _jax.get_distributed_runtime_service(**options)
+    service = compat.start_coordination_service(**options)
     print(_READY, end="", flush=True)
     if sys.stdin.read() == _STOP:
         service.shutdown()

@@ -1,13 +1,11 @@
 """Bytes on a device: what devices report, and what arrays or their shapes take."""
 
-import contextlib
-import ctypes
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from jax_ppo.runtime import compat
 
 _GIB = 2**30
 _LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
@@ -48,18 +46,10 @@ def release_freed_memory(resident: Any) -> None:
     Args:
       resident: the arrays that stay; if they are small, nothing is done.
     """
-    trim = _malloc_trim()
+    # On accelerators, programs use other memory.
+    trim = compat.malloc_trim() if jax.default_backend() == "cpu" else None
     if trim is not None and bytes_per_device(resident) >= _LARGE:
         trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's `malloc_trim`; `None` where programs use other memory or another library."""
-    if jax.default_backend() == "cpu":
-        with contextlib.suppress(OSError, TypeError, AttributeError):
-            return ctypes.CDLL(None).malloc_trim
-    return None
 
 
 def bytes_per_device(tree: Any) -> int:

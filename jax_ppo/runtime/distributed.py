@@ -24,12 +24,11 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import coordination, signals, stragglers
+from jax_ppo.runtime import compat, coordination, signals, stragglers
 from jax_ppo.runtime.lifeline import Lifeline
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
@@ -66,7 +65,7 @@ def initialize(options: schema.Distributed) -> None:
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
     with _limited_start():
-        with coordination.service_in_own_process():
+        with compat.coordination_service(coordination.ServiceProcess):
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,
@@ -83,7 +82,7 @@ def _limited_start() -> Iterator[None]:
     """
 
     def end() -> None:
-        address = jax_distributed.global_state.coordinator_address
+        address = compat.distributed_state().coordinator_address
         _end_abruptly(
             f"not all processes have connected to {address} within {_START_SECONDS} s: one has not "
             "started, has ended since, or cannot reach it",
@@ -138,7 +137,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     Args:
       received: the signal that this process has received.
     """
-    client = jax_distributed.global_state.client
+    client = compat.distributed_state().client
     if client is None:
         return received
     if received is not None:
@@ -195,7 +194,7 @@ def run_or_abort(function: Callable[[], object]) -> object:
         ordinary_codes = (None, 0, *signals.EXIT_CODES)
         finished = isinstance(error, SystemExit) and error.code in ordinary_codes
         # jax.process_count() needs devices, which may be what failed.
-        if finished or jax_distributed.global_state.num_processes == 1:
+        if finished or compat.distributed_state().num_processes == 1:
             _disconnect()
             raise
         if _is_runtime_error(error) and _lifeline is not None:
@@ -225,7 +224,7 @@ def _disconnect() -> None:
     JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
     meanwhile. Here the lifeline still ends this process, with a line that names the other.
     """
-    client = jax_distributed.global_state.client
+    client = compat.distributed_state().client
     if client is not None:
         # A process that does not arrive reports an error of its own.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -251,7 +250,7 @@ def end_stalled_run(reason: str) -> NoReturn:
 def _start_lifeline(seconds: int) -> None:
     """Connect this process to the others by a lifeline."""
     global _lifeline
-    state = jax_distributed.global_state
+    state = compat.distributed_state()
     if state.num_processes == 1:
         return
     process = state.process_id
@@ -281,7 +280,7 @@ def _announce_end(reason: str | None, code: int = 1) -> None:
 
 
 def _end_abruptly(reason: str, code: int = 1) -> NoReturn:
-    state = jax_distributed.global_state
+    state = compat.distributed_state()
     subject = "error"
     if state.num_processes > 1:
         subject = f"process {state.process_id} of {state.num_processes} ends the run"

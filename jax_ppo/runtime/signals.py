@@ -11,7 +11,6 @@ also writes each signal to a socket that a thread reads.
 
 import contextlib
 import multiprocessing
-import multiprocessing.util
 import os
 import select
 import signal
@@ -22,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_ppo.runtime import heartbeat
+from jax_ppo.runtime import compat, heartbeat
 
 LIMIT_SECONDS = 30.0
 # `timeout` and some launchers send a signal to a process and to its group: that counts as one.
@@ -298,8 +297,7 @@ def _kill_children() -> None:
     def release() -> None:
         for child in multiprocessing.active_children():
             child.terminate()
-        # Otherwise multiprocessing's resource tracker warns of semaphores.
-        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+        compat.release_multiprocessing()
 
     # In a thread, since what hangs may hold a lock that this needs.
     thread = threading.Thread(target=release, daemon=True)

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from jax._src import distributed as jax_distributed
+from jax_ppo.runtime import compat
 
 _KEY = "jax_ppo/own_seconds"
 _waited_seconds = 0.0
@@ -48,7 +48,7 @@ def exchange_own_seconds(seconds: float) -> dict[int, float]:
       Seconds by process, on process 0; those of another process may be of the step before. Empty on
       the others, and in a run of one process.
     """
-    state = jax_distributed.global_state
+    state = compat.distributed_state()
     if state.client is None:
         return {}
     state.client.key_value_set(f"{_KEY}/{state.process_id}", repr(seconds), allow_overwrite=True)

@@ -7,15 +7,10 @@ import sys
 from collections.abc import Callable
 
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import compat
 
 # The value that has been tried already, for the processes that this one starts.
 _TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
-# Has XLA parse its flags: a quarter of a second, without devices or the package jax.
-_PARSES_FLAGS = """
-from jaxlib import _jax
-options = _jax.CompileOptions()
-options.executable_build_options.debug_options
-"""
 
 
 def require_known() -> None:
@@ -58,7 +53,7 @@ def _refused() -> list[str]:
 
 def _parses(flags: str) -> bool:
     return not subprocess.run(
-        [sys.executable, "-c", _PARSES_FLAGS],
+        [sys.executable, "-c", compat.PARSES_XLA_FLAGS],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
     ).returncode

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import compilation, dispatch
+from jax_ppo.runtime import compat, compilation, dispatch
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler.decode_loop import PADDING, generate_responses
 from jax_ppo.sampler.engine import SamplingOptions
@@ -134,7 +134,7 @@ class Sampler:
     @property
     def compilations(self) -> int:
         """Return the number of programs compiled so far."""
-        return self.program._cache_size()  # type: ignore[attr-defined]
+        return compat.num_compiled(self.program)
 
 
 @functools.partial(jax.jit, static_argnames=("lanes", "n"))

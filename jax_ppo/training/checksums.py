@@ -20,6 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from jax_ppo.runtime import compat
 from jax_ppo.storage import remote
 from jax_ppo.storage.remote import RemoteFile
 
@@ -33,8 +34,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 
 async def _write_last_metadata(temporary_path: Any) -> None:
     """Write the metadata that Orbax updates last, so that a checksum covers it, too."""
-    store: Any = temporary_path._checkpoint_metadata_store
-    temporary_path._checkpoint_metadata_store = None
+    store = compat.take_metadata_store(temporary_path)
     if store is not None:
         await asyncio.to_thread(store.wait_until_finished)
         await asyncio.to_thread(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_ppo.runtime import device_memory
+from jax_ppo.runtime import compat, device_memory
 from jax_ppo.runtime.device_memory import measure_device_memory, release_freed_memory
 
 
@@ -29,7 +29,7 @@ def test_a_platform_without_statistics_has_no_figures(monkeypatch):
 
 def test_freed_memory_is_returned_where_the_arrays_that_stay_are_large(monkeypatch):
     calls = []
-    monkeypatch.setattr(device_memory, "_malloc_trim", lambda: calls.append)
+    monkeypatch.setattr(compat, "malloc_trim", lambda: calls.append)
     monkeypatch.setattr(device_memory, "_LARGE", 4 * 100)
     release_freed_memory({"kernel": jnp.ones(99)})
     assert calls == []
@@ -39,4 +39,4 @@ def test_freed_memory_is_returned_where_the_arrays_that_stay_are_large(monkeypat
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_glibc_can_return_freed_memory():
-    assert device_memory._malloc_trim()(0) in (0, 1)
+    assert compat.malloc_trim()(0) in (0, 1)

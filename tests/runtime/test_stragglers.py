@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jax_ppo.runtime import stragglers
+from jax_ppo.runtime import compat, stragglers
 
 
 class Store:
@@ -25,7 +25,7 @@ def test_the_newest_seconds_of_all_processes_reach_process_0(monkeypatch):
 
     def exchange(process, seconds):
         state = types.SimpleNamespace(client=store, process_id=process)
-        monkeypatch.setattr(stragglers.jax_distributed, "global_state", state)
+        monkeypatch.setattr(compat, "distributed_state", lambda: state)
         return stragglers.exchange_own_seconds(seconds)
 
     assert exchange(0, 1.0) == {0: 1.0}

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import xla_flags
+from jax_ppo.runtime import compat, xla_flags
 
 KNOWN = "--xla_backend_optimization_level=0"
 
@@ -53,5 +53,5 @@ def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nothing=true")
     with pytest.raises(UserError, match="--xla_nothing=true"):
         xla_flags.require_known()
-    monkeypatch.setattr(xla_flags, "_PARSES_FLAGS", "raise SystemExit(1)")
+    monkeypatch.setattr(compat, "PARSES_XLA_FLAGS", "raise SystemExit(1)")
     xla_flags.require_known()

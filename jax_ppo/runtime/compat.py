@@ -1,0 +1,121 @@
+"""Everything that the package uses of libraries without their promise to keep it.
+
+Each entry says on which versions it was tried and what happens without it. Where there is no
+fallback, pyproject.toml has an upper bound. JAX is imported late: some callers run before it.
+"""
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Has XLA parse its flags: a quarter of a second, without devices or the package jax. Tried with
+# jaxlib 0.10.2 and 0.11.2; otherwise all flags pass, and XLA itself reports one that it refuses.
+PARSES_XLA_FLAGS = """
+try:
+    from jaxlib import _jax
+    options = _jax.CompileOptions()
+except (ImportError, AttributeError):
+    raise SystemExit(0)
+options.executable_build_options.debug_options
+"""
+
+
+def distributed_state() -> Any:
+    """Return what `jax.distributed.initialize` has connected to.
+
+    It has `client` (`None` in a run of one process), `process_id`, `num_processes` and
+    `coordinator_address`. Tried with jax 0.10.2 and 0.11.2. Nothing public gives the client, so
+    pyproject.toml bounds jax.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+@contextlib.contextmanager
+def coordination_service(service: Callable[..., Any]) -> Iterator[None]:
+    """Let `jax.distributed.initialize` in the block start `service(address, num_nodes, ...)`.
+
+    Tried with jaxlib 0.10.2 and 0.11.2; otherwise JAX starts its service in this process.
+    """
+    with _replace_in_jaxlib("get_distributed_runtime_service", lambda _: service):
+        yield
+
+
+def start_coordination_service(**options: Any) -> Any:
+    """Start JAX's coordination service in this process; only called if it can be replaced."""
+    from jaxlib import _jax
+
+    return _jax.get_distributed_runtime_service(**options)
+
+
+@contextlib.contextmanager
+def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
+    """Let Gloo, which JAX starts in the block, listen on `hostname()`.
+
+    Tried with jaxlib 0.10.2 and 0.11.2; otherwise Gloo resolves the name of the host.
+    """
+
+    def at_hostname(make: Callable[..., object]) -> Callable[..., object]:
+        return lambda distributed_client: make(
+            distributed_client=distributed_client, hostname=hostname()
+        )
+
+    with _replace_in_jaxlib("make_gloo_tcp_collectives", at_hostname):
+        yield
+
+
+@contextlib.contextmanager
+def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function of jaxlib in the block, if there is one of this name."""
+    try:
+        from jaxlib import _jax
+
+        original = getattr(_jax, name)
+    except (ImportError, AttributeError):
+        yield
+        return
+    setattr(_jax, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(_jax, name, original)
+
+
+def num_compiled(program: Any) -> int:
+    """Return the number of shapes that a jitted function was compiled for, for tests.
+
+    Tried with jax 0.10.2 and 0.11.2; otherwise an `AttributeError`.
+    """
+    return program._cache_size()
+
+
+def take_metadata_store(temporary_path: Any) -> Any:
+    """Return what writes an Orbax checkpoint's last metadata, and keep Orbax from using it.
+
+    Tried with orbax-checkpoint 0.12.8. Nothing public writes the metadata before the checkpoint is
+    complete, so pyproject.toml bounds orbax-checkpoint.
+    """
+    store = temporary_path._checkpoint_metadata_store
+    temporary_path._checkpoint_metadata_store = None
+    return store
+
+
+@functools.cache
+def malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`; `None` with another C library."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):
+        return ctypes.CDLL(None).malloc_trim
+    return None
+
+
+def release_multiprocessing() -> None:
+    """Release semaphores of multiprocessing now, of which its resource tracker would warn.
+
+    Tried with Python 3.11 to 3.13; otherwise the tracker warns.
+    """
+    with contextlib.suppress(AttributeError):
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
