@@ -216,7 +216,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     shape = batches.packing.sample.shape[2:]
     tokens = device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
-    # Gradients are added to the sum as they are computed (training/gradients.py), except in stages,
+    # Gradients are added to the sum as they are computed (training/learner.py), except in stages,
     # which have those of a micro-batch and those of a tick, and for adapters.
     gradients = 0
     if schedule.stages > 1 or role.net.lora is not None:

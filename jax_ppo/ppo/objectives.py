@@ -1,16 +1,16 @@
 """The losses of actor and critic on packed rows, and their metrics.
 
 Each loss function returns the share of a mini-batch's loss that its rows contribute. Shares of the
-loss add up over rows; shares of a metric combine as its `loss_metrics.Metric` states.
+loss add up over rows; shares of a metric combine as its `learner.Metric` states.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Actor, Config, Critic
@@ -24,11 +24,10 @@ from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
 from jax_ppo.training import forward, packing
+from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
+from jax_ppo.training.networks import full_parameters
 from jax_ppo.training.packing import Rows
-from jax_ppo.types import Experience, Params, pytree
-
-Metrics = dict[str, jax.Array]
-LossAndMetrics = tuple[Float32[Array, ""], Metrics]
+from jax_ppo.types import Experience, MiniBatches, Params, Sequences, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +95,81 @@ class ActorContext:
     reference: Params | None
     kl_coef: Float32[Array, ""]
     entropy_coef: Float32[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutObjective:
+    """The objective of a role on one rollout: a `learner.Objective`.
+
+    Attributes:
+      loss_function: (params, context, rows, experience, weights) -> (loss, metrics).
+      metrics: how each of its metrics is reduced.
+      aggregation: see `registries.AGGREGATIONS`.
+      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+      net: the role's model.
+      base: frozen parameters that the role's adapters apply to; `None` without adapters.
+      context: constants of the actor's loss.
+      experience: the rollout's experience.
+    """
+
+    loss_function: Callable[..., LossAndMetrics]
+    metrics: Mapping[str, Metric]
+    aggregation: str
+    loss_scale: float
+    net: Transformer
+    base: Params | None
+    context: ActorContext | None
+    experience: Experience
+
+    @property
+    def sequences(self) -> Sequences:
+        """Return the rollout's samples."""
+        return self.experience.sequences
+
+    def has_tokens(self, batch: MiniBatches) -> jax.Array:
+        """Return whether a mini-batch has any token to learn from, bool scalar."""
+        return jnp.any(count_learned_tokens(self.experience, batch) > 0)
+
+    def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
+        """Return the weights of a sample's tokens in the loss and in means, and its own in means.
+
+        They are fixed by the whole mini-batch, whatever its split.
+        """
+        counts_B = count_learned_tokens(self.experience, batch)
+        loss_B = losses.loss_weights(counts_B, self.aggregation, self.loss_scale)
+        mean_B = losses.loss_weights(counts_B, "token-mean")
+        sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
+        return loss_B, mean_B, sequence_B
+
+    def loss(
+        self, params: Params, rows: Rows, weights: tuple[Float32[Array, " B"], ...]
+    ) -> LossAndMetrics:
+        """Return the share of a mini-batch's loss that its rows contribute, and metrics.
+
+        Args:
+          params: the role's parameters, or its adapters.
+          rows: some rows of the mini-batch.
+          weights: as `weigh` returns them.
+        """
+        loss_B, mean_B, sequence_B = weights
+        own_share = packing.sequence_weights(self.sequences, rows)
+        token_weights = Weights(
+            loss=jnp.where(rows.mask, loss_B[rows.samples], 0),
+            mean=jnp.where(rows.mask, mean_B[rows.samples], 0),
+            sequence=own_share * sequence_B[rows.samples],
+        )
+        # Inside the gradient, so that adapters receive theirs through the join.
+        all_params = full_parameters(self.net, params, self.base)
+        return self.loss_function(all_params, self.context, rows, self.experience, token_weights)
+
+
+def count_learned_tokens(experience: Experience, batch: MiniBatches) -> Int32[Array, " B"]:
+    """Return the number of action tokens of each sample that a mini-batch learns from.
+
+    Samples outside the mini-batch, or excluded by the sample mask, have 0.
+    """
+    learned_B = batch.members & experience.sample_mask
+    return jnp.where(learned_B, experience.action_mask.sum(1), 0)
 
 
 def actor_context(options: Actor, reference: Params | None) -> ActorContext:

@@ -18,10 +18,16 @@ from jaxtyping import Array, Int32
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loss_metrics, objectives, plugin_trials
-from jax_ppo.ppo.objectives import ActorLossOptions, Metrics
-from jax_ppo.ppo.role import EarlyStop, Role
+from jax_ppo.ppo.objectives import ActorContext, ActorLossOptions, RolloutObjective
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
+from jax_ppo.training.learner import (
+    EarlyStop,
+    Learner,
+    LossAndMetrics,
+    Metric,
+    Metrics,
+)
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.state import TrainState
@@ -41,7 +47,7 @@ class ActorOptions:
       loss_scale: tokens, the divisor of loss_agg_mode "seq-mean-token-sum-norm".
       warmup_steps: first steps of the run, in which only the critic learns.
       rounding_seed: see `optimizer.rounding_seed`.
-      logs_optimizer_steps: see `Role`.
+      logs_optimizer_steps: see `Learner`.
     """
 
     loss: ActorLossOptions
@@ -61,7 +67,7 @@ class CriticOptions:
       aggregation: see `registries.AGGREGATIONS`.
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       rounding_seed: see `optimizer.rounding_seed`.
-      logs_optimizer_steps: see `Role`.
+      logs_optimizer_steps: see `Learner`.
     """
 
     critic: Critic
@@ -124,9 +130,9 @@ def update_state(
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
-      `loss_metrics.Metric` states; NaN if no step had tokens to learn from. During the critic's
+      `learner.Metric` states; NaN if no step had tokens to learn from. During the critic's
       warm-up the actor's metrics describe the step that it did not take. Values of each optimizer
-      step, if they are logged, are arrays [U] under `loss_metrics.OPTIMIZER_STEPS` + ROLE/NAME.
+      step, if they are logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
     """
     # The critic's program does not need the actor's result: both are dispatched together.
     programs = update_programs(
@@ -208,8 +214,9 @@ def update_actor(
     reference = placement.to_device(fixed_state.reference)
     context = objectives.actor_context(actor, reference)
     start = placement.to_device((params, optimizer_state))
-    new_params, new_optimizer_state, metrics = actor_role(options, net, base=reference).train(
-        start[0], start[1], rate, update_enabled, context, experience, batches
+    learner = actor_learner(options, net, experience, context, base=reference)
+    new_params, new_optimizer_state, metrics = learner.train(
+        start[0], start[1], rate, update_enabled, batches
     )
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
@@ -239,8 +246,9 @@ def update_critic(
     # Only adapters need the base here, and with adapters it is on the device already.
     base = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
-    new_params, new_optimizer_state, metrics = critic_role(options, net, base=base).train(
-        start[0], start[1], rate, True, None, experience, batches
+    learner = critic_learner(options, net, experience, base=base)
+    new_params, new_optimizer_state, metrics = learner.train(
+        start[0], start[1], rate, True, batches
     )
     new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
     new_params = placement.to_memory_of(new_params, params)
@@ -257,59 +265,76 @@ def _constrain_to_train_layout(*trees: Any) -> Any:
     return constrain_tree(trees, TRAIN_RULES)
 
 
-def actor_role(options: ActorOptions, net: Transformer, base: Params | None = None) -> Role:
-    """Return the actor's role; with a shared trunk, that of actor and critic together."""
+def actor_learner(
+    options: ActorOptions,
+    net: Transformer,
+    experience: Experience,
+    context: ActorContext,
+    base: Params | None = None,
+) -> Learner:
+    """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.loss.actor
     plugin_metrics = plugin_trials.policy_loss_metrics(actor)
-    metrics = {
-        **loss_metrics.ACTOR_METRICS,
-        **dict.fromkeys(plugin_metrics, loss_metrics.Metric.MEAN),
-    }
+    metrics = {**loss_metrics.ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
     if actor.router_aux_loss_coef:
-        metrics = {**metrics, "actor/router_loss": loss_metrics.Metric.MEAN}
+        metrics["actor/router_loss"] = Metric.MEAN
     # With a shared trunk one objective serves both roles, and both report their metrics.
-    objective: Callable[..., objectives.LossAndMetrics]
+    loss_function: Callable[..., LossAndMetrics]
     if options.shared_critic is None:
-        objective = functools.partial(objectives.actor_loss, options.loss, net)
+        loss_function = functools.partial(objectives.actor_loss, options.loss, net)
     else:
-        metrics = {**metrics, **loss_metrics.CRITIC_METRICS}
-        objective = functools.partial(
+        metrics |= loss_metrics.CRITIC_METRICS
+        loss_function = functools.partial(
             objectives.shared_loss, options.loss, options.shared_critic, net
         )
     early_stop = None
     if actor.target_kl is not None:
         early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
-    return Role(
+    return Learner(
         name="actor",
-        net=net,
-        objective=objective,
-        metrics=metrics,
+        prefix="actor/",
+        objective=RolloutObjective(
+            loss_function=loss_function,
+            metrics=metrics,
+            aggregation=actor.loss_agg_mode,
+            loss_scale=options.loss_scale,
+            net=net,
+            base=base,
+            context=context,
+            experience=experience,
+        ),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
-        aggregation=actor.loss_agg_mode,
-        loss_scale=options.loss_scale,
+        trains_layers=net.lora is None,
         early_stop=early_stop,
-        base=base,
         rounding_seed=options.rounding_seed,
         logs_optimizer_steps=options.logs_optimizer_steps,
     )
 
 
-def critic_role(options: CriticOptions, net: Transformer, base: Params | None = None) -> Role:
-    """Return the role of a separate critic."""
-    metrics = loss_metrics.CRITIC_METRICS
+def critic_learner(
+    options: CriticOptions, net: Transformer, experience: Experience, base: Params | None = None
+) -> Learner:
+    """Return the learner of a separate critic."""
+    metrics = dict(loss_metrics.CRITIC_METRICS)
     if options.critic.router_aux_loss_coef:
-        metrics = {**metrics, "critic/router_loss": loss_metrics.Metric.MEAN}
-    return Role(
+        metrics["critic/router_loss"] = Metric.MEAN
+    return Learner(
         name="critic",
-        net=net,
-        objective=functools.partial(objectives.critic_loss, options.critic, net),
-        metrics=metrics,
+        prefix="critic/",
+        objective=RolloutObjective(
+            loss_function=functools.partial(objectives.critic_loss, options.critic, net),
+            metrics=metrics,
+            aggregation=options.aggregation,
+            loss_scale=options.loss_scale,
+            net=net,
+            base=base,
+            context=None,
+            experience=experience,
+        ),
         optim=options.critic.optim,
         grad_clip=options.critic.grad_clip,
-        aggregation=options.aggregation,
-        loss_scale=options.loss_scale,
-        base=base,
+        trains_layers=net.lora is None,
         rounding_seed=options.rounding_seed,
         logs_optimizer_steps=options.logs_optimizer_steps,
     )

@@ -19,7 +19,6 @@ from jax_ppo.models.hf.peft import (
     save_adapters,
 )
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
-from jax_ppo.ppo.loss_metrics import OPTIMIZER_STEPS
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
@@ -32,6 +31,7 @@ from jax_ppo.run.first_step import format_first_step
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import StepSamples, describe_step
 from jax_ppo.runtime import compilation, distributed, signals
+from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
 

@@ -5,7 +5,7 @@ import dataclasses
 from jax_ppo.data import responses
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
-from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, Objective
+from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, SupervisedObjective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Task:
     """
 
     command: str
-    objective: Objective
+    objective: SupervisedObjective
     response_fields: tuple[str, ...]
     unit: str
     output: str

@@ -1,12 +1,11 @@
 """Supervised objectives, and one optimizer step on packed rows in one compiled, donated call.
 
-As in PPO's update, the weight of each unit (a token, a pair) is fixed by its whole batch before the
-batch is split into micro-batches or over devices, so neither split changes the gradient.
+The weight of each unit (a token, a pair) is fixed by its whole batch, see `training.learner`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,26 @@ from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
+from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.gradients import add_gradient
-from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer, rounding_keys
+from jax_ppo.training.learner import (
+    Learner,
+    LossAndMetrics,
+    Metric,
+    Metrics,
+    gather_micro_batch,
+)
+from jax_ppo.training.optimizer import learning_rate
 from jax_ppo.training.packing import Rows
-from jax_ppo.training.stochastic_rounding import zero_gradients
-from jax_ppo.types import Packing, Params, Sequences
+from jax_ppo.types import MiniBatches, Packing, Params, Sequences
 
-Metrics = dict[str, jax.Array]
 SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """Objective of a supervised step.
+class SupervisedObjective:
+    """What a supervised command minimizes: a static argument of compiled functions.
 
     Attributes:
       head: the head on the decoder, "lm" or "scalar".
@@ -115,7 +118,7 @@ def _sum_preferences(
 
 
 # The mean negative log-likelihood of response tokens; prompts are masked.
-LANGUAGE = Objective(
+LANGUAGE = SupervisedObjective(
     head="lm",
     units=_count_response_tokens,
     sums=_sum_negative_log_likelihood,
@@ -123,12 +126,77 @@ LANGUAGE = Objective(
 )
 # The mean of kernels.preferences.bradley_terry over pairs. `accuracy` is the share of pairs whose
 # chosen response has the higher score; equal scores count half.
-PREFERENCE = Objective(
+PREFERENCE = SupervisedObjective(
     head="scalar",
     units=_count_pairs,
     sums=_sum_preferences,
     names=("loss", "accuracy", "margin", "score"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchObjective:
+    """A supervised objective on one batch: a `learner.Objective`.
+
+    Attributes:
+      objective: what is minimized.
+      options: the section of the config.
+      model: the network.
+      sequences: the batch.
+    """
+
+    objective: SupervisedObjective
+    options: Supervised
+    model: Transformer
+    sequences: Sequences
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return how each metric is reduced."""
+        names = self.objective.names
+        if self.options.router_aux_loss_coef:
+            names = (*names, "router_loss")
+        return dict.fromkeys(names, Metric.MEAN)
+
+    def has_tokens(self, batch: MiniBatches) -> jax.Array:
+        """Return whether the batch holds anything, bool scalar."""
+        return jnp.any(batch.members)
+
+    def weigh(self, batch: MiniBatches) -> Metrics:
+        """Return the divisors of all sums, counted before the batch is split."""
+        units = self.objective.units(self.sequences, batch.packing)
+        return {
+            name: batch.members.sum() if name == "router_loss" else units for name in self.metrics
+        }
+
+    def loss(self, params: Params, rows: Rows, weights: Metrics) -> LossAndMetrics:
+        """Return the share of the mean loss, and of all means, that some rows contribute."""
+        sums = self.objective.sums(self.options, self.model, params, self.sequences, rows)
+        means = {name: x / weights[name] for name, x in sums.items()}
+        router_loss = means.get("router_loss", 0)
+        return means["loss"] + self.options.router_aux_loss_coef * router_loss, means
+
+
+def make_learner(
+    objective: SupervisedObjective,
+    options: Supervised,
+    model: Transformer,
+    sequences: Sequences,
+    rounding_seed: int = 0,
+) -> Learner:
+    """Return the learner of a batch; arguments as for `train_step`."""
+    return Learner(
+        name="supervised",
+        objective=BatchObjective(objective, options, model, sequences),
+        optim=options.optim,
+        grad_clip=options.grad_clip,
+        rounding_seed=rounding_seed,
+    )
+
+
+def mini_batch(sequences: Sequences, plan: Packing, micro_batches: jax.Array) -> MiniBatches:
+    """Return a packed batch as one mini-batch."""
+    return MiniBatches(packing=plan, counts=micro_batches, members=_packed_samples(sequences, plan))
 
 
 @functools.partial(
@@ -138,7 +206,7 @@ PREFERENCE = Objective(
     donate_argnums=(4, 5),
 )
 def train_step(
-    objective: Objective,
+    objective: SupervisedObjective,
     options: Supervised,
     model: Transformer,
     total_steps: int,
@@ -169,71 +237,22 @@ def train_step(
     Returns:
       Parameters, optimizer state, and metrics: scalars on the mesh.
     """
-    stored_key, sum_key = rounding_keys(rounding_seed, "supervised", optimizer_state)
-    grads, metrics = gradients(
-        objective, options, model, params, sequences, plan, micro_batches, sum_key
-    )
+    learner = make_learner(objective, options, model, sequences, rounding_seed)
     rate = learning_rate(options.optim, step, total_steps)
-    transform = make_optimizer(options.optim, options.grad_clip)
-    params, optimizer_state, norm, is_finite = descend(
-        transform, params, optimizer_state, grads, rate, key=stored_key
+    batch = mini_batch(sequences, plan, micro_batches)
+    params, optimizer_state, metrics, _ = learner.take_step(
+        params, optimizer_state, rate, True, batch
     )
     # Otherwise the compiler splits what the table replicates, and the next call would compile
     # another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
-    metrics = metrics | {
-        "lr": rate,
-        "grad_norm": norm,
-        "skipped": (~is_finite).astype(jnp.float32),
-        "tokens": (plan.sample >= 0).sum(),
-    }
+    metrics |= {"lr": rate, "tokens": (plan.sample >= 0).sum()}
     return params, optimizer_state, metrics
-
-
-def gradients(
-    objective: Objective,
-    options: Supervised,
-    model: Transformer,
-    params: Params,
-    sequences: Sequences,
-    plan: Packing,
-    micro_batches: jax.Array,
-    key: jax.Array | None = None,
-) -> tuple[Params, Metrics]:
-    """Return the gradient of the mean loss, and the means, summed over micro-batches.
-
-    Arguments are those of `train_step`, and `key`, the second of `rounding_keys`.
-    """
-    # Counted over the whole batch, before anything is cut into micro-batches.
-    units = objective.units(sequences, plan)
-    divisors = dict.fromkeys(objective.names, units)
-    if options.router_aux_loss_coef:
-        divisors["router_loss"] = _packed_samples(sequences, plan).sum()
-
-    def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-        rows = _gather_micro_batch(sequences, plan, i)
-
-        def loss(params: Params) -> tuple[jax.Array, Metrics]:
-            sums = objective.sums(options, model, params, sequences, rows)
-            means = {name: x / divisors[name] for name, x in sums.items()}
-            router_loss = means.get("router_loss", 0)
-            return means["loss"] + options.router_aux_loss_coef * router_loss, means
-
-        gradient_sum, mean_sums = carry
-        sum_key = None if key is None else jax.random.fold_in(key, i)
-        gradient_sum, means = add_gradient(loss, params, gradient_sum, sum_key)
-        return gradient_sum, jax.tree.map(jnp.add, mean_sums, means)
-
-    zeros = (
-        zero_gradients(params, options.optim.gradient_dtype),
-        dict.fromkeys(divisors, jnp.float32(0)),
-    )
-    return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def measure_batch(
-    objective: Objective,
+    objective: SupervisedObjective,
     options: Supervised,
     model: Transformer,
     params: Params,
@@ -248,13 +267,9 @@ def measure_batch(
     options = dataclasses.replace(options, router_aux_loss_coef=0.0)
 
     def micro_batch(i: jax.Array, sums: Metrics) -> Metrics:
-        rows = _gather_micro_batch(sequences, plan, i)
+        rows = gather_micro_batch(sequences, plan, i)
         return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
 
     zeros = dict.fromkeys(objective.names, jnp.float32(0))
     sums = jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
     return sums | {"units": objective.units(sequences, plan)}
-
-
-def _gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
-    return packing_lib.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))

@@ -1343,12 +1343,13 @@ UPDATES = [
         ),
         holds="gradients do not depend on micro-batches, packing or devices",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
-        where="Role.gradients",
+        where="RolloutObjective.loss",
         old=(
-            "weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0))"
+            "token_weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
+            "sequence=own_share * sequence_B[rows.samples])"
         ),
-        new="weights = Weights(*[rows.mask / rows.mask.sum() / batch.counts] * 2)",
+        new="token_weights = Weights(*[rows.mask / rows.mask.sum()] * 2)",
     ),
     Exhibit(
         name="a_mean_over_each_devices_tokens",
@@ -1358,14 +1359,15 @@ UPDATES = [
         ),
         holds="every token of a mini-batch has the same weight, whichever device it is on",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
-        where="Role.gradients",
+        where="RolloutObjective.loss",
         old=(
-            "weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0))"
+            "token_weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
+            "sequence=own_share * sequence_B[rows.samples])"
         ),
         new=(
-            "weights = Weights(*[rows.mask / jnp.maximum(rows.mask.sum(1, keepdims=True), 1) / "
-            "len(rows.mask)] * 2)"
+            "token_weights = Weights(*[rows.mask / jnp.maximum("
+            "rows.mask.sum(1, keepdims=True), 1) / len(rows.mask)] * 2)"
         ),
     ),
     Exhibit(
@@ -1379,14 +1381,9 @@ UPDATES = [
             "tests/ppo/test_router_loss.py::"
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
         ),
-        where="Role.gradients",
-        old=(
-            "weights = dataclasses.replace(weights, sequence=own_share * sequence_B[rows.samples])"
-        ),
-        new=(
-            "weights = dataclasses.replace(weights, "
-            "sequence=own_share / jnp.maximum(own_share.sum(), 1))"
-        ),
+        where="RolloutObjective.loss",
+        old="own_share * sequence_B[rows.samples]",
+        new="own_share / jnp.maximum(own_share.sum(), 1)",
     ),
     Exhibit(
         name="replayed_experts_are_those_of_the_next_token",
@@ -1813,25 +1810,25 @@ STOPS = [
         ),
         holds="past the target, no further update uses this rollout",
         test=f"{TEST_UPDATE}::test_after_the_stop_nothing_is_learned",
-        where="Role.train",
-        old="within_target_kl &= metrics[self.early_stop.metric] <= self.early_stop.limit",
-        new="within_target_kl = metrics[self.early_stop.metric] <= self.early_stop.limit",
+        where="Learner.train",
+        old="within_limit &= is_within",
+        new="within_limit = is_within",
     ),
     Exhibit(
         name="the_step_past_the_kl_target_is_taken",
         source="firedup#3, stable-baselines3#419: the KL was checked after the gradient step",
         holds="a mini-batch whose KL exceeds the target does not change the policy",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
-        where="Role.train",
-        old="update_enabled & within_target_kl & has_tokens",
-        new="update_enabled & has_tokens",
+        where="Learner.take_step",
+        old="update_enabled & is_within",
+        new="update_enabled",
     ),
     Exhibit(
         name="steps_that_were_not_taken_are_counted",
         source="stable-baselines3#1229: n_updates increased by all epochs, stopped or not",
         holds="actor/steps_taken counts the steps that changed the actor",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
-        where="Role.train",
+        where="Learner.train",
         old="jnp.sum(taken_U)",
         new="taken_U.size",
     ),

@@ -254,19 +254,26 @@ def update_programs(config, *arguments):
     return update.update_programs(update.UpdateOptions.from_config(config), *arguments)
 
 
-def actor_role(config, nets, base=None):
-    """Return the actor's role, or that of actor and critic on a shared trunk."""
-    return update.actor_role(update.UpdateOptions.from_config(config).actor, nets.actor, base)
+def actor_learner(config, nets, experience, context, base=None):
+    """Return the learner of the actor, or of actor and critic on a shared trunk."""
+    options = update.UpdateOptions.from_config(config).actor
+    return update.actor_learner(options, nets.actor, experience, context, base)
 
 
-def critic_role(config, nets, base=None):
-    """Return the critic's role."""
-    return update.critic_role(update.UpdateOptions.from_config(config).critic, nets.critic, base)
+def critic_learner(config, nets, experience, base=None):
+    """Return the learner of the critic."""
+    options = update.UpdateOptions.from_config(config).critic
+    return update.critic_learner(options, nets.critic, experience, base)
 
 
-@functools.partial(jax.jit, static_argnames=("make_role", "options", "net"))
-def _role_gradients(make_role, options, net, base, params, context, experience, batch):
-    return make_role(options, net, base).gradients(params, context, experience, batch)
+@functools.partial(jax.jit, static_argnames=("options", "net"))
+def _actor_gradients(options, net, base, params, context, experience, batch):
+    return update.actor_learner(options, net, experience, context, base).gradients(params, batch)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "net"))
+def _critic_gradients(options, net, base, params, context, experience, batch):
+    return update.critic_learner(options, net, experience, base).gradients(params, batch)
 
 
 def actor_gradients(config, *arguments, base=None):
@@ -275,15 +282,13 @@ def actor_gradients(config, *arguments, base=None):
     Calls with equal options and shapes share a compiled program.
     """
     options = update.UpdateOptions.from_config(config).actor
-    net = networks(config).actor
-    return _role_gradients(update.actor_role, options, net, base, *arguments)
+    return _actor_gradients(options, networks(config).actor, base, *arguments)
 
 
 def critic_gradients(config, *arguments, base=None):
     """Return gradients and metrics of the critic."""
     options = update.UpdateOptions.from_config(config).critic
-    net = networks(config).critic
-    return _role_gradients(update.critic_role, options, net, base, *arguments)
+    return _critic_gradients(options, networks(config).critic, base, *arguments)
 
 
 def actor_context(config, state):

@@ -346,14 +346,10 @@ def test_a_response_without_actions_counts_in_no_mean():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
         before = jax.device_get(state.actor)
-        params, _, metrics = jax.jit(tiny.actor_role(config, nets).train)(
-            state.actor,
-            state.actor_optimizer,
-            1e-2,
-            True,
-            tiny.actor_context(config, state),
-            experience,
-            batches,
+        context = tiny.actor_context(config, state)
+        learner = tiny.actor_learner(config, nets, experience, context)
+        params, _, metrics = jax.jit(learner.train)(
+            state.actor, state.actor_optimizer, 1e-2, True, batches
         )
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
     assert np.isnan(metrics["actor/loss"]) and metrics["actor/skipped"] == 0

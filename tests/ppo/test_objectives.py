@@ -16,19 +16,18 @@ def metrics_of(role, change, **options):
         change: function that returns the experience to use in place of the real one.
     """
     config, mesh = tiny.config(**options), tiny.make_mesh()
-    nets = tiny.networks(config)
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batch = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
         )
-        learner, params, context = tiny.critic_role(config, nets), state.critic, None
+        compute_gradients, params, context = tiny.critic_gradients, state.critic, None
         if role == "actor":
-            learner = tiny.actor_role(config, nets)
+            compute_gradients = tiny.actor_gradients
             params = state.actor
             context = tiny.actor_context(config, state)
-        _, metrics = jax.jit(learner.gradients)(params, context, change(experience), batch)
+        _, metrics = compute_gradients(config, params, context, change(experience), batch)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -34,21 +34,21 @@ def gradients(config, mesh, role, nets, rows=4):
         context = None if role is objectives.critic_loss else tiny.actor_context(config, state)
 
         def run(params, base, context, experience, batch):
-            learner = tiny.actor_role(config, nets, base)
+            learner = tiny.actor_learner(config, nets, experience, context, base)
+            parts = {}
             if role is objectives.actor_loss:
                 options = objectives.ActorLossOptions.from_config(config)
-                learner = dataclasses.replace(
-                    learner,
-                    objective=functools.partial(role, options, nets.actor),
-                    metrics=loss_metrics.ACTOR_METRICS,
-                )
+                parts = {
+                    "loss_function": functools.partial(role, options, nets.actor),
+                    "metrics": loss_metrics.ACTOR_METRICS,
+                }
             elif role is objectives.critic_loss:
-                learner = dataclasses.replace(
-                    learner,
-                    objective=functools.partial(role, config.critic, nets.critic),
-                    metrics=loss_metrics.CRITIC_METRICS,
-                )
-            return learner.gradients(params, context, experience, batch)
+                parts = {
+                    "loss_function": functools.partial(role, config.critic, nets.critic),
+                    "metrics": loss_metrics.CRITIC_METRICS,
+                }
+            objective = dataclasses.replace(learner.objective, **parts)
+            return dataclasses.replace(learner, objective=objective).gradients(params, batch)
 
         params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
         return jax.tree.map(

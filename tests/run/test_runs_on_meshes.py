@@ -57,9 +57,13 @@ def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(
         experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
         batches = tiny.plan(config, mesh, rollout, [list(range(tiny.B))], 8)
         batch = jax.tree.map(lambda x: x[0], batches)
-        gradients = jax.jit(tiny.actor_role(config, tiny.networks(config)).gradients)
         context = tiny.actor_context(config, state)
-        lowered = gradients.lower(state.actor, context, experience, batch)
+
+        def gradients(params, context, experience, batch):
+            learner = tiny.actor_learner(config, tiny.networks(config), experience, context)
+            return learner.gradients(params, batch)
+
+        lowered = jax.jit(gradients).lower(state.actor, context, experience, batch)
     # A program from the cache on disk would come without the warning. An option that changes
     # nothing makes this one another program, which is then not kept.
     shortest = jax.config.jax_persistent_cache_min_compile_time_secs

@@ -70,10 +70,11 @@ def plan_rows(objective, sequences, rows, packed=True):
 
 
 def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS, model=MODEL):
-    compiled = jax.jit(step.gradients, static_argnums=(0, 1, 2))
-    return compiled(
-        objective, options, model, params, sequences, *plan_rows(objective, sequences, rows, packed)
-    )
+    def compute(params, sequences, plan, micro_batches):
+        learner = step.make_learner(objective, options, model, sequences)
+        return learner.gradients(params, step.mini_batch(sequences, plan, micro_batches))
+
+    return jax.jit(compute)(params, sequences, *plan_rows(objective, sequences, rows, packed))
 
 
 def hidden_states_unpacked(sequences, params):

@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer
-from jax_ppo.training.gradients import add_gradient
+from jax_ppo.training.learner import add_gradient
 from jax_ppo.training.stochastic_rounding import zero_gradients
 
 TOKENS = np.arange(12).reshape(2, 6) % 32

@@ -1,0 +1,326 @@
+"""The learner: optimizer steps over mini-batches and micro-batches, whatever is minimized.
+
+An objective fixes each token's weight by its whole mini-batch before the mini-batch is split into
+micro-batches or over devices, so neither split changes the gradient.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float32
+
+from jax_ppo.config.schema import Optim
+from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
+from jax_ppo.runtime.parallelism.pipeline import num_stages
+from jax_ppo.runtime.sharding import constrain_rows
+from jax_ppo.training import packing
+from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
+from jax_ppo.training.packing import Rows
+from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
+from jax_ppo.types import MiniBatches, Packing, Params, Sequences
+
+Metrics = dict[str, jax.Array]
+LossAndMetrics = tuple[Float32[Array, ""], Metrics]
+# Parameters, optimizer state, and whether the metric of the early stop is still within its limit.
+Carry = tuple[Params, optax.OptState, jax.Array]
+
+# Begins the names of metrics that have a value for each optimizer step; the role's name follows.
+OPTIMIZER_STEPS = "optimizer_steps/"
+
+
+class Metric(enum.Enum):
+    """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
+
+    MEAN: shares add up to a mini-batch's value; the mean over steps.
+    SUM: shares add up; the sum over steps, 0 if there were none.
+    MIN, MAX: the extreme of all shares of all steps.
+    FIRST_MAX: the maximum over rows, of the first step.
+    """
+
+    MEAN = enum.auto()
+    SUM = enum.auto()
+    MIN = enum.auto()
+    MAX = enum.auto()
+    FIRST_MAX = enum.auto()
+
+    @property
+    def start(self) -> float:
+        """Return the value that the first share is combined with."""
+        return {
+            Metric.MIN: float("inf"),
+            Metric.MAX: -float("inf"),
+            Metric.FIRST_MAX: -float("inf"),
+        }.get(self, 0.0)
+
+    def combine(self, total: jax.Array, share: jax.Array) -> jax.Array:
+        """Return the value of two groups of rows together."""
+        if self is Metric.MIN:
+            return jnp.minimum(total, share)
+        if self in (Metric.MAX, Metric.FIRST_MAX):
+            return jnp.maximum(total, share)
+        return total + share
+
+    def over_steps(self, values_U: jax.Array, has_tokens_U: jax.Array) -> jax.Array:
+        """Return one value of all steps that had tokens; NaN if none had, except for SUM."""
+        if self is Metric.SUM:
+            return jnp.sum(values_U, where=has_tokens_U)
+        if self is Metric.MIN:
+            value = jnp.min(values_U, where=has_tokens_U, initial=self.start)
+        elif self is Metric.MAX:
+            value = jnp.max(values_U, where=has_tokens_U, initial=self.start)
+        elif self is Metric.FIRST_MAX:
+            value = values_U[jnp.argmax(has_tokens_U)]
+        else:
+            value = jnp.sum(values_U, where=has_tokens_U) / jnp.sum(has_tokens_U)
+        return jnp.where(jnp.any(has_tokens_U), value, jnp.nan)
+
+
+class Objective(Protocol):
+    """What a learner minimizes: the loss of the samples of one rollout or batch."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """Return the samples that mini-batches consist of."""
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return how each metric of `loss` is reduced."""
+
+    def has_tokens(self, batch: MiniBatches) -> jax.Array:
+        """Return whether a mini-batch has anything to learn from, bool scalar."""
+
+    def weigh(self, batch: MiniBatches) -> Any:
+        """Return what a mini-batch's weights depend on, before it is split."""
+
+    def loss(self, params: Params, rows: Rows, weights: Any) -> LossAndMetrics:
+        """Return the share of a mini-batch's loss and metrics that some of its rows contribute.
+
+        Args:
+          params: the trained parameters, or adapters.
+          rows: the rows of a micro-batch.
+          weights: as `weigh` returns them for the mini-batch.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStop:
+    """End of a learner's optimizer steps on a rollout.
+
+    Attributes:
+      metric: the metric that is compared.
+      limit: no further steps are taken once a mini-batch exceeds it.
+    """
+
+    metric: str
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """Optimizer steps on an objective.
+
+    Attributes:
+      name: a name in `optimizer.ROUNDING_STREAMS`.
+      objective: what is minimized.
+      optim: options of the optimizer.
+      grad_clip: largest global gradient norm.
+      prefix: begins the names of the metrics that the learner adds.
+      trains_layers: `False` if the parameters are adapters.
+      early_stop: `None` takes all steps.
+      rounding_seed: seed of the stochastic rounding of what is stored in bfloat16.
+      logs_optimizer_steps: return the metrics of each optimizer step besides the reduced ones.
+    """
+
+    name: str
+    objective: Objective
+    optim: Optim
+    grad_clip: float
+    prefix: str = ""
+    trains_layers: bool = True
+    early_stop: EarlyStop | None = None
+    rounding_seed: int = 0
+    logs_optimizer_steps: bool = False
+
+    def train(
+        self,
+        params: Params,
+        optimizer_state: optax.OptState,
+        rate: Float32[Array, ""],
+        update_enabled: bool | jax.Array,
+        batches: MiniBatches,
+    ) -> tuple[Params, optax.OptState, Metrics]:
+        """Take one optimizer step per mini-batch.
+
+        Args:
+          params: the trained parameters, or adapters.
+          optimizer_state: the state of their optimizer.
+          rate: the learning rate.
+          update_enabled: bool scalar; False measures without moving anything.
+          batches: U mini-batches.
+
+        Returns:
+          The new parameters and optimizer state, and metrics.
+        """
+
+        def mini_batch(
+            carry: Carry, batch: MiniBatches
+        ) -> tuple[Carry, tuple[Metrics, jax.Array, jax.Array]]:
+            params, optimizer_state, within_limit = carry
+            # Past the limit, or without any token to learn from, no micro-batch is run.
+            has_tokens = within_limit & self.objective.has_tokens(batch)
+            batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
+            params, optimizer_state, metrics, is_within = self.take_step(
+                params, optimizer_state, rate, update_enabled & has_tokens, batch
+            )
+            within_limit &= is_within
+            carry = (params, optimizer_state, within_limit)
+            return carry, (metrics, has_tokens, within_limit & has_tokens)
+
+        # One compiled loop over epochs and mini-batches: no return to the host in between.
+        start = (params, optimizer_state, jnp.bool_(True))
+        (params, optimizer_state, _), (metrics_U, has_tokens_U, taken_U) = jax.lax.scan(
+            mini_batch, start, batches
+        )
+        metrics = self._reduce_over_steps(metrics_U, has_tokens_U)
+        if self.early_stop is not None:
+            metrics[f"{self.prefix}steps_taken"] = jnp.sum(taken_U)
+        if self.logs_optimizer_steps:
+            metrics |= {
+                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(has_tokens_U, values_U, jnp.nan)
+                for name, values_U in metrics_U.items()
+            }
+        return params, optimizer_state, metrics
+
+    def take_step(
+        self,
+        params: Params,
+        optimizer_state: optax.OptState,
+        rate: Float32[Array, ""],
+        update_enabled: bool | jax.Array,
+        batch: MiniBatches,
+    ) -> tuple[Params, optax.OptState, Metrics, bool | jax.Array]:
+        """Take the optimizer step of one mini-batch; arguments as for `train`, without U.
+
+        Returns:
+          The new parameters and optimizer state, metrics, and whether the mini-batch is within the
+          limit of the early stop; if it is not, nothing was moved.
+        """
+        # Measure first: the step that exceeds the limit is not taken either.
+        stored_key, sum_key = rounding_keys(self.rounding_seed, self.name, optimizer_state)
+        gradients, metrics = self.gradients(params, batch, sum_key)
+        is_within: bool | jax.Array = True
+        if self.early_stop is not None:
+            is_within = metrics[self.early_stop.metric] <= self.early_stop.limit
+        params, optimizer_state, norm, is_finite = descend(
+            transform=make_optimizer(self.optim, self.grad_clip),
+            params=params,
+            opt_state=optimizer_state,
+            gradients=gradients,
+            rate=rate,
+            update_enabled=update_enabled & is_within,
+            key=stored_key,
+        )
+        metrics |= {
+            f"{self.prefix}grad_norm": norm,
+            f"{self.prefix}skipped": (~is_finite).astype(jnp.float32),
+        }
+        return params, optimizer_state, metrics, is_within
+
+    def gradients(
+        self, params: Params, batch: MiniBatches, key: jax.Array | None = None
+    ) -> tuple[Params, Metrics]:
+        """Return gradients and metrics of one mini-batch, summed over micro-batches.
+
+        The gradients are summed in `optim.gradient_dtype`, the metrics in float32.
+
+        Args:
+          params: the trained parameters, or adapters.
+          batch: one mini-batch, without the leading U.
+          key: the second of `rounding_keys`; `None` if gradients are summed in float32.
+        """
+        # By the whole mini-batch, whatever its split.
+        weights = self.objective.weigh(batch)
+
+        def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+            rows = gather_micro_batch(self.objective.sequences, batch.packing, i)
+
+            def loss(params: Params) -> LossAndMetrics:
+                return self.objective.loss(params, rows, weights)
+
+            gradient_sum, totals = carry
+            sum_key = None if key is None else jax.random.fold_in(key, i)
+            gradient_sum, metrics = add_gradient(
+                loss, params, gradient_sum, sum_key, self.trains_layers
+            )
+            totals = {
+                name: metric.combine(totals[name], metrics[name])
+                for name, metric in self.objective.metrics.items()
+            }
+            return gradient_sum, totals
+
+        zeros = zero_gradients(params, self.optim.gradient_dtype)
+        start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
+        return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
+
+    def _reduce_over_steps(self, metrics_U: Metrics, has_tokens_U: Bool[Array, " U"]) -> Metrics:
+        """Return one value per metric from the optimizer steps that had tokens."""
+        # Besides the objective's own metrics: what `take_step` adds.
+        reductions = {
+            **self.objective.metrics,
+            f"{self.prefix}grad_norm": Metric.MEAN,
+            f"{self.prefix}skipped": Metric.SUM,
+        }
+        return {
+            name: reductions[name].over_steps(values_U, has_tokens_U)
+            for name, values_U in metrics_U.items()
+        }
+
+
+def gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
+    """Return the rows of micro-batch i of a packing [A, R, L]."""
+    # The devices split the packing, so that each gathers its own rows only.
+    return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+
+
+def add_gradient(
+    loss: Callable[[Params], tuple[jax.Array, Any]],
+    params: Params,
+    total: Params,
+    key: jax.Array | None,
+    trains_layers: bool = True,
+) -> tuple[Params, Any]:
+    """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
+
+    The gradients of layers are added while they are computed (`models.gradient_sums`), which saves
+    a tree of them.
+
+    Args:
+      loss: parameters -> (value, auxiliary output); it runs the decoder on them once.
+      params: parameters, or adapters.
+      total: as `zero_gradients` starts it.
+      key: random key of the micro-batch; `None` if the sum is wider than bfloat16.
+      trains_layers: `False` if `params` are adapters, whose gradients are small.
+    """
+    # Stages run their layers for several micro-batches, and add these gradients up themselves.
+    if not trains_layers or num_stages() > 1:
+        gradients, aux = jax.grad(loss, has_aux=True)(params)
+        return add_gradients(total, gradients, key), aux
+    layers = params["layers"]
+
+    def loss_by_slot(others: Params, slot: Params) -> tuple[jax.Array, Any]:
+        gradient_sum = GradientSum(slot, total["layers"], key, add_gradients)
+        return loss({**others, "layers": layers, GRADIENT_SUM: gradient_sum})
+
+    slot = jax.tree.map(jnp.zeros_like, total["layers"])
+    gradient = jax.grad(loss_by_slot, argnums=(0, 1), has_aux=True)
+    (gradients, layers_total), aux = gradient(_without_layers(params), slot)
+    return add_gradients(_without_layers(total), gradients, key) | {"layers": layers_total}, aux
+
+
+def _without_layers(tree: Params) -> Params:
+    return {name: value for name, value in tree.items() if name != "layers"}
