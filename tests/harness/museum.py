@@ -1935,7 +1935,7 @@ MOMENTS_AND_SHAPING = [
         holds="such a buffer is rejected before the run",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="require_overlong_buffer_within_response",
-        old="reward.overlong_buffer_len > config.data.max_response_length",
+        old="reward.overlong_buffer_len > longest",
         new="False",
     ),
     Exhibit(

@@ -1,23 +1,22 @@
 """Rules of sampling, rewards and the algorithm."""
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Actor, Config, KLControl, Reward, RolloutOptions
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
 
-def require_valid_top_k(config: Config) -> None:
+def require_valid_top_k(rollout: RolloutOptions) -> None:
     """Raise `UserError` for a top_k of 0, which the range of the option includes."""
-    samplings = {"rollout": config.rollout, "rollout.val_kwargs": config.rollout.val_kwargs}
+    samplings = {"rollout": rollout, "rollout.val_kwargs": rollout.val_kwargs}
     for name, sampling in samplings.items():
         if sampling.top_k == 0:
             raise UserError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
 
 
-def reject_reuse_with_importance_weights(config: Config) -> None:
+def reject_reuse_with_importance_weights(rollout: RolloutOptions, rollout_is: str) -> None:
     """Raise `UserError` for importance weights that would all be 1."""
-    rollout_is = config.algorithm.rollout_is
-    if config.rollout.reuse_logprobs == "always" and rollout_is != "none":
+    if rollout.reuse_logprobs == "always" and rollout_is != "none":
         raise UserError(
             "config.rollout.reuse_logprobs='always': leaves "
             f"config.algorithm.rollout_is={rollout_is!r} no other log-probs to compare the "
@@ -25,9 +24,9 @@ def reject_reuse_with_importance_weights(config: Config) -> None:
         )
 
 
-def require_dual_clip_above_one(config: Config) -> None:
+def require_dual_clip_above_one(actor: Actor) -> None:
     """Raise `UserError` for a dual clip's constant of at most 1."""
-    constant = config.actor.clip_ratio_c
+    constant = actor.clip_ratio_c
     if constant and constant <= 1:
         raise UserError(
             f"config.actor.clip_ratio_c={constant}: the dual clip's constant must be above 1; 0 "
@@ -35,9 +34,8 @@ def require_dual_clip_above_one(config: Config) -> None:
         )
 
 
-def require_known_rollout_engine(config: Config) -> None:
+def require_known_rollout_engine(engine: str) -> None:
     """Raise `UserError` unless `rollout.engine` is built in or named `module:Class`."""
-    engine = config.rollout.engine
     if engine != "built-in" and ":" not in engine:
         raise UserError(
             f"config.rollout.engine={engine!r}: expected 'built-in' or module:Class."
@@ -45,9 +43,8 @@ def require_known_rollout_engine(config: Config) -> None:
         )
 
 
-def require_known_environment(config: Config) -> None:
+def require_known_environment(environment: str) -> None:
     """Raise `UserError` unless `rollout.multi_turn.environment` is empty or `module:Class`."""
-    environment = config.rollout.multi_turn.environment
     if environment and ":" not in environment:
         raise UserError(
             f"config.rollout.multi_turn.environment={environment!r}: expected module:Class or "
@@ -55,9 +52,8 @@ def require_known_environment(config: Config) -> None:
         )
 
 
-def require_valid_constraints(config: Config) -> None:
+def require_valid_constraints(rollout: RolloutOptions, longest: int) -> None:
     """Raise `UserError` for a malformed constraint on sampling, or a minimum that is too long."""
-    rollout = config.rollout
     for name, parse in (
         ("stop", parsing.parse_strings),
         ("bad_words", parsing.parse_strings),
@@ -67,7 +63,6 @@ def require_valid_constraints(config: Config) -> None:
             parse(getattr(rollout, name))
         except ValueError as error:
             raise UserError(f"config.rollout.{name}: {error}") from error
-    longest = config.data.max_response_length
     if rollout.min_new_tokens > longest:
         raise UserError(
             f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most "
@@ -103,28 +98,26 @@ def _describe_responses(config: Config) -> str:
     return f"config.rollout.keep={config.rollout.keep}"
 
 
-def require_kept_responses_to_be_sampled(config: Config) -> None:
+def require_kept_responses_to_be_sampled(rollout: RolloutOptions) -> None:
     """Raise `UserError` if more responses are kept than sampled."""
-    keep = config.rollout.keep
-    n = config.rollout.n
-    if keep is not None and keep > n:
-        raise UserError(f"config.rollout.keep={keep}: expected at most config.rollout.n={n}")
-
-
-def require_overlong_buffer_within_response(config: Config) -> None:
-    """Raise `UserError` for a buffer that is longer than a response (verl#2107)."""
-    reward = config.reward
-    if reward.overlong_buffer_len > config.data.max_response_length:
+    keep = rollout.keep
+    if keep is not None and keep > rollout.n:
         raise UserError(
-            f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
-            f"config.data.max_response_length={config.data.max_response_length}"
+            f"config.rollout.keep={keep}: expected at most config.rollout.n={rollout.n}"
         )
 
 
-def require_horizon_holds_step(config: Config) -> None:
+def require_overlong_buffer_within_response(reward: Reward, longest: int) -> None:
+    """Raise `UserError` for a buffer that is longer than a response (verl#2107)."""
+    if reward.overlong_buffer_len > longest:
+        raise UserError(
+            f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
+            f"config.data.max_response_length={longest}"
+        )
+
+
+def require_horizon_holds_step(control: KLControl, samples: int) -> None:
     """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
-    control = config.algorithm.kl_ctrl
-    samples = config.data.train_batch_size * config.responses_per_prompt
     # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
     if control.type == "adaptive" and control.horizon < samples:
         raise UserError(

@@ -1,14 +1,23 @@
 """Rules of the mesh, the processes and the loggers, for every command."""
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import LOGGERS, Config, option_value
+from jax_ppo.config.schema import (
+    LOGGERS,
+    Config,
+    Distributed,
+    MeshShape,
+    Packing,
+    RolloutMesh,
+    Trainer,
+    option_value,
+)
 from jax_ppo.errors import UserError, did_you_mean
 
 
-def require_row_divides(config: Config) -> None:
+def require_row_divides(packing: Packing, mesh: MeshShape) -> None:
     """Raise `UserError` unless the devices of `mesh.context` can split a packed row evenly."""
-    row_length = config.packing.row_length
-    parts = config.mesh.context
+    row_length = packing.row_length
+    parts = mesh.context
     # Each part has two blocks of columns.
     if row_length is not None and parts > 1 and row_length % (2 * parts):
         raise UserError(
@@ -29,9 +38,9 @@ def reject_router_loss_of_parts(config: Config) -> None:
             )
 
 
-def require_one_remaining_axis(config: Config) -> None:
+def require_one_remaining_axis(mesh: MeshShape) -> None:
     """Raise `UserError` if several mesh axes would use the remaining devices."""
-    free = [axis for axis in ("model", "fsdp", "data") if getattr(config.mesh, axis) == -1]
+    free = [axis for axis in ("model", "fsdp", "data") if getattr(mesh, axis) == -1]
     if len(free) > 1:
         raise UserError(
             f"config.mesh.{free[0]}=-1: only one axis can be -1; set config.mesh.{free[1]}, for "
@@ -39,18 +48,17 @@ def require_one_remaining_axis(config: Config) -> None:
         )
 
 
-def require_positive_axes(config: Config) -> None:
+def require_positive_axes(mesh: MeshShape, decoding_mesh: RolloutMesh) -> None:
     """Raise `UserError` for a mesh axis of 0 devices, which the range of the option includes."""
     for axis in ("data", "fsdp", "model"):
-        if getattr(config.mesh, axis) == 0:
+        if getattr(mesh, axis) == 0:
             raise UserError(f"config.mesh.{axis}=0: expected -1 or at least 1")
-    if config.rollout.mesh.data == 0:
+    if decoding_mesh.data == 0:
         raise UserError("config.rollout.mesh.data=0: expected -1 or at least 1")
 
 
-def require_process_id(config: Config) -> None:
+def require_process_id(options: Distributed) -> None:
     """Raise `UserError` for a process whose index is not below the number of processes."""
-    options = config.distributed
     if options.coordinator_address and not 0 <= options.process_id < options.num_processes:
         raise UserError(
             f"config.distributed.process_id={options.process_id}: expected 0 to num_processes - "
@@ -58,9 +66,9 @@ def require_process_id(config: Config) -> None:
         )
 
 
-def require_known_loggers(config: Config) -> None:
+def require_known_loggers(trainer: Trainer) -> None:
     """Raise `UserError` for a logger that does not exist."""
-    text = config.trainer.logger
+    text = trainer.logger
     for logger in parsing.parse_loggers(text):
         if logger not in LOGGERS:
             raise UserError(

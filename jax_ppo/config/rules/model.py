@@ -3,23 +3,22 @@
 import dataclasses
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import Config, Lora
+from jax_ppo.config.schema import Create, Data, Lora, Model, Supervised
 from jax_ppo.errors import UserError
 
 
-def require_model_or_arithmetic(config: Config) -> None:
+def require_model_or_arithmetic(model: Model, data: Data) -> None:
     """Raise `UserError` without a model, except for the data that a model is created for."""
     # The created model is taught only arithmetic.
-    if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
+    if not model.path and not data.train_files.startswith("arithmetic:"):
         raise UserError(
             "config.model.path='': must be set to a Hugging Face folder or hub name; a model is "
             "created only for the `arithmetic` data"
         )
 
 
-def require_heads_divide_width(config: Config) -> None:
+def require_heads_divide_width(create: Create) -> None:
     """Raise `UserError` unless the small model's heads divide its width."""
-    create = config.model.create
     if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
         raise UserError(
             f"config.model.create: num_heads={create.num_heads} must divide "
@@ -28,18 +27,16 @@ def require_heads_divide_width(config: Config) -> None:
         )
 
 
-def require_known_lora_targets(config: Config) -> None:
+def require_known_lora_targets(lora: Lora) -> None:
     """Raise `UserError` for an adapter target that is not a projection."""
-    targets = config.model.lora.targets
     try:
-        parsing.parse_lora_targets(targets)
+        parsing.parse_lora_targets(lora.targets)
     except ValueError as error:
-        raise UserError(f"config.model.lora.targets={targets!r}: {error}") from None
+        raise UserError(f"config.model.lora.targets={lora.targets!r}: {error}") from None
 
 
-def require_lora_path_alone(config: Config) -> None:
+def require_lora_path_alone(lora: Lora) -> None:
     """Raise `UserError` for a rank, alpha or targets besides adapters that determine them."""
-    lora = config.model.lora
     if lora.path and lora != dataclasses.replace(Lora(), path=lora.path):
         raise UserError(
             f"config.model.lora.path={lora.path!r}: determines rank, alpha and targets; leave "
@@ -47,19 +44,19 @@ def require_lora_path_alone(config: Config) -> None:
         )
 
 
-def reject_adapters(config: Config, command: str) -> None:
+def reject_adapters(lora: Lora, command: str) -> None:
     """Raise `UserError` for adapters in supervised training."""
     for name in ("rank", "path"):
-        if value := getattr(config.model.lora, name):
+        if value := getattr(lora, name):
             raise UserError(
                 f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, "
                 "only jax_ppo.train trains adapters; leave it unset"
             )
 
 
-def reject_center_coef_in_sft(config: Config, command: str) -> None:
+def reject_center_coef_in_sft(supervised: Supervised, command: str) -> None:
     """Raise `UserError` for the reward model's loss term in fine-tuning."""
-    center_coef = config.supervised.center_coef
+    center_coef = supervised.center_coef
     if command == "sft" and center_coef:
         raise UserError(
             f"config.supervised.center_coef={center_coef}: only jax_ppo.reward_model reads it"
