@@ -16,7 +16,7 @@ from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 
 GROUPS = "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds"
 NAME = re.compile(rf"({GROUPS}|train|update)/[a-z_]+(/[a-z_]+)?")
-TEMPLATE = re.compile(rf"({GROUPS}|train|update|\{{(self\.name|role)\}})/[\w{{}}.]+")
+TEMPLATE = re.compile(rf"(({GROUPS}|train|update|\{{role\}})/|\{{self\.prefix\}})[\w{{}}.]+")
 PRODUCERS = ("memory", "ppo", "reporting", "run", "runtime", "supervised", "training")
 ROLES = ("actor", "critic")
 
@@ -82,9 +82,9 @@ EXPANSIONS = {
     "update/{name}": {"update/loss", "update/skipped"},
     "{role}/loss": both("loss"),
     "{role}/router_loss": both("router_loss"),
-    "{self.name}/grad_norm": both("grad_norm"),
-    "{self.name}/skipped": both("skipped"),
-    "{self.name}/steps_taken": {"actor/steps_taken"},  # critics have no target_kl
+    "{self.prefix}grad_norm": both("grad_norm"),
+    "{self.prefix}skipped": both("skipped"),
+    "{self.prefix}steps_taken": {"actor/steps_taken"},  # critics have no target_kl
 }
 
 
