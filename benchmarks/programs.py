@@ -190,15 +190,15 @@ class Step:
 
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
-            parts = forward_passes.scoring_programs(
-                forward_passes.ScoringOptions.from_config(self.config),
+            parts = forward_passes.forward_programs(
+                forward_passes.ForwardOptions.from_config(self.config),
                 self.nets,
                 state,
                 sequences,
                 plan,
                 1,
             )
-            scores = forward_passes.join_scores(
+            scores = forward_passes.join_outputs(
                 [function(*arguments) for function, arguments in parts]
             )
             return estimate_experience(
@@ -270,8 +270,8 @@ class Step:
             first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
             )
-            parts = forward_passes.scoring_programs(
-                forward_passes.ScoringOptions.from_config(self.config),
+            parts = forward_passes.forward_programs(
+                forward_passes.ForwardOptions.from_config(self.config),
                 self.nets,
                 self.state(),
                 self.sequences(),
@@ -401,8 +401,8 @@ class Step:
                 batches = self.packed(lengths)
                 plan = jax.tree.map(lambda x: x[0], batches.packing)
                 sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
-                scores = forward_passes.score_rollout(
-                    forward_passes.ScoringOptions.from_config(self.config),
+                scores = forward_passes.run_forward_passes(
+                    forward_passes.ForwardOptions.from_config(self.config),
                     self.nets,
                     state,
                     sequences,

@@ -117,14 +117,14 @@ class Training:
             run.sampling,
         )
         run.engine.release_weights()
-        plans = run.planner.plan(self.steps_done, sample_lengths(batch, rollout))
+        plans = run.packer.pack(self.steps_done, sample_lengths(batch, rollout))
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-        scores = forward_passes.score_rollout(
-            forward_passes.ScoringOptions.from_config(config),
+        scores = forward_passes.run_forward_passes(
+            forward_passes.ForwardOptions.from_config(config),
             run.nets,
             state,
             sequences,
-            *plans.scoring,
+            *plans.forward,
         )
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(

@@ -98,7 +98,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     original_update, step.update_state = turnstile.phase("update", step.update_state), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
-        (step, "score_rollout", "scoring"),
+        (step, "run_forward_passes", "scoring"),
         (rewarding.RuleScorer, "score", "reward"),
         (forward_passes, "reward_model_scores", "reward"),
         (step, "estimate_experience", "advantages"),

@@ -22,7 +22,7 @@ from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.programs import StepPrograms
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
-from jax_ppo.ppo.rollout_packing import Plans, make_planner
+from jax_ppo.ppo.rollout_packing import RolloutPacking, make_packer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
@@ -98,7 +98,7 @@ class AbstractStep:
     state: TrainState
     prompts: Prompts
     key: Any
-    plans: Plans
+    plans: RolloutPacking
     rollout_mesh: Mesh
     decoding_weights: Params
     caches: Any
@@ -178,8 +178,8 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         ),
         lengths=jax.ShapeDtypeStruct((count,), jnp.int32, sharding=rows),
     )
-    planner = dataclasses.replace(
-        make_planner(config, mesh, has_critic=nets.critic is not None), place=placement.abstract
+    packer = dataclasses.replace(
+        make_packer(config, mesh, has_critic=nets.critic is not None), place=placement.abstract
     )
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     return AbstractStep(
@@ -188,7 +188,7 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         prompts=prompts,
         key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh)),
         # Plans have one shape for all lengths.
-        plans=planner.plan(0, np.ones(programs.samples, np.int32)),
+        plans=packer.pack(0, np.ones(programs.samples, np.int32)),
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(
             rollout_mesh, nets.actor, policy_params(nets, state)

@@ -115,7 +115,7 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         for program in planned_programs(step.programs)
     }
     plans = step.plans
-    batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
+    batch = bytes_per_device((step.prompts, plans.forward, plans.actor, plans.critic))
     routing = _routing_bytes(step)
     phases = {
         name: dataclasses.replace(
@@ -196,7 +196,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
 
 def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
-    packing, _ = step.plans.scoring
+    packing, _ = step.plans.forward
     shape = packing.sample.shape[1:]
     tokens = device_tokens(step, shape)
     layers = forward_bytes(step, role, shape)

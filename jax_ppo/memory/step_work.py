@@ -18,7 +18,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.programs import StepProgram, planned_programs
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
@@ -101,11 +101,11 @@ def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
 
 def count_bubbles(step: AbstractStep) -> dict[str, float]:
     """Return the bubble of each phase that runs a model's layers, by the name of its program."""
-    scoring, _ = step.plans.scoring
+    forward, _ = step.plans.forward
     bubbles = {}
     for program in planned_programs(step.programs):
         if program.kind == "forward pass":
-            rows = scoring.sample.shape[1]
+            rows = forward.sample.shape[1]
         elif program.kind == "update":
             rows = step.plans.of_role(program.role).packing.sample.shape[2]
         else:
@@ -278,7 +278,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
 
 def _score(step: AbstractStep, role: Role) -> PhaseWork:
     """Return the work of a forward pass over all packed rows."""
-    packing, _ = step.plans.scoring
+    packing, _ = step.plans.forward
     micro_batches, rows, length = packing.sample.shape
     products = PhaseWork(flops=_rollout_flops(step, role, rows))
     return _pass_work(step, role, rows, length) * micro_batches + products
@@ -412,7 +412,7 @@ def _gradient_link_bytes(
 def count_step_flops(
     config: Config, nets: Networks, step: int, prompt_lengths: np.ndarray, lengths: np.ndarray
 ) -> float:
-    """Return the FLOPs that sampling, scoring and update of a step need.
+    """Return the FLOPs that sampling, forward passes and update of a step need.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
     responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
@@ -425,7 +425,7 @@ def count_step_flops(
       prompt_lengths: int [N], tokens of each prompt.
       lengths: int [B], tokens of each prompt and response; those of a prompt are adjacent.
     """
-    scoring = ScoringOptions.from_config(config)
+    forward = ForwardOptions.from_config(config)
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
     policy = nets.actor.architecture
@@ -436,9 +436,9 @@ def count_step_flops(
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
 
-    # 2. Scoring.
-    flops += policy_pass * (scoring.old_logprobs + scoring.reference)
-    if scoring.shared_trunk and not scoring.old_logprobs:
+    # 2. Forward passes.
+    flops += policy_pass * (forward.old_logprobs + forward.reference)
+    if forward.shared_trunk and not forward.old_logprobs:
         flops += count_forward_flops(policy, lengths)
     critic_pass = 0.0
     if nets.critic is not None:
@@ -448,7 +448,7 @@ def count_step_flops(
         flops += count_forward_flops(nets.reward.architecture, lengths)
 
     # 3. Update; during the critic's warm-up the actor's parameters stay.
-    actor_learns = scoring.shared_trunk or step >= config.trainer.critic_warmup
+    actor_learns = forward.shared_trunk or step >= config.trainer.critic_warmup
     if actor_learns:
         flops += config.actor.ppo_epochs * _training_passes(nets.actor) * policy_pass
     if nets.critic is not None:

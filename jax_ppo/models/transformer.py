@@ -106,7 +106,7 @@ class Transformer:
       remat: whether each layer is recomputed in the backward pass.
       remat_policy: with `remat`, what is kept instead of recomputed, one of `REMAT_POLICIES`.
       unrolled: `False`: the layers are one `scan` over stacked parameters, which compiles fast
-        (training, scoring). `True`: each layer has its own code and keys and values are returned
+        (whole sequences). `True`: each layer has its own code and keys and values are returned
         (decoding, without copies of the cache). `unroll_params` converts parameters of the first
         form to the second.
       attention: program for whole sequences, one of attention.py's.

@@ -22,7 +22,7 @@ from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.advantages import length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.experience_types import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.types import Sequences
 
@@ -32,13 +32,13 @@ def estimate_advantages(
     token_rewards: Tokens,
     sequences: Sequences,
     masks: Masks,
-    scores: Scores,
+    outputs: ForwardOutputs,
     return_moments: Moments | None,
 ) -> tuple[Estimates, Metrics]:
     """Return raw advantages, and returns in units of reward if there is a critic."""
     metrics: Metrics = {}
     if options.has_critic:
-        values, final_values = critic_values(options, sequences, scores, return_moments)
+        values, final_values = critic_values(options, sequences, outputs, return_moments)
         advantages, returns = generalized_advantages(
             options.algorithm, token_rewards, values, final_values, masks.actions
         )
@@ -57,7 +57,7 @@ def estimate_advantages(
 def critic_values(
     options: ExperienceOptions,
     sequences: Sequences,
-    scores: Scores,
+    outputs: ForwardOutputs,
     moments: Moments | None,
 ) -> tuple[Tokens, Float32[Array, " B"]]:
     """Return values in units of reward, and the value that each response bootstraps from.
@@ -66,12 +66,12 @@ def critic_values(
     if the response was truncated and bootstrapping is configured; otherwise it is 0.
     """
     bootstraps = options.algorithm.bootstrap_truncated
-    assert scores.values is not None, "GAE needs a critic's values"
-    values = scores.values
+    assert outputs.values is not None, "GAE needs a critic's values"
+    values = outputs.values
     final_values = jnp.zeros(len(sequences.truncated), jnp.float32)
     if bootstraps:
-        assert scores.last_values is not None, "bootstrapping needs the final states' values"
-        final_values = scores.last_values
+        assert outputs.last_values is not None, "bootstrapping needs the final states' values"
+        final_values = outputs.last_values
     # The critic predicts normalized returns; rewards are in their own unit.
     if options.normalizes_values:
         assert moments is not None, "normalized values need the moments of returns"

@@ -13,9 +13,9 @@ from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.ppo.forward_passes import ScoringOptions
+from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
-from jax_ppo.ppo.rollout_packing import RolloutPlanner
+from jax_ppo.ppo.rollout_packing import RolloutPacker
 from jax_ppo.ppo.sample_keys import SampleKeys
 from jax_ppo.ppo.update import UpdateOptions
 from jax_ppo.runtime import placement, sharding
@@ -32,7 +32,7 @@ class StepOptions:
     """Options of a step.
 
     Attributes:
-      scoring: see `ScoringOptions`.
+      forward: see `ForwardOptions`.
       experience: see `ExperienceOptions`.
       update: see `UpdateOptions`.
       sequence_length: S, tokens of the longest prompt and response together.
@@ -44,7 +44,7 @@ class StepOptions:
       score_position: `reward.score_position`.
     """
 
-    scoring: ScoringOptions
+    forward: ForwardOptions
     experience: ExperienceOptions
     update: UpdateOptions
     sequence_length: int
@@ -59,7 +59,7 @@ class StepOptions:
     def from_config(cls, config: Config) -> "StepOptions":
         """Collect the options from all sections."""
         return cls(
-            scoring=ScoringOptions.from_config(config),
+            forward=ForwardOptions.from_config(config),
             experience=ExperienceOptions.from_config(config),
             update=UpdateOptions.from_config(config),
             sequence_length=config.sequence_length,
@@ -85,7 +85,7 @@ class Algorithm:
       engine: generates responses, with the parameters that `policy_params` returns.
       sampling: how it samples for training (`rollout`).
       sample_keys: the random keys of samples.
-      planner: packs rollouts.
+      packer: packs rollouts.
       rules: scores responses.
     """
 
@@ -97,7 +97,7 @@ class Algorithm:
     engine: RolloutEngine
     sampling: SamplingOptions
     sample_keys: SampleKeys
-    planner: RolloutPlanner
+    packer: RolloutPacker
     rules: RuleScorer
 
     def place_prompts(self, prompts: Prompts) -> Prompts:

@@ -1,4 +1,4 @@
-"""From scores and rewards of a rollout to the experience that the update learns from.
+"""From forward passes and rewards of a rollout to the experience that the update learns from.
 
 `estimate_experience` is a pipeline: shape rewards, subtract the KL penalty, estimate advantages,
 normalize returns, whiten, weight by importance, and set the next step's control. Each step is a
@@ -17,7 +17,7 @@ from jax_ppo.kernels import importance, kl, masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.types import Control, Experience, Sequences
 
 
@@ -27,7 +27,7 @@ def estimate_experience(
     control: Control,
     sequences: Sequences,
     sampled_logprobs: Tokens,
-    scores: Scores,
+    outputs: ForwardOutputs,
     rewards: Float32[Array, " B"],
     step_rewards: Tokens | None,
 ) -> tuple[Experience, Metrics]:
@@ -44,7 +44,7 @@ def estimate_experience(
       sequences: the rollout.
       sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `scores` has none;
         otherwise metrics compare the two, which differ by rounding and by the sampler's weights.
-      scores: see `Scores`.
+      outputs: see `ForwardOutputs`.
       rewards: the reward of each sample.
       step_rewards: rewards earned within the responses; `None` if there are none.
 
@@ -54,7 +54,7 @@ def estimate_experience(
     algorithm = options.algorithm
     moments = control.moments
     masks = select_tokens(algorithm, sequences)
-    old_logprobs = select_old_logprobs(scores, sampled_logprobs)
+    old_logprobs = select_old_logprobs(outputs, sampled_logprobs)
 
     # Running moments include this rollout before they normalize it.
     reward_moments = reward_shaping.update_reward_moments(
@@ -64,7 +64,7 @@ def estimate_experience(
     token_rewards, metrics = reward_shaping.shape_rewards(
         options, reward_moments, sequences, masks, rewards, step_rewards
     )
-    kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, scores, masks.actions)
+    kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, outputs, masks.actions)
     token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
         algorithm, control.kl_coef, token_rewards, kl_tokens, masks.actions
     )
@@ -73,7 +73,7 @@ def estimate_experience(
 
     # Raw advantages give the critic's targets; only then are they whitened.
     raw, advantage_metrics = advantages.estimate_advantages(
-        options, token_rewards, sequences, masks, scores, moments.get("returns")
+        options, token_rewards, sequences, masks, outputs, moments.get("returns")
     )
     whitened = advantages.whiten_advantages(options, raw, masks)
     estimates, return_moments = advantages.normalize_returns(
@@ -81,14 +81,14 @@ def estimate_experience(
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(
-        algorithm, scores, old_logprobs, sampled_logprobs, masks.actions
+        algorithm, outputs, old_logprobs, sampled_logprobs, masks.actions
     )
     experience = Experience(
         sequences=sequences,
         sample_mask=masks.samples,
         old_logprobs=old_logprobs,
-        ref_logprobs=scores.ref_logprobs,
-        values=scores.values,
+        ref_logprobs=outputs.ref_logprobs,
+        values=outputs.values,
         advantages=estimates.advantages,
         returns=estimates.returns,
         importance=weights,
@@ -103,11 +103,11 @@ def estimate_experience(
     return experience, metrics | kl_metrics | advantage_metrics | weight_metrics
 
 
-def select_old_logprobs(scores: Scores, sampled_logprobs: Tokens) -> Tokens:
-    """Return the log-probs that ratios divide by; without a scoring pass, the sampler's."""
-    if scores.old_logprobs is None:
+def select_old_logprobs(outputs: ForwardOutputs, sampled_logprobs: Tokens) -> Tokens:
+    """Return the log-probs that ratios divide by; without a forward pass, the sampler's."""
+    if outputs.old_logprobs is None:
         return sampled_logprobs
-    return scores.old_logprobs
+    return outputs.old_logprobs
 
 
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
@@ -122,7 +122,7 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
 
 def weight_by_importance(
     algorithm: Algorithm,
-    scores: Scores,
+    outputs: ForwardOutputs,
     old_logprobs: Tokens,
     sampled_logprobs: Tokens,
     actions: Mask,
@@ -132,7 +132,7 @@ def weight_by_importance(
     The metrics also compare the sampler's log-probs with those computed again, if any were.
     """
     metrics: Metrics = {}
-    if scores.old_logprobs is not None:
+    if outputs.old_logprobs is not None:
         # Reported without a correction, too: how far sampler and trainer differ.
         mismatch = importance.mismatch(old_logprobs, sampled_logprobs, actions)
         metrics = {f"rollout/{name}": value for name, value in mismatch.items()}

@@ -1,4 +1,4 @@
-"""Scoring passes over a rollout: log-probs of policy and reference, values, reward model scores."""
+"""Forward passes over a rollout: log-probs of policy and reference, values, a reward model."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ Part = Literal["policy", "critic"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoringOptions:
-    """Options of the scoring passes; a static argument of compiled functions.
+class ForwardOptions:
+    """Options of the forward passes; a static argument of compiled functions.
 
     Attributes:
       temperature: divides the logits, as in sampling.
@@ -50,8 +50,8 @@ class ScoringOptions:
     shared_trunk: bool
 
     @classmethod
-    def from_config(cls, config: Config) -> "ScoringOptions":
-        """Collect what scoring reads."""
+    def from_config(cls, config: Config) -> "ForwardOptions":
+        """Collect the options from all sections."""
         algorithm = config.algorithm
         return cls(
             temperature=config.rollout.temperature,
@@ -71,7 +71,7 @@ class ScoringOptions:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return the programs that scoring consists of."""
+        """Return the programs that compute them."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
         if self.old_logprobs or self.reference or self.shared_trunk:
@@ -82,8 +82,8 @@ class ScoringOptions:
 
 
 @pytree
-class Scores:
-    """Results of the scoring passes; arrays of [B, T] are 0 where the action mask is False.
+class ForwardOutputs:
+    """Results of the forward passes; arrays of [B, T] are 0 where the action mask is False.
 
     Attributes:
       old_logprobs: log-probs under the policy that the update starts from; `None` if the sampler's
@@ -136,7 +136,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
 
 
 def reuses_logprobs(config: Config) -> bool:
-    """Return whether the sampler's log-probs replace a scoring pass of the old policy.
+    """Return whether the sampler's log-probs replace a forward pass of the old policy.
 
     In float32 the two differ by 1e-6 on CPU, unless decoding rounds the weights to int8. On other
     platforms float32 products are rounded to fewer bits, and differently from program to program.
@@ -159,14 +159,14 @@ def reuses_logprobs(config: Config) -> bool:
     return config.rollout.reuse_logprobs == "always"
 
 
-def score_rollout(
-    options: ScoringOptions,
+def run_forward_passes(
+    options: ForwardOptions,
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
     plan: Packing,
     micro_batches: Int32[Array, ""],
-) -> Scores:
+) -> ForwardOutputs:
     """Run the roles that are needed over packed rows, one micro-batch at a time.
 
     Args:
@@ -177,45 +177,45 @@ def score_rollout(
       plan: arrays of [A, R, L].
       micro_batches: number of the A micro-batches that are not empty.
     """
-    programs = scoring_programs(options, nets, state, sequences, plan, micro_batches)
-    return join_scores(dispatch.run_together(programs))
+    programs = forward_programs(options, nets, state, sequences, plan, micro_batches)
+    return join_outputs(dispatch.run_together(programs))
 
 
-def scoring_programs(
-    options: ScoringOptions,
+def forward_programs(
+    options: ForwardOptions,
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
     plan: Packing,
     micro_batches: Int32[Array, ""],
 ) -> list[dispatch.Program]:
-    """Return the programs of `score_rollout`: the policy's, and that of a separate critic."""
+    """Return the programs of `run_forward_passes`: the policy's, and that of a separate critic."""
     return [
-        (score_part, (options, nets, part, state, sequences, plan, micro_batches))
+        (forward_part, (options, nets, part, state, sequences, plan, micro_batches))
         for part in options.parts
     ]
 
 
-def join_scores(parts: list[Scores]) -> Scores:
-    """Return the scores of all parts together."""
+def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
+    """Return the outputs of all parts together."""
     # No field is computed by two parts, so the order does not matter.
     fields: dict[str, jax.Array] = {}
     for part in parts:
         fields |= {name: value for name, value in vars(part).items() if value is not None}
-    return Scores(**fields)
+    return ForwardOutputs(**fields)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
-def score_part(
-    options: ScoringOptions,
+def forward_part(
+    options: ForwardOptions,
     nets: Networks,
     part: Part,
     state: TrainState,
     sequences: Sequences,
     plan: Packing,
     micro_batches: Int32[Array, ""],
-) -> Scores:
-    """Return the scores of one part; the other fields are `None`.
+) -> ForwardOutputs:
+    """Return the outputs of one part; the other fields are `None`.
 
     Args:
       options: what to compute.
@@ -227,7 +227,7 @@ def score_part(
       plan: arrays of [A, R, L].
       micro_batches: number of the A micro-batches that are not empty.
     """
-    empty = _empty_scores(options, part, len(sequences.lengths))
+    empty = _empty_outputs(options, part, len(sequences.lengths))
     # Once, before the loop over micro-batches.
     state = dataclasses.replace(
         state,
@@ -235,31 +235,31 @@ def score_part(
         reference=placement.to_device(state.reference),
     )
 
-    def micro_batch(i: jax.Array, scores: Scores) -> Scores:
+    def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
         rows = _gather_micro_batch(sequences, plan, i)
         if part == "policy":
-            return _score_policy(options, nets, state, sequences, rows, scores)
+            return _run_policy(options, nets, state, sequences, rows, outputs)
         assert nets.critic is not None, "there is no critic to score"
         critic = full_parameters(nets.critic, state.critic, state.reference)
         values = forward.scalar_outputs(nets.critic, critic, rows)
-        return _write_values(values, sequences, rows, scores)
+        return _write_values(values, sequences, rows, outputs)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
 
 
-def _empty_scores(options: ScoringOptions, part: Part, samples: int) -> Scores:
+def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> ForwardOutputs:
     """Return zeros for the fields that a part computes, and `None` for the others."""
     is_policy = part == "policy"
     has_values = options.values and options.shared_trunk == is_policy
     length = options.max_response_length
 
-    # Scoring computes the fields that are not `None` here.
+    # The program computes the fields that are not `None` here.
     def zeros_if(is_computed: bool, *shape: int) -> jax.Array | None:
         if not is_computed:
             return None
         return jnp.zeros(shape, jnp.float32)
 
-    return Scores(
+    return ForwardOutputs(
         old_logprobs=zeros_if(is_policy and options.old_logprobs, samples, length),
         ref_logprobs=zeros_if(is_policy and options.reference, samples, length),
         kl=zeros_if(is_policy and options.full_kl, samples, length),
@@ -268,14 +268,14 @@ def _empty_scores(options: ScoringOptions, part: Part, samples: int) -> Scores:
     )
 
 
-def _score_policy(
-    options: ScoringOptions,
+def _run_policy(
+    options: ForwardOptions,
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
     rows: Rows,
-    scores: Scores,
-) -> Scores:
+    outputs: ForwardOutputs,
+) -> ForwardOutputs:
     """Return `scores` with the policy's and the reference's numbers of these rows."""
     net = nets.actor
     temperature = options.temperature
@@ -285,40 +285,40 @@ def _score_policy(
         return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
-    if scores.old_logprobs is not None or scores.kl is not None or options.shared_trunk:
+    if outputs.old_logprobs is not None or outputs.kl is not None or options.shared_trunk:
         hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
-    if scores.old_logprobs is not None:
-        logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, scores.old_logprobs)
-        scores = dataclasses.replace(scores, old_logprobs=logprobs)
-    if scores.ref_logprobs is not None:
+    if outputs.old_logprobs is not None:
+        logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, outputs.old_logprobs)
+        outputs = dataclasses.replace(outputs, old_logprobs=logprobs)
+    if outputs.ref_logprobs is not None:
         # The frozen reference routes by itself: no routing is replayed.
         ref_hidden = forward.hidden_states(net, state.reference, rows)
         # The reference is divided by the same temperature: equal policies have a KL of exactly 0.
         logprobs = compute_logprobs(state.reference, ref_hidden)
-        logprobs = packing.to_samples(logprobs, rows, scores.ref_logprobs)
-        scores = dataclasses.replace(scores, ref_logprobs=logprobs)
-    if scores.kl is not None:
+        logprobs = packing.to_samples(logprobs, rows, outputs.ref_logprobs)
+        outputs = dataclasses.replace(outputs, ref_logprobs=logprobs)
+    if outputs.kl is not None:
         kl = forward.reference_kl(
             net, actor, hidden, state.reference, ref_hidden, rows, temperature
         )
-        scores = dataclasses.replace(scores, kl=packing.to_samples(kl, rows, scores.kl))
+        outputs = dataclasses.replace(outputs, kl=packing.to_samples(kl, rows, outputs.kl))
     if options.shared_trunk:
-        scores = _write_values(compute_scalars(actor, hidden), sequences, rows, scores)
-    return scores
+        outputs = _write_values(compute_scalars(actor, hidden), sequences, rows, outputs)
+    return outputs
 
 
 def _write_values(
-    values: Float[Array, "R L"], sequences: Sequences, rows: Rows, scores: Scores
-) -> Scores:
+    values: Float[Array, "R L"], sequences: Sequences, rows: Rows, outputs: ForwardOutputs
+) -> ForwardOutputs:
     """Return `scores` with the values of these rows."""
-    assert scores.values is not None, "scores without room for values"
-    written = packing.to_samples(values, rows, scores.values)
-    scores = dataclasses.replace(scores, values=written)
-    if scores.last_values is not None:
+    assert outputs.values is not None, "outputs without room for values"
+    written = packing.to_samples(values, rows, outputs.values)
+    outputs = dataclasses.replace(outputs, values=written)
+    if outputs.last_values is not None:
         # The last token may not be an action, so its value is read by position, not by mask.
-        last_values = forward.write_last_values(values, rows, sequences, scores.last_values)
-        scores = dataclasses.replace(scores, last_values=last_values)
-    return scores
+        last_values = forward.write_last_values(values, rows, sequences, outputs.last_values)
+        outputs = dataclasses.replace(outputs, last_values=last_values)
+    return outputs
 
 
 @functools.partial(jax.jit, static_argnames=("model", "position"))

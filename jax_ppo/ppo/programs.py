@@ -13,7 +13,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.ppo.rollout_packing import Plans
+from jax_ppo.ppo.rollout_packing import RolloutPacking
 from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -69,10 +69,10 @@ class StepShapes:
     """
 
     state: TrainState
-    plans: Plans
+    plans: RolloutPacking
     rollout: Rollout | None = None
     sequences: Sequences | None = None
-    scores: list[forward_passes.Scores] = dataclasses.field(default_factory=list)
+    scores: list[forward_passes.ForwardOutputs] = dataclasses.field(default_factory=list)
     experience: Experience | None = None
 
 
@@ -89,7 +89,7 @@ class StepProgram:
       label: as the tables of a plan show it; empty for a program that is too small to be planned.
       kind: which formulas estimate its memory and its work.
       role: the role whose model runs, or is laid out; empty if none does.
-      passes: returns the forward passes of scoring, or the epochs of an update; 0 if a step does
+      passes: returns its forward passes, or the epochs of an update; 0 if a step does
         not run the program.
       compile: compiles its function for shapes, and records the shapes of its results; `None` for
         the programs that the engine compiles.
@@ -109,7 +109,7 @@ class StepProgram:
 
 
 def compile_programs(
-    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, plans: Plans
+    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, plans: RolloutPacking
 ) -> Iterator[str]:
     """Compile one program at a time, in the order of the loop, and yield its name.
 
@@ -148,14 +148,14 @@ def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
 
 def _count_policy_passes(step: StepPrograms) -> int:
     """Return the number of passes: the reference's belong to the part of the policy."""
-    options = forward_passes.ScoringOptions.from_config(step.config)
+    options = forward_passes.ForwardOptions.from_config(step.config)
     if "policy" not in options.parts:
         return 0
     return max(1, options.old_logprobs + options.reference)
 
 
 def _count_critic_passes(step: StepPrograms) -> int:
-    options = forward_passes.ScoringOptions.from_config(step.config)
+    options = forward_passes.ForwardOptions.from_config(step.config)
     return int("critic" in options.parts)
 
 
@@ -163,11 +163,11 @@ def _count_reward_passes(step: StepPrograms) -> int:
     return int(step.nets.reward is not None and step.reads_rollout)
 
 
-def _compile_scoring(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
-    options = forward_passes.ScoringOptions.from_config(step.config)
+def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
+    options = forward_passes.ForwardOptions.from_config(step.config)
     sequences = _join_sequences(step, shapes)
-    programs = forward_passes.scoring_programs(
-        options, step.nets, shapes.state, sequences, *shapes.plans.scoring
+    programs = forward_passes.forward_programs(
+        options, step.nets, shapes.state, sequences, *shapes.plans.forward
     )
     function, arguments = programs[options.parts.index(part)]
     shapes.scores.append(compile_ahead(function, *arguments))
@@ -181,7 +181,7 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
         net,
         full_parameters(net, shapes.state.reward, shapes.state.reference),
         _join_sequences(step, shapes),
-        *shapes.plans.scoring,
+        *shapes.plans.forward,
         step.config.reward.score_position,
     )
 
@@ -202,7 +202,7 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
         shapes.state.control,
         _join_sequences(step, shapes),
         logprobs,
-        forward_passes.join_scores(shapes.scores),
+        forward_passes.join_outputs(shapes.scores),
         rewards,
         step_rewards,
     )
@@ -276,7 +276,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="forward pass",
         role="actor",
         passes=_count_policy_passes,
-        compile=functools.partial(_compile_scoring, "policy"),
+        compile=functools.partial(_compile_forward, "policy"),
         fetches=lambda config: ("reference",),
         group="scoring",
     ),
@@ -286,7 +286,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="forward pass",
         role="critic",
         passes=_count_critic_passes,
-        compile=functools.partial(_compile_scoring, "critic"),
+        compile=functools.partial(_compile_forward, "critic"),
         fetches=lambda config: ("critic",),
         group="scoring",
     ),

@@ -29,7 +29,7 @@ from jax_ppo.types import Example, Packing, Sequences
 
 log = logging.getLogger(__name__)
 
-# Arguments of `scoring.reward_model_scores`: samples, their packing, and its micro-batch count.
+# Arguments of `reward_model_scores`: samples, their packing, and its micro-batch count.
 ModelInputs = tuple[Sequences, Packing, jax.Array]
 
 

@@ -10,7 +10,7 @@ from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.types import Sequences
 
 
@@ -114,12 +114,12 @@ def move_to_actions(rewards_BxT: Tokens, mask_BxT: Mask) -> Tokens:
 
 
 def reference_kl(
-    algorithm: Algorithm, old_logprobs: Tokens, scores: Scores, actions: Mask
+    algorithm: Algorithm, old_logprobs: Tokens, scores: ForwardOutputs, actions: Mask
 ) -> Tokens:
     """Return the KL to the reference at each token; 0 without a reference."""
     if scores.ref_logprobs is None:
         return jnp.zeros(actions.shape, jnp.float32)
-    # The exact KL, if scoring computed it, replaces the estimate from the sampled token.
+    # The exact KL, if a forward pass computed it, replaces the estimate from the sampled token.
     if scores.kl is not None:
         return scores.kl
     kind = kl_estimators.get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")

@@ -47,7 +47,7 @@ class RuleRewards:
         `model_inputs_cut`, how many inputs were too long for the reward model.
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
       model_inputs: the input of a reward model with its own tokenizer, as
-        `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
+        `reward_model_scores` takes it; `None` if the model reads the samples themselves.
       answers: the answers that the rules read, by row; rows without one are left out.
       misses: wrong responses of this process, as `describe_misses` returns them.
     """

@@ -1,4 +1,4 @@
-"""Packing plans of a rollout: rows for scoring, and shuffled mini-batches for each role."""
+"""Packing of a rollout: rows for forward passes, and shuffled mini-batches for each role."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
 from jax_ppo.types import MiniBatches, Packing, Rollout
 
-ScoringPlan = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
+PackedRows = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Plans:
+class RolloutPacking:
     """Packed rows for one rollout, on the mesh.
 
     Attributes:
-      scoring: rows of all samples, for the passes that only read.
+      forward: rows of all samples, for the passes that only read.
       actor: the actor's mini-batches.
       critic: the critic's mini-batches; `None` without a separate critic.
       padding: share of the places in the actor's rows that hold no token, 0..1.
       lengths: int [B] on the host, tokens of each sample's prompt and response.
     """
 
-    scoring: ScoringPlan
+    forward: PackedRows
     actor: MiniBatches
     critic: MiniBatches | None
     padding: float
@@ -60,7 +60,7 @@ class Partition:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutPlanner:
+class RolloutPacker:
     """Plans how rollouts are packed. All processes make the same plan.
 
     Attributes:
@@ -87,8 +87,8 @@ class RolloutPlanner:
         default_factory=lambda: placement.place
     )
 
-    def plan(self, step: int, lengths: np.ndarray) -> Plans:
-        """Pack a rollout for scoring, and for the update in freshly shuffled mini-batches.
+    def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
+        """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
 
         Args:
           step: the step, from 0; together with `seed` it seeds the shuffling.
@@ -101,21 +101,21 @@ class RolloutPlanner:
             critic = actor
         elif self.critic is not None:
             critic, _ = self._mini_batches(step, lengths, self.critic)
-        return Plans(
-            scoring=self.plan_scoring(lengths),
+        return RolloutPacking(
+            forward=self.pack_rows(lengths),
             actor=actor,
             critic=critic,
             padding=1 - self.actor.epochs * int(lengths.sum()) / places,
             lengths=lengths,
         )
 
-    def plan_scoring(self, lengths: np.ndarray) -> ScoringPlan:
+    def pack_rows(self, lengths: np.ndarray) -> PackedRows:
         """Pack all samples of a rollout for the passes that only read.
 
         Args:
           lengths: int [B], tokens of each sample's prompt and response.
         """
-        # Scoring has no mini-batches: one group of all samples, whose axis is dropped again.
+        # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
         packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device)
         rows = jax.tree.map(lambda x: x[0], packed)
@@ -177,8 +177,8 @@ class RolloutPlanner:
         return self.place(array, sharding.replicated(self.mesh))
 
 
-def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner:
-    """Return the planner that the options describe.
+def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
+    """Return the packer that the options describe.
 
     Args:
       config: the options; the critic's default to the actor's.
@@ -201,7 +201,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
             prompts_per_mini_batch=mini_batch_size or actor.prompts_per_mini_batch,
             rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
         )
-    return RolloutPlanner(
+    return RolloutPacker(
         mesh=mesh,
         seed=config.seed,
         prompts_per_step=config.data.train_batch_size,

@@ -12,9 +12,9 @@ import jax
 from jax_ppo.ppo.algorithm import Algorithm, SampledBatch, StepObserver, TrainingBatches
 from jax_ppo.ppo.batch_sampling import observe_solve_rates, sample_batch
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import join_sequences, score_rollout
+from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
-from jax_ppo.ppo.rollout_packing import Plans, sample_lengths
+from jax_ppo.ppo.rollout_packing import RolloutPacking, sample_lengths
 from jax_ppo.ppo.sample_selection import sample_selected_batch
 from jax_ppo.ppo.update import update_state
 from jax_ppo.runtime.device_memory import release_freed_memory
@@ -28,16 +28,16 @@ class StepResult(NamedTuple):
     Attributes:
       sampled: the samples that the step learned from.
       next_sampled: the samples of the next step in a run one step off; `None` otherwise.
-      plans: how the samples were packed.
+      packed: how the samples are packed.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
-      rewards: float32 [B], the rules' scores plus those of the reward model.
+      rewards: float32 [B], the rules' scores plus the reward model's.
       metrics: those of experience and update, on the mesh.
     """
 
     sampled: SampledBatch
     next_sampled: SampledBatch | None
-    plans: Plans
+    packed: RolloutPacking
     experience: Experience
     rule_rewards: RuleRewards
     rewards: jax.Array
@@ -74,12 +74,12 @@ def take_step(
     # The lengths of the responses decide how they are packed: the one wait of a step.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
-        plans = algorithm.planner.plan(step, lengths)
+        packed = algorithm.packer.pack(step, lengths)
 
     # 2. Compute log-probs under policy and reference, and values; nothing is waited for.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
-        scores = score_rollout(options.scoring, nets, state, sequences, *plans.scoring)
+        outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
     # One step off: sample with the weights from before this step's update.
     next_sampled = None
     if options.one_step_off and step + 1 < algorithm.total_steps:
@@ -93,7 +93,7 @@ def take_step(
         nets,
         state,
         rule_rewards.scores,
-        rule_rewards.model_inputs or (sequences, *plans.scoring),
+        rule_rewards.model_inputs or (sequences, *packed.forward),
         options.score_position,
         algorithm.rules.model_weight,
     )
@@ -104,7 +104,7 @@ def take_step(
         state.control,
         sequences,
         sampled.rollout.logprobs,
-        scores,
+        outputs,
         rewards,
         rule_rewards.steps,
     )
@@ -117,18 +117,18 @@ def take_step(
             algorithm.total_steps,
             state,
             experience,
-            plans.actor,
-            plans.critic,
+            packed.actor,
+            packed.critic,
         )
     # The mesh has the update to do next: timing the forward passes leaves no gap.
     with observer.phase("score"):
-        jax.block_until_ready(scores)
+        jax.block_until_ready(outputs)
     release_freed_memory(state)  # of rollout and forward passes: the update needs the most
 
     return state, StepResult(
         sampled=sampled,
         next_sampled=next_sampled,
-        plans=plans,
+        packed=packed,
         experience=experience,
         rule_rewards=rule_rewards,
         rewards=rewards,

@@ -21,7 +21,7 @@ from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.algorithm import StepOptions
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
-from jax_ppo.ppo.rollout_packing import make_planner
+from jax_ppo.ppo.rollout_packing import make_packer
 from jax_ppo.ppo.sample_keys import SampleKeys
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
@@ -114,7 +114,7 @@ def set_up_run(
         sampling=dataclasses.replace(sampling, slots=slots),
         held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
         sample_keys=SampleKeys(config.seed, mesh),
-        planner=make_planner(config, mesh, has_critic=models.nets.critic is not None),
+        packer=make_packer(config, mesh, has_critic=models.nets.critic is not None),
         rules=RuleScorer(
             mesh=mesh,
             tokenizer=models.tokenizer,

@@ -14,7 +14,7 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.moments import moments_std
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import Scores, join_sequences, score_rollout
+from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.run.parts import PPORun
@@ -61,9 +61,9 @@ def predict_returns(
     """
     options = run.step_options
     sequences = join_sequences(rollout, options.sequence_length)
-    packed = run.planner.plan_scoring(sample_lengths(batch, rollout))
-    scores = score_rollout(options.scoring, run.nets, state, sequences, *packed)
-    scores = _in_units_of_reward(scores, state.control)
+    packed = run.packer.pack_rows(sample_lengths(batch, rollout))
+    outputs = run_forward_passes(options.forward, run.nets, state, sequences, *packed)
+    outputs = _in_units_of_reward(outputs, state.control)
     algorithm = dataclasses.replace(
         options.experience.algorithm, lam=1.0, critic_lam=None, lam_length_alpha=None
     )
@@ -72,7 +72,7 @@ def predict_returns(
         state.control,
         sequences,
         rollout.logprobs,
-        scores,
+        outputs,
         rewards,
         rule_rewards.steps,
     )
@@ -84,16 +84,16 @@ def predict_returns(
     return collect_predictions(values, returns, actions)
 
 
-def _in_units_of_reward(scores: Scores, control: Control) -> Scores:
-    """Return the scores with the values of a critic that predicts normalized returns undone."""
+def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> ForwardOutputs:
+    """Return the outputs with the values of a critic that predicts normalized returns undone."""
     moments = control.moments.get("returns")
-    if moments is None or scores.values is None:
-        return scores
+    if moments is None or outputs.values is None:
+        return outputs
     std = moments_std(moments)
-    changes = {"values": moments.mean + std * scores.values}
-    if scores.last_values is not None:
-        changes["last_values"] = moments.mean + std * scores.last_values
-    return dataclasses.replace(scores, **changes)
+    changes = {"values": moments.mean + std * outputs.values}
+    if outputs.last_values is not None:
+        changes["last_values"] = moments.mean + std * outputs.last_values
+    return dataclasses.replace(outputs, **changes)
 
 
 def collect_predictions(

@@ -111,8 +111,8 @@ def _evaluate_sampled(
 
     rewards_of_batches: list[RuleRewards] = []
     predictions: list[Predictions] = []
-    scoring = run.step_options.scoring
-    has_critic = scoring.values and (state.critic is not None or scoring.shared_trunk)
+    forward = run.step_options.forward
+    has_critic = forward.values and (state.critic is not None or forward.shared_trunk)
     # Greedy responses are of another policy than the one whose returns the critic predicts.
     measures_critic = has_critic and sampling is run.held_out_sampling
 
@@ -274,7 +274,7 @@ def response_rewards(
     inputs = rule_rewards.model_inputs
     if inputs is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
-        inputs = (sequences, *run.planner.plan_scoring(sample_lengths(batch, rollout)))
+        inputs = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
     return add_reward_model_scores(
         run.nets,
         state,

@@ -141,10 +141,10 @@ def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) 
         result.metrics | sampling_metrics,
         rule_rewards,
         flops=count_step_flops(
-            run.config, run.nets, step, sampled.batch.prompts.lengths, result.plans.lengths
+            run.config, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
         ),
         samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
-        on_host={"update/padding": result.plans.padding, **sampled.metrics},
+        on_host={"update/padding": result.packed.padding, **sampled.metrics},
     )
 
 

@@ -1,7 +1,7 @@
 """Forward passes over packed rows: hidden states, log-probs, values and scores.
 
-Scoring evaluates these functions and the update differentiates them. Since both share one code
-path, the probability ratio of the first mini-batch is 1.
+The passes before the update evaluate these functions, and the update differentiates them. Since
+both share one code path, the probability ratio of the first mini-batch is 1.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def hidden_states(
 ) -> Float[Array, "R L D"]:
     """Return the decoder's output in the computation dtype, the input of the heads.
 
-    All passes of scoring and update go through this function or the next one.
+    All passes go through this function or the next one.
     """
     return run_decoder(
         model, params, rows, with_router_loss=False, replays_routing=replays_routing

@@ -1056,7 +1056,7 @@ REWARD_AND_KL = [
             "every estimator"
         ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
-        where="_score_policy",
+        where="_run_policy",
         old="compute_logprobs(state.reference, ref_hidden)",
         new=(
             "forward.token_logprobs(net, state.reference, ref_hidden, rows, 1.0, "
@@ -1238,7 +1238,7 @@ LOSSES_AND_RATIO = [
         source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
         holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
-        where="_score_policy",
+        where="_run_policy",
         old="forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)",
         new="forward.token_logprobs(net, params, hidden, rows, 1.0, with_entropy=False)",
     ),
@@ -1487,7 +1487,7 @@ UPDATES = [
         ),
         holds="every epoch of every step divides the whole rollout into new mini-batches",
         test="tests/run/test_setup.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
-        where="RolloutPlanner._mini_batches",
+        where="RolloutPacker._mini_batches",
         old="[self.seed, step, epoch]",
         new="[self.seed]",
     ),
@@ -1898,10 +1898,10 @@ MOMENTS_AND_SHAPING = [
         holds="old values are stored in the units of the critic's output",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="estimate_experience",
-        old="scores.values",
+        old="outputs.values",
         new=(
-            "scores.values * running_moments.moments_std(moments['returns']) if "
-            "options.normalizes_values else scores.values"
+            "outputs.values * running_moments.moments_std(moments['returns']) if "
+            "options.normalizes_values else outputs.values"
         ),
     ),
     Exhibit(

@@ -209,7 +209,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
     )
     sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-    scores = score_rollout(
+    scores = run_forward_passes(
         config,
         networks(config),
         state,
@@ -232,10 +232,10 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
 # The functions of one step, called with a whole config.
 
 
-def score_rollout(config, *arguments):
-    """Call `score_rollout` with the config's options."""
-    return forward_passes.score_rollout(
-        forward_passes.ScoringOptions.from_config(config), *arguments
+def run_forward_passes(config, *arguments):
+    """Call `run_forward_passes` with the config's options."""
+    return forward_passes.run_forward_passes(
+        forward_passes.ForwardOptions.from_config(config), *arguments
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
-from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Control, Sequences
 
@@ -45,7 +45,7 @@ def estimate(
         truncated,
         jnp.arange(T) < jnp.array(lengths)[:, None],
     )
-    scores = Scores(
+    scores = ForwardOutputs(
         None,
         pad_rows(ref_logprobs) if config.algorithm.use_reference else None,
         None if full_kl is None else pad_rows(full_kl),

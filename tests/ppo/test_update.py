@@ -394,7 +394,7 @@ def test_kl_in_reward_lowers_each_tokens_reward():
         algorithm__whiten_advantages=False,
         algorithm__kl_ctrl__kl_coef=0.5,
     )
-    scores = forward_passes.Scores(
+    scores = forward_passes.ForwardOutputs(
         old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])),
         ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])),
         kl=None,
@@ -492,12 +492,12 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         tiny.make_experience(config, mesh, state, rollout)
-        before = forward_passes.score_part._cache_size()
+        before = forward_passes.forward_part._cache_size()
         wider = dataclasses.replace(
             rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3)))
         )
         tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
-    assert forward_passes.score_part._cache_size() == before
+    assert forward_passes.forward_part._cache_size() == before
 
 
 def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
@@ -847,7 +847,7 @@ def test_the_value_after_the_last_token(devices):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 8)
-        scores = tiny.score_rollout(
+        scores = tiny.run_forward_passes(
             config,
             tiny.networks(config),
             state,

@@ -992,7 +992,9 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     for record in caplog.records:
         if match := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
             threads[match[1]].append(record.threadName)
-    assert threads["score_part"] == ["precompilation"] * 2, threads  # the policy's and the critic's
+    assert threads["forward_part"] == ["precompilation"] * 2, (
+        threads
+    )  # the policy's and the critic's
     for name in (
         "estimate_experience",
         "update_actor",
