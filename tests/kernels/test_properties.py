@@ -157,7 +157,7 @@ def test_group_baselines(scores, n, shift):
 @given(
     arrays(np.int32, 8, elements=st.integers(0, 9)),
     arrays(np.int32, 8, elements=st.integers(0, 3)),
-    st.sampled_from(losses.AGGREGATIONS),
+    st.sampled_from(tuple(losses.AGGREGATIONS)),
 )
 def test_loss_weights_over_any_cut_into_micro_batches(lengths, micro_batch, mode):
     weights = np.asarray(loss_weights(lengths, mode, 5.0), np.float64)

@@ -5,6 +5,7 @@ longer than the sliding windows, soft caps have a visible effect, and the scale 
 that of head_dim.
 """
 
+import copy
 import functools
 import json
 
@@ -270,7 +271,8 @@ def representative(request, tmp_path_factory):
 
 
 def write_variant(name, folder):
-    family, changes = VARIANTS[name]
+    # transformers adds to nested dicts that it gets.
+    family, changes = copy.deepcopy(VARIANTS[name])
     model = reference.save(folder, family, **changes)
     with jax.default_matmul_precision("highest"):
         return model, folder, *reference.load(folder)

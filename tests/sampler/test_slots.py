@@ -149,7 +149,8 @@ def uniform():
     )
     model = Transformer(architecture, unrolled=True)
     shapes = jax.eval_shape(
-        functools.partial(heads.init_params, model, head="lm"), jax.random.key(0)
+        lambda key: unroll_params(heads.init_params(Transformer(architecture), key, "lm")),
+        jax.random.key(0),
     )
     return model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
