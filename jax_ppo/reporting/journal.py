@@ -410,7 +410,8 @@ class Journal:
             figures = [
                 f"{name.replace('_', ' ')} {value:.4g}"
                 for name, value in latest.items()
-                if name != "step" and isinstance(value, float)
+                # The page has plots of the critic's many figures.
+                if name != "step" and not name.startswith("critic/") and isinstance(value, float)
             ]
             status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
         self._report.write(status, self.progress)
