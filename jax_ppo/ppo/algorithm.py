@@ -128,8 +128,8 @@ class SampledBatch(NamedTuple):
       position: training examples consumed with this batch.
       rule_rewards: the rewards of the rules, if they are known already.
       metrics: how the samples were selected.
-      addresses: int [B, 2], the draw of each sample within its step and its row in that draw;
-        `None`: all samples are those of the first draw.
+      addresses: int [B, 2], for each sample the draw of the step that it came from, and its row in
+        that draw; `None` if the step has a single draw.
     """
 
     batch: PromptBatch

@@ -42,7 +42,7 @@ def estimate_experience(
       options: see `ExperienceOptions`.
       control: the control of this step.
       sequences: the rollout.
-      sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `scores` has none;
+      sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `outputs` has none;
         otherwise metrics compare the two, which differ by rounding and by the sampler's weights.
       outputs: see `ForwardOutputs`.
       rewards: the reward of each sample.

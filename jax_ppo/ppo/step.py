@@ -1,8 +1,8 @@
 """One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
 
 Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
-and critic. The host waits for the mesh once per step, for the sampled tokens that the rules score.
-Where it also waits to time a phase, the mesh already has its next work.
+and critic. The host must wait for the mesh once per step, for the sampled tokens that the rules
+score. Where it also waits to time a phase, the mesh already has its next work.
 """
 
 from typing import NamedTuple
@@ -80,11 +80,12 @@ def take_step(
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # One step off: sample with the weights from before this step's update.
+    # One step off: sample with the weights from before this step's update. Samples are not selected
+    # by their rewards then, which the options exclude.
     next_sampled = None
     if options.one_step_off and step + 1 < algorithm.total_steps:
         next_sampled = sample_batch(algorithm, state, batches, step + 1, observer)
-    observer.flush()  # unless sampling ahead has done it
+    observer.flush()  # has nothing left to write if sampling ahead has just flushed
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):
@@ -123,7 +124,8 @@ def take_step(
     # The mesh has the update to do next: timing the forward passes leaves no gap.
     with observer.phase("score"):
         jax.block_until_ready(outputs)
-    release_freed_memory(state)  # of rollout and forward passes: the update needs the most
+    # On CPUs: the update needs the memory that rollout and forward passes have freed.
+    release_freed_memory(state)
 
     return state, StepResult(
         sampled=sampled,

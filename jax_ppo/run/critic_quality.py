@@ -1,7 +1,8 @@
 """How well the critic predicts the returns of held-out responses, by position and by value.
 
-The return of a token is the discounted sum of the rewards from it on (lambda 1), the KL penalty
-included if it is part of the reward, so that no value is among its own targets.
+The return of a token is the discounted sum of the rewards from it on, as the update shapes them
+(normalized, with the KL penalty if it is part of the reward). It has lambda 1 and does not
+bootstrap from the critic, so that no value is among its own targets.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ def predict_returns(
       rollout: the responses.
       rule_rewards: the rules' rewards, of which those within the responses are read.
       rewards: float32 [B], the rewards of whole responses.
-      num_real: how many responses, the first ones, count.
+      num_real: how many responses count, the first ones; the others fill up the batch.
     """
     options = run.step_options
     sequences = join_sequences(rollout, options.sequence_length)
@@ -65,7 +66,12 @@ def predict_returns(
     outputs = run_forward_passes(options.forward, run.nets, state, sequences, *packed)
     outputs = _in_units_of_reward(outputs, state.control)
     algorithm = dataclasses.replace(
-        options.experience.algorithm, lam=1.0, critic_lam=None, lam_length_alpha=None
+        options.experience.algorithm,
+        lam=1.0,
+        critic_lam=None,
+        lam_length_alpha=None,
+        bootstrap_truncated=False,
+        whiten_rewards=False,
     )
     experience, _ = estimate_experience(
         dataclasses.replace(options.experience, algorithm=algorithm, normalizes_values=False),
@@ -85,15 +91,12 @@ def predict_returns(
 
 
 def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> ForwardOutputs:
-    """Return the outputs with the values of a critic that predicts normalized returns undone."""
+    """Return the outputs with normalized values converted to units of reward."""
     moments = control.moments.get("returns")
     if moments is None or outputs.values is None:
         return outputs
-    std = moments_std(moments)
-    changes = {"values": moments.mean + std * outputs.values}
-    if outputs.last_values is not None:
-        changes["last_values"] = moments.mean + std * outputs.last_values
-    return dataclasses.replace(outputs, **changes)
+    values = moments.mean + moments_std(moments) * outputs.values
+    return dataclasses.replace(outputs, values=values)
 
 
 def collect_predictions(
@@ -139,11 +142,11 @@ def describe_critic(predictions: Predictions) -> dict[str, float]:
 
 def _describe_tokens(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     errors = values.astype(np.float64) - returns
-    variance = 0.0
+    explained = 0.0
     if returns.min() < returns.max():
-        variance = float(1 - errors.var() / returns.var(dtype=np.float64))
+        explained = float(1 - errors.var() / returns.var(dtype=np.float64))
     return {
-        "explained_variance": variance,
+        "explained_variance": explained,
         "bias": float(errors.mean()),
         "error": float(np.sqrt(np.square(errors).mean())),
     }

@@ -100,7 +100,7 @@ def take_steps(
     for step in range(progress.step, run.total_steps):
         state, result = take_step(run, state, batches, step, sampled, reporter)
         failed_steps.count(step, result.rule_rewards)
-        report_step(run, reporter, step, result)  # one step late
+        report_step(run, reporter, step, result)  # written one step later
         sampled = result.next_sampled
         finish_step(
             run,
@@ -119,7 +119,7 @@ def take_steps(
 
 
 def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:
-    """Dispatch the metrics of a step's samples, and queue the step's report without waiting.
+    """Start computing the metrics of a step's samples, and queue its report without waiting.
 
     Args:
       run: the parts of the run.

@@ -39,7 +39,7 @@ class Metric(enum.Enum):
     MEAN: shares add up to a mini-batch's value; the mean over steps.
     SUM: shares add up; the sum over steps, 0 if there were none.
     MIN, MAX: the extreme of all shares of all steps.
-    FIRST_MAX: the maximum over rows, of the first step.
+    FIRST_MAX: the maximum over rows, of the first optimizer step that had tokens.
     """
 
     MEAN = enum.auto()

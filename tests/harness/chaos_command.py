@@ -26,9 +26,9 @@ PHASES = {
         "jax_ppo.run.supervised_loop:start_parameters",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
-    "compiling": ("jax_ppo.run.precompilation:compile_ahead",),
-    "sampling": ("jax_ppo.run.loop:sample_batch",),
-    "updating": ("jax_ppo.run.loop:update_state", "jax_ppo.run.supervised_loop:train_step"),
+    "compiling": ("jax_ppo.ppo.programs:compile_ahead",),
+    "sampling": ("jax_ppo.ppo.step:sample_batch",),
+    "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
     "evaluating": ("jax_ppo.run.loop:evaluate_policy", "jax_ppo.run.supervised_loop:evaluate"),
     "exporting": (
@@ -96,7 +96,7 @@ def announce_examples() -> None:
 
         return call
 
-    wrap("jax_ppo.run.loop:sample_batch", wrap_sample_batch)
+    wrap("jax_ppo.ppo.step:sample_batch", wrap_sample_batch)
     wrap("jax_ppo.run.supervised_build:SupervisedRun.place_batch", wrap_place_batch)
     wrap("jax_ppo.run.supervised_loop:train_step", wrap_train_step)
 

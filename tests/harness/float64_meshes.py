@@ -8,6 +8,7 @@ orders of magnitude smaller, tells rounding from a mistake in a program.
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jnp.float32 = jnp.float64
 np.float32 = np.float64  # type: ignore[misc]
 
+sys.path.append(str(Path(__file__).parents[1] / "ppo"))
 import test_update  # noqa: E402
 
 import tiny  # noqa: E402

@@ -250,6 +250,8 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
     summary = standalone_evaluation.evaluate_model(config, tmp_path)
     last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]
     (alone,) = summary["evaluations"]
+    # An evaluation by itself has no critic.
+    last = {name: value for name, value in last.items() if not name.startswith("critic/")}
     assert alone | {"step": 8} == pytest.approx(last)
     assert len(list(read_samples(tmp_path))[0][2]) == 12
 

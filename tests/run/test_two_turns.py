@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 from jax_ppo.kernels.policy_losses import Clip, padded_batch
-from jax_ppo.ppo.forward_passes import Scores
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Sequences
@@ -91,7 +91,7 @@ def estimate(mask=MASK, estimator="gae"):
             action_mask=jnp.asarray(mask),
         ),
         logprobs(THETA),
-        Scores(ref_logprobs=logprobs(REFERENCE), values=jnp.asarray(values)),
+        ForwardOutputs(ref_logprobs=logprobs(REFERENCE), values=jnp.asarray(values)),
         jnp.asarray(WHOLE, jnp.float32),
         jnp.asarray(turn_rewards),
     )
