@@ -376,7 +376,8 @@ class Critic:
     keep_head: bool | None = option(None,
         "start the critic with the scalar head in critic.path, such as a reward model's; off: "
         "with a head of zeros; unset: on where critic.path holds a critic, as a run exports it",
-        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, CRITIC_HAS_PATH), fixed_on_resume=True)
+        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, CRITIC_HAS_PATH), fixed_on_resume=False,
+        first_step_only=HAS_CRITIC)
     shared_trunk: bool = option(False,
         "make the critic a scalar head on the actor's trunk: one pass serves both losses, whose "
         "sum the actor minimizes; the head uses actor.optim and stops with actor.target_kl",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
@@ -64,7 +65,7 @@ def predict_returns(
     sequences = join_sequences(rollout, options.sequence_length)
     packed = run.packer.pack_rows(sample_lengths(batch, rollout))
     outputs = run_forward_passes(options.forward, run.nets, state, sequences, *packed)
-    outputs = _in_units_of_reward(outputs, state.control)
+    values = _in_units_of_reward(outputs, state.control)
     algorithm = dataclasses.replace(
         options.experience.algorithm,
         lam=1.0,
@@ -73,30 +74,38 @@ def predict_returns(
         bootstrap_truncated=False,
         whiten_rewards=False,
     )
+    reward = options.experience.reward
+    if reward.normalize == "running":
+        # By the moments of the training so far, without these responses.
+        reward = dataclasses.replace(reward, normalize="reference")
     experience, _ = estimate_experience(
-        dataclasses.replace(options.experience, algorithm=algorithm, normalizes_values=False),
+        dataclasses.replace(
+            options.experience, algorithm=algorithm, reward=reward, normalizes_values=False
+        ),
         state.control,
         sequences,
         rollout.logprobs,
-        outputs,
+        # With values of 0 the sums of rewards are not rounded by them.
+        dataclasses.replace(outputs, values=jnp.zeros_like(values)),
         rewards,
         rule_rewards.steps,
     )
-    assert experience.values is not None and experience.returns is not None, "there is a critic"
-    values, returns, actions = (
-        placement.to_host(x)[:num_real]
-        for x in (experience.values, experience.returns, sequences.action_mask)
+    assert experience.returns is not None, "there is a critic"
+    return collect_predictions(
+        *(
+            placement.to_host(x)[:num_real]
+            for x in (values, experience.returns, sequences.action_mask)
+        )
     )
-    return collect_predictions(values, returns, actions)
 
 
-def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> ForwardOutputs:
-    """Return the outputs with normalized values converted to units of reward."""
+def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> jax.Array:
+    """Return the values in units of reward, also of a critic that predicts normalized returns."""
+    assert outputs.values is not None, "there is a critic"
     moments = control.moments.get("returns")
-    if moments is None or outputs.values is None:
-        return outputs
-    values = moments.mean + moments_std(moments) * outputs.values
-    return dataclasses.replace(outputs, values=values)
+    if moments is None:
+        return outputs.values
+    return moments.mean + moments_std(moments) * outputs.values
 
 
 def collect_predictions(
@@ -123,13 +132,18 @@ def describe_critic(predictions: Predictions) -> dict[str, float]:
     sorted by their values into ten bins of equal size: value_bin_1 to return_bin_10 are the means
     of each bin, and calibration_error is the mean distance of the two.
     """
+    if not len(predictions.values):
+        return {}
     figures = _describe_tokens(predictions.values, predictions.returns)
     for tenth in range(PARTS):
         chosen = predictions.tenths == tenth
         if chosen.any():
             part = _describe_tokens(predictions.values[chosen], predictions.returns[chosen])
             figures |= {f"{name}_tenth_{tenth + 1}": value for name, value in part.items()}
-    bins = np.array_split(np.argsort(predictions.values, kind="stable"), PARTS)
+    # Shuffled, so that equal values fall into bins whatever their responses.
+    shuffled = np.random.default_rng(0).permutation(len(predictions.values))
+    order = shuffled[np.argsort(predictions.values[shuffled], kind="stable")]
+    bins = np.array_split(order, PARTS)
     distances = []
     for number, rows in enumerate(bins, start=1):
         if len(rows):

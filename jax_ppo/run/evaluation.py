@@ -113,7 +113,7 @@ def _evaluate_sampled(
     predictions: list[Predictions] = []
     forward = run.step_options.forward
     has_critic = forward.values and (state.critic is not None or forward.shared_trunk)
-    # Greedy responses are of another policy than the one whose returns the critic predicts.
+    # Once per evaluation: not again for its greedy pass.
     measures_critic = has_critic and sampling is run.held_out_sampling
 
     def reward(

@@ -30,7 +30,7 @@ from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.first_step import format_first_step
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import StepSamples, describe_step
-from jax_ppo.runtime import compilation, distributed, signals
+from jax_ppo.runtime import compilation, distributed, signals, work_directory
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
@@ -349,7 +349,7 @@ class Reporter(journal.Journal):
             architecture=architecture,
             folder=self._workdir / role,
             dtype=run.config.trainer.export_dtype,
-            source_folder=run.folders.critic if role == CRITIC else run.folders.actor,
+            source_folder=(role == CRITIC and run.folders.critic) or run.folders.actor,
             tokenizer_folder=Path(run.tokenizer.name_or_path),
             per_token=role == CRITIC,
         )
@@ -371,7 +371,11 @@ class Reporter(journal.Journal):
             trained, architecture, net.lora, folder, base_model, revision, per_token=role == CRITIC
         )
         if role == CRITIC:
-            self.report_model(role, option)
+            shown = work_directory.shown_path(folder)
+            console.print_on_main(
+                f"trained critic: {shown} (for PEFT on {base_model}, or --config.critic.path={shown} "
+                "with the same config.model.path and config.model.lora.rank)"
+            )
 
 
 def _exported_roles(config: Config) -> list[str]:

@@ -12,6 +12,8 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.hf.load import has_score_head
+from jax_ppo.models.hf.peft import holds_adapters
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
@@ -64,8 +66,14 @@ def read_run_models(
     folders = resolve_role_folders(config, workdir, describe_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
-    if config.critic.keep_head is None and critic_head(config.critic, folders.critic) == "reward":
-        report("critic.keep_head: on, since critic.path holds a critic")
+    if config.critic.path and config.critic.keep_head is None and folders.critic is not None:
+        if critic_head(config.critic, folders.critic) == "reward":
+            report("critic.keep_head: on, since critic.path holds a critic")
+        elif not holds_adapters(folders.critic) and has_score_head(folders.critic):
+            report(
+                "note: the critic starts with a head of zeros; config.critic.keep_head=True keeps "
+                "the head in config.critic.path"
+            )
     attention = describe_attention(
         config.model,
         nets.actor,

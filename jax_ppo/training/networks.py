@@ -198,7 +198,7 @@ def _read_critic(
         return actor.clone(lora=lora)
     _refuse_adapters(folders.critic, f"config.critic.path={options.path!r}")
     if head == "reward":
-        architecture = _read_architecture_with_head(folders.critic, needs_weights)
+        architecture = _read_architecture_with_head(options, folders.critic, needs_weights)
     else:
         architecture = read_architecture(folders.critic, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
@@ -210,11 +210,16 @@ def _read_critic(
 
 
 def _read_architecture_with_head(
-    folder: Path, needs_weights: bool
+    options: Critic, folder: Path, needs_weights: bool
 ) -> Architecture | DebertaArchitecture:
     try:
         return read_reward_architecture(folder, needs_weights)
     except UserError as error:
+        if options.keep_head is None:
+            raise UserError(
+                f"config.critic.path={options.path!r}: holds a critic whose head cannot be kept; "
+                f"config.critic.keep_head=False starts with a head of zeros: {error}"
+            ) from None
         raise UserError(
             f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
         ) from None

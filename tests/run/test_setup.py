@@ -27,7 +27,7 @@ def make_packer(config, mesh=None):
 def mini_batch_members(config, step):
     """Return the samples of a step's mini-batches, [epochs, mini-batches, samples per batch]."""
     lengths = np.full(tiny.B, 4)
-    mask = np.asarray(make_packer(config).plan(step, lengths).actor.members)
+    mask = np.asarray(make_packer(config).pack(step, lengths).actor.members)
     groups = np.array([np.flatnonzero(row) for row in mask])
     return groups.reshape(config.actor.ppo_epochs, -1, mask[0].sum())
 
@@ -43,14 +43,14 @@ def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
 
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
-    same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).plan(0, lengths)
+    same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).pack(0, lengths)
     assert same.critic is same.actor  # one plan is made and transferred
     other_options = dict(
         critic__ppo_epochs=3,
         critic__ppo_mini_batch_size=4,
         critic__ppo_micro_batch_size_per_device=1,
     )
-    other = make_packer(tiny.config(**other_options), mesh).plan(0, lengths)
+    other = make_packer(tiny.config(**other_options), mesh).pack(0, lengths)
     assert other.actor.members.shape == (1, tiny.B)
     assert other.critic.members.shape == (6, tiny.B)
     sample = other.critic.packing.sample
@@ -59,7 +59,7 @@ def test_roles_cut_a_rollout_as_their_options_say():
     assert other.critic.counts.tolist() == [1] * 6  # packed into two rows
     assert sample.sharding.shard_shape(sample.shape)[2] == 1
     no_critic = tiny.config(algorithm__adv_estimator="reinforce_plus_plus")
-    assert make_packer(no_critic, mesh).plan(0, lengths).critic is None
+    assert make_packer(no_critic, mesh).pack(0, lengths).critic is None
 
 
 def test_keys_differ_by_seed_stream_and_step():
