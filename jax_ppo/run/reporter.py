@@ -373,8 +373,8 @@ class Reporter(journal.Journal):
         if role == CRITIC:
             shown = work_directory.shown_path(folder)
             console.print_on_main(
-                f"trained critic: {shown} (for PEFT on {base_model}, or --config.critic.path={shown} "
-                "with the same config.model.path and config.model.lora.rank)"
+                f"trained critic: {shown} (for PEFT on {base_model}, or "
+                f"--config.critic.path={shown} with the same config.model.path and lora.rank)"
             )
 
 
