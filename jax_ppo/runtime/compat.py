@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # Has XLA parse its flags: a quarter of a second, without devices or the package jax. Tried with
-# jaxlib 0.10.2 and 0.11.2; otherwise all flags pass, and XLA itself reports one that it refuses.
+# jaxlib 0.10.2 and 0.12.0; otherwise all flags pass, and XLA itself reports one that it refuses.
 PARSES_XLA_FLAGS = """
 try:
     from jaxlib import _jax
@@ -27,7 +27,7 @@ def distributed_state() -> Any:
     """Return what `jax.distributed.initialize` has connected to.
 
     It has `client` (`None` in a run of one process), `process_id`, `num_processes` and
-    `coordinator_address`. Tried with jax 0.10.2 and 0.11.2. Nothing public gives the client, so
+    `coordinator_address`. Tried with jax 0.10.2 and 0.12.0. Nothing public gives the client, so
     pyproject.toml bounds jax.
     """
     from jax._src import distributed
@@ -39,7 +39,7 @@ def distributed_state() -> Any:
 def coordination_service(service: Callable[..., Any]) -> Iterator[None]:
     """Let `jax.distributed.initialize` in the block start `service(address, num_nodes, ...)`.
 
-    Tried with jaxlib 0.10.2 and 0.11.2; otherwise JAX starts its service in this process.
+    Tried with jaxlib 0.10.2 and 0.12.0; otherwise JAX starts its service in this process.
     """
     with _replace_in_jaxlib("get_distributed_runtime_service", lambda _: service):
         yield
@@ -56,7 +56,7 @@ def start_coordination_service(**options: Any) -> Any:
 def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
     """Let Gloo, which JAX starts in the block, listen on `hostname()`.
 
-    Tried with jaxlib 0.10.2 and 0.11.2; otherwise Gloo resolves the name of the host.
+    Tried with jaxlib 0.10.2 and 0.12.0; otherwise Gloo resolves the name of the host.
     """
 
     def at_hostname(make: Callable[..., object]) -> Callable[..., object]:
@@ -88,7 +88,7 @@ def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
 def num_compiled(program: Any) -> int:
     """Return the number of shapes that a jitted function was compiled for, for tests.
 
-    Tried with jax 0.10.2 and 0.11.2; otherwise an `AttributeError`.
+    Tried with jax 0.10.2 and 0.12.0; otherwise an `AttributeError`.
     """
     return program._cache_size()
 
