@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What an option can name.
+    """A value that an option can have.
 
     Attributes:
       name: the option's value.

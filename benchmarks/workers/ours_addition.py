@@ -117,14 +117,14 @@ class Training:
             run.sampling,
         )
         run.engine.release_weights()
-        plans = run.packer.pack(self.steps_done, sample_lengths(batch, rollout))
+        packed = run.packer.pack(self.steps_done, sample_lengths(batch, rollout))
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
         scores = forward_passes.run_forward_passes(
             forward_passes.ForwardOptions.from_config(config),
             run.nets,
             state,
             sequences,
-            *plans.forward,
+            *packed.forward,
         )
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(
@@ -142,8 +142,8 @@ class Training:
             run.total_steps,
             state,
             experience,
-            plans.actor,
-            plans.critic,
+            packed.actor,
+            packed.critic,
         )
         self.steps_done += 1
 

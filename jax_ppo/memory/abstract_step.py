@@ -87,7 +87,7 @@ class AbstractStep:
       state: the train state.
       prompts: the longest prompts that a step can have.
       key: the base key of a step's samples.
-      plans: the packing of a rollout.
+      packed: the packing of a rollout.
       rollout_mesh: the mesh to decode on.
       decoding_weights: the copy of the weights that decodes.
       caches: shapes of the slots' and the staged prompts' caches, for each stage of one queue.
@@ -98,7 +98,7 @@ class AbstractStep:
     state: TrainState
     prompts: Prompts
     key: Any
-    plans: RolloutPacking
+    packed: RolloutPacking
     rollout_mesh: Mesh
     decoding_weights: Params
     caches: Any
@@ -188,7 +188,7 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         prompts=prompts,
         key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh)),
         # Plans have one shape for all lengths.
-        plans=packer.pack(0, np.ones(programs.samples, np.int32)),
+        packed=packer.pack(0, np.ones(programs.samples, np.int32)),
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(
             rollout_mesh, nets.actor, policy_params(nets, state)

@@ -40,7 +40,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     counted = {id(x) for x in jax.tree.leaves(state)}
     phases: dict[str, PhaseMemory] = {}
     refused = set()
-    names = compile_programs(programs, state, step.prompts, step.key, step.plans)
+    names = compile_programs(programs, state, step.prompts, step.key, step.packed)
     with jax.set_mesh(programs.mesh), compilation.compile_programs_with(recorder):
         for name in names:
             kind = find_step_program(name).kind

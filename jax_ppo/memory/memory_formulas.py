@@ -114,8 +114,8 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         program.name: _estimate_temporaries(step, program)
         for program in planned_programs(step.programs)
     }
-    plans = step.plans
-    batch = bytes_per_device((step.prompts, plans.forward, plans.actor, plans.critic))
+    packed = step.packed
+    batch = bytes_per_device((step.prompts, packed.forward, packed.actor, packed.critic))
     routing = _routing_bytes(step)
     phases = {
         name: dataclasses.replace(
@@ -140,7 +140,7 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _scoring_temporaries(step, step.role(program.role))
         case "update":
             role = step.role(program.role)
-            return _update_temporaries(step, role, step.plans.of_role(program.role))
+            return _update_temporaries(step, role, step.packed.of_role(program.role))
         case "elementwise":
             return 0
 
@@ -196,7 +196,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
 
 def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
-    packing, _ = step.plans.forward
+    packing, _ = step.packed.forward
     shape = packing.sample.shape[1:]
     tokens = device_tokens(step, shape)
     layers = forward_bytes(step, role, shape)

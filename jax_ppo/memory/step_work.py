@@ -101,13 +101,13 @@ def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
 
 def count_bubbles(step: AbstractStep) -> dict[str, float]:
     """Return the bubble of each phase that runs a model's layers, by the name of its program."""
-    forward, _ = step.plans.forward
+    forward, _ = step.packed.forward
     bubbles = {}
     for program in planned_programs(step.programs):
         if program.kind == "forward pass":
             rows = forward.sample.shape[1]
         elif program.kind == "update":
-            rows = step.plans.of_role(program.role).packing.sample.shape[2]
+            rows = step.packed.of_role(program.role).packing.sample.shape[2]
         else:
             continue
         bubbles[program.name] = _schedule(step, step.role(program.role), rows).bubble
@@ -203,7 +203,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             # A few passes over arrays of one number per token.
             return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
         case "update":
-            batches = step.plans.of_role(program.role)
+            batches = step.packed.of_role(program.role)
             return _update(step, step.role(program.role), batches, passes)
 
 
@@ -278,7 +278,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
 
 def _score(step: AbstractStep, role: Role) -> PhaseWork:
     """Return the work of a forward pass over all packed rows."""
-    packing, _ = step.plans.forward
+    packing, _ = step.packed.forward
     micro_batches, rows, length = packing.sample.shape
     products = PhaseWork(flops=_rollout_flops(step, role, rows))
     return _pass_work(step, role, rows, length) * micro_batches + products

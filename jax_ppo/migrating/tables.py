@@ -89,7 +89,7 @@ class Framework:
 def read_framework(name: str) -> Framework:
     """Return the tables of one of `FRAMEWORKS`."""
     table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
-    table |= tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
+    table |= tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
     return Framework(
         title=table["title"],
         options=_by_name(table["options"]),

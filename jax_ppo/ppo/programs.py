@@ -61,18 +61,18 @@ class StepShapes:
 
     Attributes:
       state: the train state.
-      plans: the packing of a rollout.
+      packed: the packing of a rollout.
       rollout: what the engine returns, then what is selected of it.
       sequences: prompts and responses, joined.
-      scores: the parts of the scores.
+      outputs: the results of the forward passes.
       experience: what the update learns from.
     """
 
     state: TrainState
-    plans: RolloutPacking
+    packed: RolloutPacking
     rollout: Rollout | None = None
     sequences: Sequences | None = None
-    scores: list[forward_passes.ForwardOutputs] = dataclasses.field(default_factory=list)
+    outputs: list[forward_passes.ForwardOutputs] = dataclasses.field(default_factory=list)
     experience: Experience | None = None
 
 
@@ -109,7 +109,7 @@ class StepProgram:
 
 
 def compile_programs(
-    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, plans: RolloutPacking
+    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, packed: RolloutPacking
 ) -> Iterator[str]:
     """Compile one program at a time, in the order of the loop, and yield its name.
 
@@ -121,9 +121,9 @@ def compile_programs(
       state: the train state.
       prompts: the prompts of a step.
       key: the base key of a step's samples.
-      plans: the packing of a rollout.
+      packed: the packing of a rollout.
     """
-    shapes = StepShapes(state, plans)
+    shapes = StepShapes(state, packed)
     params = policy_params(step.nets, state)
     # The engine yields the names of its programs itself.
     shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
@@ -167,10 +167,10 @@ def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: Step
     options = forward_passes.ForwardOptions.from_config(step.config)
     sequences = _join_sequences(step, shapes)
     programs = forward_passes.forward_programs(
-        options, step.nets, shapes.state, sequences, *shapes.plans.forward
+        options, step.nets, shapes.state, sequences, *shapes.packed.forward
     )
     function, arguments = programs[options.parts.index(part)]
-    shapes.scores.append(compile_ahead(function, *arguments))
+    shapes.outputs.append(compile_ahead(function, *arguments))
 
 
 def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
@@ -181,7 +181,7 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
         net,
         full_parameters(net, shapes.state.reward, shapes.state.reference),
         _join_sequences(step, shapes),
-        *shapes.plans.forward,
+        *shapes.packed.forward,
         step.config.reward.score_position,
     )
 
@@ -202,7 +202,7 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
         shapes.state.control,
         _join_sequences(step, shapes),
         logprobs,
-        forward_passes.join_outputs(shapes.scores),
+        forward_passes.join_outputs(shapes.outputs),
         rewards,
         step_rewards,
     )
@@ -236,8 +236,8 @@ def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
         step.total_steps,
         shapes.state,
         shapes.experience,
-        shapes.plans.actor,
-        shapes.plans.critic,
+        shapes.packed.actor,
+        shapes.packed.critic,
     )
     function, arguments = programs[index]
     compile_ahead(function, *arguments)

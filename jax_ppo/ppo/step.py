@@ -23,7 +23,7 @@ from jax_ppo.types import Experience
 
 
 class StepResult(NamedTuple):
-    """What a step leaves besides the new state.
+    """The results of a step besides the new state.
 
     Attributes:
       sampled: the samples that the step learned from.
@@ -80,8 +80,8 @@ def take_step(
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # One step off: sample with the weights from before this step's update. Samples are not selected
-    # by their rewards then, which the options exclude.
+    # One step off: sample with the weights from before this step's update. The options
+    # exclude that samples are then selected by their rewards.
     next_sampled = None
     if options.one_step_off and step + 1 < algorithm.total_steps:
         next_sampled = sample_batch(algorithm, state, batches, step + 1, observer)

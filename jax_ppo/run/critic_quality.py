@@ -52,6 +52,8 @@ def predict_returns(
 ) -> Predictions:
     """Return the critic's predictions for the responses of a batch.
 
+    The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
+
     Args:
       run: the parts of the run, which has a critic.
       state: holds the roles' parameters.
@@ -64,7 +66,11 @@ def predict_returns(
     options = run.step_options
     sequences = join_sequences(rollout, options.sequence_length)
     packed = run.packer.pack_rows(sample_lengths(batch, rollout))
-    outputs = run_forward_passes(options.forward, run.nets, state, sequences, *packed)
+    forward = options.forward
+    if not options.experience.algorithm.use_kl_in_reward:
+        # Only a KL in the reward needs more than values.
+        forward = dataclasses.replace(forward, old_logprobs=False, reference=False, full_kl=False)
+    outputs = run_forward_passes(forward, run.nets, state, sequences, *packed)
     values = _in_units_of_reward(outputs, state.control)
     algorithm = dataclasses.replace(
         options.experience.algorithm,
@@ -97,6 +103,12 @@ def predict_returns(
             for x in (values, experience.returns, sequences.action_mask)
         )
     )
+
+
+def knows_unit_of_rewards(control: Control) -> bool:
+    """Return whether the moments that normalize rewards, if they do, have seen any reward."""
+    moments = control.moments.get("rewards")
+    return moments is None or float(moments.count) > 0
 
 
 def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> jax.Array:

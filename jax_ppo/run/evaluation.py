@@ -13,12 +13,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.rollout_packing import sample_lengths
-from jax_ppo.run.critic_quality import (
-    Predictions,
-    describe_critic,
-    join_predictions,
-    predict_returns,
-)
+from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
@@ -110,11 +105,15 @@ def _evaluate_sampled(
         return run.engine.generate(prompts, key, sampling, first_sample_index)
 
     rewards_of_batches: list[RuleRewards] = []
-    predictions: list[Predictions] = []
+    predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
     has_critic = forward.values and (state.critic is not None or forward.shared_trunk)
     # Once per evaluation: not again for its greedy pass.
-    measures_critic = has_critic and sampling is run.held_out_sampling
+    measures_critic = (
+        has_critic
+        and sampling is run.held_out_sampling
+        and critic_quality.knows_unit_of_rewards(state.control)
+    )
 
     def reward(
         batch: PromptBatch, rollout: Rollout, first_sample_index: int
@@ -127,7 +126,9 @@ def _evaluate_sampled(
         if measures_critic:
             num_real = len(rewards) // len(batch.examples) * batch.count
             predictions.append(
-                predict_returns(run, state, batch, rollout, rule_rewards, rewards, num_real)
+                critic_quality.predict_returns(
+                    run, state, batch, rollout, rule_rewards, rewards, num_real
+                )
             )
         if rule_rewards.steps is not None:
             rewards = rewards + rule_rewards.steps.sum(1)
@@ -168,10 +169,8 @@ def _evaluate_sampled(
     require_scores(evaluation)
     if not predictions:
         return evaluation
-    figures = {
-        f"critic/{name}": value
-        for name, value in describe_critic(join_predictions(predictions)).items()
-    }
+    critic = critic_quality.describe_critic(critic_quality.join_predictions(predictions))
+    figures = {f"critic/{name}": value for name, value in critic.items()}
     return dataclasses.replace(evaluation, figures=evaluation.figures | figures)
 
 

@@ -48,9 +48,9 @@ def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
         total_steps=run.total_steps,
         reads_rollout=run.rules.reward_inputs is None,
     )
-    plans = run.packer.pack(0, np.ones(step.samples, np.int32))
+    packed = run.packer.pack(0, np.ones(step.samples, np.int32))
     state = state_shapes(run.config, run.nets, run.mesh)
-    programs = compile_programs(step, state, prompts, key, plans)
+    programs = compile_programs(step, state, prompts, key, packed)
     errors: list[Exception] = []
     stop = threading.Event()
     is_over = threading.Event()

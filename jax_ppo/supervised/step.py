@@ -34,7 +34,7 @@ SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metr
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedObjective:
-    """What a supervised command minimizes: a static argument of compiled functions.
+    """The loss of a supervised command; a static argument of compiled functions.
 
     Attributes:
       head: the head on the decoder, "lm" or "scalar".

@@ -81,7 +81,7 @@ class Metric(enum.Enum):
 
 
 class Objective(Protocol):
-    """What a learner minimizes: the loss of the samples of one rollout or batch."""
+    """The loss of the samples of one rollout or batch, which a learner minimizes."""
 
     @property
     def sequences(self) -> Sequences:
@@ -210,7 +210,7 @@ class Learner:
           The new parameters and optimizer state, metrics, and whether the mini-batch is within the
           limit of the early stop; if it is not, nothing was moved.
         """
-        # Measure first: the step that exceeds the limit is not taken either.
+        # The metric is measured before the step: one that exceeds the limit is not taken.
         stored_key, sum_key = rounding_keys(self.rounding_seed, self.name, optimizer_state)
         gradients, metrics = self.gradients(params, batch, sum_key)
         is_within: bool | jax.Array = True
@@ -243,7 +243,7 @@ class Learner:
           batch: one mini-batch, without the leading U.
           key: the second of `rounding_keys`; `None` if gradients are summed in float32.
         """
-        # By the whole mini-batch, whatever its split.
+        # Fixed by the whole mini-batch, so that its split does not matter.
         weights = self.objective.weigh(batch)
 
         def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
@@ -312,13 +312,14 @@ def add_gradient(
         return add_gradients(total, gradients, key), aux
     layers = params["layers"]
 
-    def loss_by_slot(others: Params, slot: Params) -> tuple[jax.Array, Any]:
-        gradient_sum = GradientSum(slot, total["layers"], key, add_gradients)
+    def loss_with_sum(others: Params, placeholder: Params) -> tuple[jax.Array, Any]:
+        gradient_sum = GradientSum(placeholder, total["layers"], key, add_gradients)
         return loss({**others, "layers": layers, GRADIENT_SUM: gradient_sum})
 
-    slot = jax.tree.map(jnp.zeros_like, total["layers"])
-    gradient = jax.grad(loss_by_slot, argnums=(0, 1), has_aux=True)
-    (gradients, layers_total), aux = gradient(_without_layers(params), slot)
+    # Its "gradient" is the new sum of the layers' gradients.
+    placeholder = jax.tree.map(jnp.zeros_like, total["layers"])
+    gradient = jax.grad(loss_with_sum, argnums=(0, 1), has_aux=True)
+    (gradients, layers_total), aux = gradient(_without_layers(params), placeholder)
     return add_gradients(_without_layers(total), gradients, key) | {"layers": layers_total}, aux
 
 

@@ -67,7 +67,7 @@ def compile_update(width: int) -> str:
             step = set_up_step(config, read_descriptions(config, mesh), mesh)
             with compilation.compile_programs_with(record):
                 list(
-                    compile_programs(step.programs, step.state, step.prompts, step.key, step.plans)
+                    compile_programs(step.programs, step.state, step.prompts, step.key, step.packed)
                 )
     (text,) = texts
     return text

@@ -1,13 +1,22 @@
 """Figures of the critic on held-out responses."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+import tiny
 from jax_ppo.config import loading
+from jax_ppo.kernels.moments import update_moments
 from jax_ppo.run import loop
-from jax_ppo.run.critic_quality import Predictions, collect_predictions, describe_critic
+from jax_ppo.run.critic_quality import (
+    Predictions,
+    collect_predictions,
+    describe_critic,
+    knows_unit_of_rewards,
+)
+from jax_ppo.training.kl_schedule import first_control
 
 
 def predictions(values, returns, tenths=None):
@@ -36,6 +45,16 @@ def test_an_exact_critic_explains_everything_and_is_calibrated():
 
 def test_equal_returns_leave_no_variance_to_explain():
     assert describe_critic(predictions([0, 1], [1, 1]))["explained_variance"] == 0
+
+
+def test_returns_have_no_unit_before_the_moments_have_seen_a_reward():
+    plain, normalized = (
+        first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+        for config in (tiny.config(), tiny.config(reward__normalize="reference"))
+    )
+    assert knows_unit_of_rewards(plain) and not knows_unit_of_rewards(normalized)
+    seen = update_moments(normalized.moments["rewards"], np.ones(2), np.ones(2, bool))
+    assert knows_unit_of_rewards(dataclasses.replace(normalized, moments={"rewards": seen}))
 
 
 def test_a_token_is_in_the_tenth_of_its_response_that_its_own_tokens_reach():
