@@ -23,7 +23,7 @@ from jax_ppo.models.attention_programs import round_row_length, select_attention
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions

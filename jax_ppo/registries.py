@@ -83,10 +83,15 @@ class Registry(dict[str, E], Generic[E]):
 
     def markdown(self) -> str:
         """Return a table of the entries."""
-        lines = ["| value | meaning | needs | source |", "| --- | --- | --- | --- |"]
+        lines = [
+            "| value | meaning | needs | elsewhere called | source |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         for name, entry in self.items():
             needs = ", ".join(entry.needs) or "nothing"
-            lines.append(f"| **{name}** | {entry.summary} | {needs} | {entry.source} |")
+            others = ", ".join(f"`{other}`" for other in entry.other_names)
+            cells = (f"**{name}**", entry.summary, needs, others, entry.source)
+            lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
 
@@ -202,7 +207,7 @@ POLICY_LOSSES = Registry(
     ("actor.policy_loss",),
     PolicyLossEntry(
         name="vanilla",
-        path="jax_ppo.kernels.policy_losses:vanilla",
+        path="jax_ppo.kernels.losses:vanilla",
         summary="PPO's clip",
         source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
         other_names=("ppo",),

@@ -25,7 +25,7 @@ from workers.ours_oracle import (
 )
 
 from jax_ppo.kernels import advantages, importance, losses, masked
-from jax_ppo.kernels.policy_losses import Clip
+from jax_ppo.kernels.losses import Clip
 from jax_ppo.registries import AGGREGATIONS
 
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS

@@ -19,7 +19,7 @@ import jax
 from jax_ppo.config import loading, schema
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked, policy_losses
+from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked
 from jax_ppo.registries import POLICY_LOSSES
 
 FORMULA = 1e-7  # float64; allows for the 1e-8 that peers add to counts
@@ -75,7 +75,7 @@ def policy_loss(
     A = A if A.ndim == 2 else jnp.broadcast_to(A[:, None], mask.shape)
 
     def loss(logprobs):
-        batch = policy_losses.padded_batch(logprobs, case[old], A, mask)
+        batch = losses.padded_batch(logprobs, case[old], A, mask)
         return aggregate(
             weights * POLICY_LOSSES[name].function(batch, clip).loss,
             mask,
@@ -88,8 +88,8 @@ def policy_loss(
 
 def clip_fractions(case, clip, old):
     """Return the shares of tokens affected by the clip and the dual clip."""
-    result = losses.policy_loss(
-        case["logprobs"], case[old], case["advantages"], case["mask"], *clip
+    result = losses.vanilla(
+        losses.padded_batch(case["logprobs"], case[old], case["advantages"], case["mask"]), clip
     )
     return [
         Result(masked.masked_mean(flag, case["mask"]))

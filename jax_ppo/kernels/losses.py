@@ -10,6 +10,7 @@ mask = 0 may hold anything, NaN included, and return 0 in value and gradient. Re
 or float64 where the inputs are.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,43 @@ from jaxtyping import Array, Float, Integer, Shaped
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.registries import AGGREGATIONS
+
+
+class PolicyBatch(NamedTuple):
+    """Tokens of whole responses. All arrays have one shape, of any rank.
+
+    Attributes:
+      logprobs: <= 0, under the policy being trained, the only input meant to receive a gradient.
+      old_logprobs: <= 0, under the policy at the start of the update.
+      advantages: per token.
+      mask: 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the
+        three above may hold anything, NaN included.
+      action_counts: at each token, how many tokens of its response the mask selects; may hold
+        anything under the mask.
+      sequence_sum: maps x, which is 0 under the mask, to the sum of x over the token's response,
+        at each token.
+    """
+
+    logprobs: Float[Array, " *shape"]
+    old_logprobs: Float[Array, " *shape"]
+    advantages: Float[Array, " *shape"]
+    mask: Shaped[Array, " *shape"]
+    action_counts: Integer[Array, " *shape"]
+    sequence_sum: Callable[[jax.Array], jax.Array]
+
+
+class Clip(NamedTuple):
+    """Range in which the ratio is not clipped.
+
+    Attributes:
+      low: > 0, and < 1 except for gmpo.
+      high: > 0.
+      dual: > 1, or None for no dual clip.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -128,58 +166,32 @@ def seq_mean_token_sum_norm(counts_B: jax.Array, samples: jax.Array, scale: Scal
     return samples * scale
 
 
-def policy_loss(
-    logprobs: Float[Array, " *shape"],
-    old_logprobs: Float[Array, " *shape"],
-    advantages: Float[Array, " *shape"],
-    mask: Shaped[Array, " *shape"],
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> PolicyLoss:
+def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """Compute the clipped surrogate of PPO, negated, per token.
 
         rho  = pi(token) / pi_old(token) = exp(logprobs - old_logprobs)
-        loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
-        and where A < 0:  min(loss, -dual_clip A)
+        loss = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+        and where A < 0:  min(loss, -dual A)
 
-    Schulman et al. 2017, arXiv 1707.06347, eq. 7. clip_low = clip_high = epsilon is the paper's
-    clip; clip_high > clip_low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the
-    dual clip (Ye et al. 2020, arXiv 1912.09729): with the clip alone, the loss of a bad token that
-    became more likely is unbounded in rho. Where a clipped term is active the gradient is 0, which
-    biases the policy gradient on purpose.
-
-    Args:
-      logprobs: log-probabilities <= 0 under the policy being trained, the only input meant to
-        receive a gradient.
-      old_logprobs: those under the policy at the start of the update (not the reference).
-      advantages: A, usually whitened.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      clip_low: > 0 and < 1.
-      clip_high: > 0.
-      dual_clip: > 1, or None for no dual clip.
+    Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip;
+    high > low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al.
+    2020, arXiv 1912.09729): with the clip alone, the loss of a bad token that became more likely is
+    unbounded in rho. Where a clipped term is active the gradient is 0, which biases the policy
+    gradient on purpose.
     """
-    shapes = (logprobs.shape, old_logprobs.shape, advantages.shape, mask.shape)
-    assert len(set(shapes)) == 1, (
-        f"logprobs, old_logprobs, advantages, mask differ in shape: {shapes}"
-    )
-    advantages = zero_outside(advantages, mask)
-    # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
-    log_ratio = zero_outside(logprobs, mask) - zero_outside(old_logprobs, mask)
-    # exp overflows float32 at 88.
-    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
 
     # The larger loss is the smaller surrogate: the paper's pessimistic bound.
     unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    clipped_loss = -advantages * jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss = jnp.maximum(unclipped_loss, clipped_loss)
     clipped = clipped_loss > unclipped_loss
 
     dual_clipped = jnp.zeros_like(clipped)
-    if dual_clip is not None:
+    if clip.dual is not None:
         # Beyond this ratio a bad token has no gradient, however likely it became.
-        ceiling = -advantages * dual_clip
+        ceiling = -advantages * clip.dual
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
     return PolicyLoss(
@@ -188,6 +200,43 @@ def policy_loss(
         log_ratio=log_ratio,
         clipped=clipped.astype(jnp.float32),
         dual_clipped=dual_clipped.astype(jnp.float32),
+    )
+
+
+def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens' clamped log-ratios and their advantages, both 0 under the mask."""
+    # The first five fields are arrays; the last one is a function.
+    shapes = tuple(x.shape for x in batch[:5])
+    assert len(set(shapes)) == 1, (
+        f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"
+    )
+    # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
+    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
+        batch.old_logprobs, batch.mask
+    )
+    # exp overflows float32 at 88.
+    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio, zero_outside(batch.advantages, batch.mask)
+
+
+def padded_batch(
+    logprobs: Float[Array, " *batch T"],
+    old_logprobs: Float[Array, " *batch T"],
+    advantages: Float[Array, " *batch T"],
+    mask: Shaped[Array, " *batch T"],
+) -> PolicyBatch:
+    """Return the batch of arrays that hold one response per row."""
+
+    def sequence_sum(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
+
+    return PolicyBatch(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        action_counts=sequence_sum(mask.astype(jnp.int32)),
+        sequence_sum=sequence_sum,
     )
 
 

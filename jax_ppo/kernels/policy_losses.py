@@ -21,87 +21,17 @@ tokens of the response that the mask selects. At the old policy all six have the
 Log-ratios of tokens are first clamped to +-20, beyond which they have no gradient.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, Shaped
 
-from jax_ppo.kernels import losses
-from jax_ppo.kernels.losses import MAX_LOG_RATIO, PolicyLoss
+from jax_ppo.kernels.losses import (
+    Clip,
+    PolicyBatch,
+    PolicyLoss,
+    log_ratios_and_advantages,
+    vanilla,
+)
 from jax_ppo.kernels.masked import zero_outside
-
-
-class PolicyBatch(NamedTuple):
-    """Tokens of whole responses. All arrays have one shape, of any rank.
-
-    Attributes:
-      logprobs: <= 0, under the policy being trained, the only input meant to receive a gradient.
-      old_logprobs: <= 0, under the policy at the start of the update.
-      advantages: per token.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the
-        three above may hold anything, NaN included.
-      action_counts: at each token, how many tokens of its response the mask selects; may hold
-        anything under the mask.
-      sequence_sum: maps x, which is 0 under the mask, to the sum of x over the token's response,
-        at each token.
-    """
-
-    logprobs: Float[Array, " *shape"]
-    old_logprobs: Float[Array, " *shape"]
-    advantages: Float[Array, " *shape"]
-    mask: Shaped[Array, " *shape"]
-    action_counts: Integer[Array, " *shape"]
-    sequence_sum: Callable[[jax.Array], jax.Array]
-
-
-class Clip(NamedTuple):
-    """Range in which the ratio is not clipped.
-
-    Attributes:
-      low: > 0, and < 1 except for gmpo.
-      high: > 0.
-      dual: > 1, or None for no dual clip.
-    """
-
-    low: float
-    high: float
-    dual: float | None = None
-
-
-def padded_batch(
-    logprobs: Float[Array, " *batch T"],
-    old_logprobs: Float[Array, " *batch T"],
-    advantages: Float[Array, " *batch T"],
-    mask: Shaped[Array, " *batch T"],
-) -> PolicyBatch:
-    """Return the batch of arrays that hold one response per row."""
-
-    def sequence_sum(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
-
-    return PolicyBatch(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        mask=mask,
-        action_counts=sequence_sum(mask.astype(jnp.int32)),
-        sequence_sum=sequence_sum,
-    )
-
-
-def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
-    """Compute PPO's clipped surrogate, `losses.policy_loss`."""
-    return losses.policy_loss(
-        batch.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        clip.low,
-        clip.high,
-        clip.dual,
-    )
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -112,7 +42,7 @@ def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     policy visits: unbiased at the old policy and for responses of one token, biased otherwise,
     since the states are still the old policy's. The variance grows with rho, which is unbounded.
     """
-    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
     return _unclipped_result(-advantages * ratio, ratio, log_ratio)
 
@@ -122,7 +52,7 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
         s      = exp(mean over the response of log rho)
         s_t    = [s] pi / [pi]                         the value of s, the gradient of its own token
-        loss_t = -min(s_t A_t, clip(s_t) A_t), with the dual clip of `losses.policy_loss`
+        loss_t = -min(s_t A_t, clip(s_t) A_t), with the dual clip of `losses.vanilla`
 
     Zheng et al. 2025, arXiv 2507.18071, section 4.3. [x] has no gradient. Weighted with
     "seq-mean-token-mean" and one A per response, this is their GSPO: -min(s A, clip(s) A). The
@@ -134,14 +64,12 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     Returns:
       A PolicyLoss whose ratio is s; its log_ratio is that of the token.
     """
-    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_ratio, _ = log_ratios_and_advantages(batch)
     # The value of the whole response at each token, with the gradient of the token's own ratio.
     log_s = _mean_over_response(log_ratio, batch)
     # Against old log-probs of 0, the ratio that is clipped is s.
-    loss = losses.policy_loss(
-        log_s, jnp.zeros_like(log_s), advantages, batch.mask, clip.low, clip.high, clip.dual
-    )
-    return loss._replace(log_ratio=log_ratio)
+    against_zeros = batch._replace(logprobs=log_s, old_logprobs=jnp.zeros_like(log_s))
+    return vanilla(against_zeros, clip)._replace(log_ratio=log_ratio)
 
 
 def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -160,7 +88,7 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     Returns:
       A PolicyLoss whose ratio is g; its log_ratio is that of the token.
     """
-    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_ratio, advantages = log_ratios_and_advantages(batch)
     # Each log-ratio is bounded on the side where the token would gain from moving.
     cut = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
@@ -187,7 +115,7 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     Returns:
       A PolicyLoss whose `clipped` marks truncated weights.
     """
-    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
     # The truncated ratio only weighs: the gradient is that of log pi.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
@@ -202,25 +130,10 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     then has an effect and descends KL(old || pi). Meant for one mini-batch per rollout. The loss
     depends on neither clip nor old_logprobs.
     """
-    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_ratio, advantages = log_ratios_and_advantages(batch)
     return _unclipped_result(
         -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
     )
-
-
-def _log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens' clamped log-ratios and their advantages, both 0 under the mask."""
-    # The first five fields are arrays; the last one is a function.
-    shapes = tuple(x.shape for x in batch[:5])
-    assert len(set(shapes)) == 1, (
-        f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"
-    )
-    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
-        batch.old_logprobs, batch.mask
-    )
-    # exp overflows float32 at 88.
-    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio, zero_outside(batch.advantages, batch.mask)
 
 
 def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:

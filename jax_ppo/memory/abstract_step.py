@@ -164,7 +164,9 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         config=config,
         mesh=mesh,
         nets=nets,
-        engine=make_engine(BuiltInEngine, config, nets, mesh, rollout_mesh),
+        engine=make_engine(
+            BuiltInEngine, nets.actor, policy_params(nets, state), mesh, rollout_mesh
+        ),
         sampling=sampling_options(config, config.rollout, nets.actor.architecture.eos_ids),
         total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
         # An encoder reads tokens of its own.

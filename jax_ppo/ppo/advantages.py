@@ -21,8 +21,8 @@ from jax_ppo.kernels import masked
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.advantages import length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
-from jax_ppo.ppo.experience_types import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.forward_passes import ForwardOutputs
+from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.types import Sequences
 

@@ -16,8 +16,8 @@ from jax_ppo.config.schema import Algorithm, KLControl
 from jax_ppo.kernels import importance, kl, masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
-from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.forward_passes import ForwardOutputs
+from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.types import Control, Experience, Sequences
 
 

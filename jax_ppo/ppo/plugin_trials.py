@@ -10,25 +10,30 @@ import jax
 import jax.numpy as jnp
 
 import jax_ppo
-from jax_ppo.config.schema import Actor, Config
+from jax_ppo.config.schema import Actor, Algorithm
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.kernels.policy_losses import padded_batch
-from jax_ppo.ppo import advantages, kl_estimators, objectives
-from jax_ppo.ppo.loss_metrics import ACTOR_METRICS, UPDATE_METRICS
+from jax_ppo.kernels.losses import padded_batch
+from jax_ppo.ppo import advantages, objectives
+from jax_ppo.ppo.objectives import ACTOR_METRICS, UPDATE_METRICS
+from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 from jax_ppo.sampler.environment import DialogueAddresses, Environment
 
 _SAMPLES, _TOKENS = 2, 4  # of the responses that a function is tried with
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, jax_ppo))
 
 
-def try_plugins(config: Config) -> None:
+def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
     """Load and try the functions of losses and estimators that the options name.
+
+    Args:
+      algorithm: the section of the config.
+      actor: the section of the config.
+      n: responses per prompt.
 
     Raises:
       UserError: one cannot be loaded, fails, or returns something of another form.
     """
-    policy_loss_metrics(config.actor)
-    algorithm, n = config.algorithm, config.rollout.n
+    policy_loss_metrics(actor)
     estimator = advantages.load_estimator(algorithm.adv_estimator)
     if estimator is not None:
 
@@ -40,14 +45,12 @@ def try_plugins(config: Config) -> None:
         _try("algorithm.adv_estimator", algorithm.adv_estimator, estimate, rewards)
     for option, name in (
         ("algorithm.kl_penalty", algorithm.kl_penalty),
-        ("actor.kl_loss_type", config.actor.kl_loss_type),
+        ("actor.kl_loss_type", actor.kl_loss_type),
     ):
-        kl_estimator = kl_estimators.get_kl_estimator(name, option)
+        kl_estimator = get_kl_estimator(name, option)
         if not isinstance(kl_estimator, str):
 
-            def total_kl(
-                log_ratios: jax.Array, function: kl_estimators.Estimator = kl_estimator
-            ) -> jax.Array:
+            def total_kl(log_ratios: jax.Array, function: KLFunction = kl_estimator) -> jax.Array:
                 return jnp.sum(function(log_ratios))
 
             _try(option, name, jax.grad(total_kl), _tokens())

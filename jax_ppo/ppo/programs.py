@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.response_sampling import compile_selection
+from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rollout_packing import RolloutPacking
-from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -143,7 +143,11 @@ def _count_selections(step: StepPrograms) -> int:
 
 def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
     assert shapes.rollout is not None, "sampling comes first"
-    shapes.rollout = compile_selection(step.mesh, step.config, shapes.rollout)
+    config = step.config
+    replaces_groups = config.algorithm.filter_groups.enable
+    shapes.rollout = compile_selection(
+        step.mesh, step.samples, config.has_step_rewards, replaces_groups, shapes.rollout
+    )
 
 
 def _count_policy_passes(step: StepPrograms) -> int:

@@ -1,17 +1,86 @@
-"""Rewards of a rollout as rewards of its tokens, with the KL penalty."""
+"""Rewards of a rollout as rewards of its tokens, with the KL penalty.
+
+Also what all parts of `estimate_experience` share: its options, masks and types.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_ppo.config.schema import Algorithm, Reward
+from jax_ppo.config import plugins
+from jax_ppo.config.schema import Algorithm, Config, Reward
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, masked, shaping
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
-from jax_ppo.ppo import kl_estimators
-from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.types import Sequences
+
+KLFunction = Callable[[jax.Array], jax.Array]
+Metrics = dict[str, jax.Array]
+Tokens = Float32[Array, "B T"]
+Mask = Bool[Array, "B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperienceOptions:
+    """Options of `estimate_experience`; a static argument of the compiled function.
+
+    Attributes:
+      algorithm: the section of the config.
+      reward: the section of the config.
+      max_response_length: T, the length beyond which responses are cut off.
+      responses_per_prompt: n, the size of the groups that are compared without a critic.
+      has_critic: advantages come from a critic.
+      whitens_advantages: advantages are whitened over the rollout.
+      normalizes_values: the critic learns normalized returns.
+    """
+
+    algorithm: Algorithm
+    reward: Reward
+    max_response_length: int
+    responses_per_prompt: int
+    has_critic: bool
+    whitens_advantages: bool
+    normalizes_values: bool
+
+    @classmethod
+    def from_config(cls, config: Config) -> "ExperienceOptions":
+        """Collect the options from all sections."""
+        return cls(
+            algorithm=config.algorithm,
+            reward=config.reward,
+            max_response_length=config.data.max_response_length,
+            responses_per_prompt=config.responses_per_prompt,
+            has_critic=config.has_critic,
+            whitens_advantages=config.whitens_advantages,
+            normalizes_values=config.critic.normalize_values,
+        )
+
+
+class Masks(NamedTuple):
+    """Masks over the tokens and samples of a rollout.
+
+    Attributes:
+      actions: the response tokens that the policy chose.
+      samples: False for samples that are excluded from all losses.
+      loss: the action tokens of the samples that are not excluded.
+    """
+
+    actions: Mask
+    samples: Bool[Array, " B"]
+    loss: Mask
+
+
+class Estimates(NamedTuple):
+    """Advantages, raw or whitened, and the critic's targets (`None` without a critic)."""
+
+    advantages: Tokens
+    returns: Tokens | None
 
 
 def update_reward_moments(
@@ -122,7 +191,7 @@ def reference_kl(
     # The exact KL, if a forward pass computed it, replaces the estimate from the sampled token.
     if scores.kl is not None:
         return scores.kl
-    kind = kl_estimators.get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
+    kind = get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
     return kl.kl_estimate(old_logprobs, scores.ref_logprobs, actions, kind)
 
 
@@ -145,3 +214,30 @@ def add_kl_penalty(
     if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_unit == "sequence":
         metrics["kl/reference_per_response"] = masked.masked_sum(kl_tokens, actions) / len(actions)
     return token_rewards, metrics
+
+
+def get_kl_estimator(name: str, option: str) -> str | KLFunction:
+    """Return what `kernels.kl.kl_estimate` takes for the value of an option.
+
+    A user-defined function gets d = log actor(token) - log reference(token), of any shape and
+    0 at tokens that do not count, and returns one number per token. In the loss it is
+    differentiated through d.
+
+    Raises:
+      UserError: a `module:function` that cannot be loaded; when it is called, a result of another
+        shape.
+    """
+    if ":" not in name:
+        return name
+    function = plugins.load_plugin(name, option, ("log_ratio",), by_name=False)
+
+    def estimate(log_ratio: jax.Array) -> jax.Array:
+        result = function(log_ratio)
+        if jnp.shape(result) != log_ratio.shape:
+            raise UserError(
+                f"config.{option}={name!r}: returned shape {jnp.shape(result)}; expected one "
+                f"number per token, {log_ratio.shape}"
+            )
+        return jnp.asarray(result, jnp.float32)
+
+    return estimate

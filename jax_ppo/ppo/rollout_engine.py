@@ -8,34 +8,31 @@ from jax.sharding import Mesh
 from jax_ppo.config.parsing import parse_logit_bias, parse_strings
 from jax_ppo.config.schema import Config, RolloutOptions, Sampling
 from jax_ppo.data.token_bytes import token_bytes
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
 from jax_ppo.sampler.text_search import TextSearch, search_for
-from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import policy_params
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.types import Params
 
 
 def make_engine(
     engine_class: Callable[..., RolloutEngine],
-    config: Config,
-    nets: Networks,
+    actor: Transformer,
+    params: Params,
     mesh: Mesh,
     rollout_mesh: Mesh,
 ) -> RolloutEngine:
-    """Return the engine that samples from the actor, on a mesh of its own if it has one.
+    """Return the engine that samples from the actor, on a separate mesh if it has one.
 
     Args:
       engine_class: the class of the engine that `rollout.engine` names.
-      config: all options.
-      nets: each role's model.
+      actor: the actor's model.
+      params: shapes of the parameters that it samples with, which `update_weights` brings.
       mesh: the run's mesh.
       rollout_mesh: the mesh to decode on.
     """
-    # The engine gets shapes only; `update_weights` brings the weights at each step.
-    params = policy_params(nets, state_shapes(config, nets, mesh))
-    engine = engine_class(mesh=rollout_mesh, actor=nets.actor, params=params)
+    engine = engine_class(mesh=rollout_mesh, actor=actor, params=params)
     if rollout_mesh != mesh:
         return OtherMeshEngine(engine, mesh=rollout_mesh, run_mesh=mesh)
     return engine

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import jax
 
-from jax_ppo.ppo.algorithm import Algorithm, SampledBatch, StepObserver, TrainingBatches
-from jax_ppo.ppo.batch_sampling import observe_solve_rates, sample_batch
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
+from jax_ppo.ppo.response_sampling import observe_solve_rates, sample_batch, sample_selected_batch
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.rollout_packing import RolloutPacking, sample_lengths
-from jax_ppo.ppo.sample_selection import sample_selected_batch
+from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.ppo.update import update_state
 from jax_ppo.runtime.device_memory import release_freed_memory
 from jax_ppo.training.state import TrainState
@@ -45,7 +44,7 @@ class StepResult(NamedTuple):
 
 
 def take_step(
-    algorithm: Algorithm,
+    parts: StepParts,
     state: TrainState,
     batches: TrainingBatches,
     step: int,
@@ -55,7 +54,7 @@ def take_step(
     """Take one step.
 
     Args:
-      algorithm: what the step computes with.
+      parts: what the step computes with.
       state: the train state; donated.
       batches: yields the prompts.
       step: the step, from 0.
@@ -65,16 +64,16 @@ def take_step(
     Returns:
       The new state, and what else the step leaves. Both may still be being computed.
     """
-    options = algorithm.step_options
-    nets = algorithm.nets
+    options = parts.step_options
+    nets = parts.nets
 
     # 1. Sample responses.
     if sampled is None:
-        sampled = sample_responses(algorithm, state, batches, step, observer)
+        sampled = sample_responses(parts, state, batches, step, observer)
     # The lengths of the responses decide how they are packed: the one wait of a step.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
-        packed = algorithm.packer.pack(step, lengths)
+        packed = parts.packer.pack(step, lengths)
 
     # 2. Compute log-probs under policy and reference, and values; nothing is waited for.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
@@ -83,20 +82,20 @@ def take_step(
     # One step off: sample with the weights from before this step's update. The options
     # exclude that samples are then selected by their rewards.
     next_sampled = None
-    if options.one_step_off and step + 1 < algorithm.total_steps:
-        next_sampled = sample_batch(algorithm, state, batches, step + 1, observer)
+    if options.one_step_off and step + 1 < parts.total_steps:
+        next_sampled = sample_batch(parts, state, batches, step + 1, observer)
     observer.flush()  # has nothing left to write if sampling ahead has just flushed
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):
-        rule_rewards = apply_rules(algorithm, sampled, batches)
+        rule_rewards = apply_rules(parts, sampled, batches)
     rewards = add_reward_model_scores(
         nets,
         state,
         rule_rewards.scores,
         rule_rewards.model_inputs or (sequences, *packed.forward),
         options.score_position,
-        algorithm.rules.model_weight,
+        parts.rules.model_weight,
     )
 
     # 4. Estimate advantages and returns.
@@ -115,7 +114,7 @@ def take_step(
         state, update_metrics = update_state(
             options.update,
             nets,
-            algorithm.total_steps,
+            parts.total_steps,
             state,
             experience,
             packed.actor,
@@ -139,27 +138,25 @@ def take_step(
 
 
 def sample_responses(
-    algorithm: Algorithm,
+    parts: StepParts,
     state: TrainState,
     batches: TrainingBatches,
     step: int,
     observer: StepObserver,
 ) -> SampledBatch:
     """Return the samples of a step, selected by their rewards if that is configured."""
-    if algorithm.step_options.selects_samples:
-        return sample_selected_batch(algorithm, state, batches, step, observer)
-    return sample_batch(algorithm, state, batches, step, observer)
+    if parts.step_options.selects_samples:
+        return sample_selected_batch(parts, state, batches, step, observer)
+    return sample_batch(parts, state, batches, step, observer)
 
 
-def apply_rules(
-    algorithm: Algorithm, sampled: SampledBatch, batches: TrainingBatches
-) -> RuleRewards:
+def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
     """Return the rules' rewards of a batch, and update the solve rates of its prompts.
 
     Samples that were selected by their rewards are scored already, and their prompts observed.
     """
     if sampled.rule_rewards is not None:
         return sampled.rule_rewards
-    rule_rewards = algorithm.rules.score(sampled.batch, sampled.rollout)
+    rule_rewards = parts.rules.score(sampled.batch, sampled.rollout)
     observe_solve_rates(batches, sampled.batch, rule_rewards)
     return rule_rewards

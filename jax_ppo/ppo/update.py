@@ -7,7 +7,6 @@ mini-batch is split into micro-batches or over devices, so neither split changes
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,17 +16,17 @@ from jaxtyping import Array, Int32
 
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loss_metrics, objectives, plugin_trials
-from jax_ppo.ppo.objectives import ActorContext, ActorLossOptions, RolloutObjective
+from jax_ppo.ppo import plugin_trials
+from jax_ppo.ppo.objectives import (
+    ACTOR_METRICS,
+    CRITIC_METRICS,
+    ActorLossOptions,
+    ActorObjective,
+    CriticObjective,
+)
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
-from jax_ppo.training.learner import (
-    EarlyStop,
-    Learner,
-    LossAndMetrics,
-    Metric,
-    Metrics,
-)
+from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.state import TrainState
@@ -212,9 +211,8 @@ def update_actor(
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
     reference = placement.to_device(fixed_state.reference)
-    context = objectives.actor_context(actor, reference)
     start = placement.to_device((params, optimizer_state))
-    learner = actor_learner(options, net, experience, context, base=reference)
+    learner = actor_learner(options, net, experience, reference)
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, update_enabled, batches
     )
@@ -244,9 +242,9 @@ def update_critic(
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     # Only adapters need the base here, and with adapters it is on the device already.
-    base = placement.to_device(fixed_state.reference)
+    reference = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
-    learner = critic_learner(options, net, experience, base=base)
+    learner = critic_learner(options, net, experience, reference)
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, True, batches
     )
@@ -266,41 +264,30 @@ def _constrain_to_train_layout(*trees: Any) -> Any:
 
 
 def actor_learner(
-    options: ActorOptions,
-    net: Transformer,
-    experience: Experience,
-    context: ActorContext,
-    base: Params | None = None,
+    options: ActorOptions, net: Transformer, experience: Experience, reference: Params | None
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.loss.actor
     plugin_metrics = plugin_trials.policy_loss_metrics(actor)
-    metrics = {**loss_metrics.ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
+    metrics = {**ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
     if actor.router_aux_loss_coef:
         metrics["actor/router_loss"] = Metric.MEAN
-    # With a shared trunk one objective serves both roles, and both report their metrics.
-    loss_function: Callable[..., LossAndMetrics]
-    if options.shared_critic is None:
-        loss_function = functools.partial(objectives.actor_loss, options.loss, net)
-    else:
-        metrics |= loss_metrics.CRITIC_METRICS
-        loss_function = functools.partial(
-            objectives.shared_loss, options.loss, options.shared_critic, net
-        )
+    if options.shared_critic is not None:
+        metrics |= CRITIC_METRICS
     early_stop = None
     if actor.target_kl is not None:
         early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
     return Learner(
         name="actor",
         prefix="actor/",
-        objective=RolloutObjective(
-            loss_function=loss_function,
+        objective=ActorObjective(
+            options=options.loss,
+            shared_critic=options.shared_critic,
             metrics=metrics,
             aggregation=actor.loss_agg_mode,
             loss_scale=options.loss_scale,
             net=net,
-            base=base,
-            context=context,
+            reference=reference,
             experience=experience,
         ),
         optim=actor.optim,
@@ -313,23 +300,22 @@ def actor_learner(
 
 
 def critic_learner(
-    options: CriticOptions, net: Transformer, experience: Experience, base: Params | None = None
+    options: CriticOptions, net: Transformer, experience: Experience, reference: Params | None
 ) -> Learner:
     """Return the learner of a separate critic."""
-    metrics = dict(loss_metrics.CRITIC_METRICS)
+    metrics = dict(CRITIC_METRICS)
     if options.critic.router_aux_loss_coef:
         metrics["critic/router_loss"] = Metric.MEAN
     return Learner(
         name="critic",
         prefix="critic/",
-        objective=RolloutObjective(
-            loss_function=functools.partial(objectives.critic_loss, options.critic, net),
+        objective=CriticObjective(
+            options=options.critic,
             metrics=metrics,
             aggregation=options.aggregation,
             loss_scale=options.loss_scale,
             net=net,
-            base=base,
-            context=None,
+            reference=reference,
             experience=experience,
         ),
         optim=options.critic.optim,

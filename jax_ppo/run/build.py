@@ -18,11 +18,10 @@ from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
-from jax_ppo.ppo.algorithm import StepOptions
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
 from jax_ppo.ppo.rollout_packing import make_packer
-from jax_ppo.ppo.sample_keys import SampleKeys
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
@@ -37,8 +36,10 @@ from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
+from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import ROLES
 from jax_ppo.training.setup import chat_template, count_steps
+from jax_ppo.training.state import policy_params
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Example
 
@@ -100,6 +101,8 @@ def set_up_run(
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
 
+    # The engine gets shapes only; `update_weights` brings the weights at each step.
+    sampled_params = policy_params(models.nets, state_shapes(config, models.nets, mesh))
     run = PPORun(
         step_options=StepOptions.from_config(config),
         config=config,
@@ -110,7 +113,7 @@ def set_up_run(
         training=prompts.training,
         held_out=prompts.held_out,
         total_steps=total_steps,
-        engine=make_engine(engine_class, config, models.nets, mesh, rollout_mesh),
+        engine=make_engine(engine_class, models.nets.actor, sampled_params, mesh, rollout_mesh),
         sampling=dataclasses.replace(sampling, slots=slots),
         held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
         sample_keys=SampleKeys(config.seed, mesh),
@@ -193,7 +196,7 @@ def _load_plugins(
     Raises:
       UserError: one of them cannot be loaded, or fails.
     """
-    plugin_trials.try_plugins(config)
+    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
     environment_class = load_environment_class(config.rollout.multi_turn)
     return environment_class, resolve_engine(config.rollout.engine)
 

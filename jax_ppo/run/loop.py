@@ -13,9 +13,9 @@ from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.out_of_memory_message import explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
-from jax_ppo.ppo.algorithm import SampledBatch, TrainingBatches
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step
+from jax_ppo.ppo.step_parts import SampledBatch, TrainingBatches
 from jax_ppo.reporting import console
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import Evaluation, evaluate_policy

@@ -9,15 +9,15 @@ from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
-from jax_ppo.ppo.algorithm import Algorithm, TrainingBatches
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
+from jax_ppo.ppo.step_parts import StepParts, TrainingBatches
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PPORun(Algorithm):
-    """The parts of a run: the algorithm, and what the run reads and writes around it.
+class PPORun(StepParts):
+    """The parts of a run: those of a step, and what the run reads and writes around it.
 
     Attributes:
       config: all options.

@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
-from jax_ppo.ppo.algorithm import SampledBatch
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.step_parts import SampledBatch
 from jax_ppo.runtime import placement
 from jax_ppo.types import Example, Experience, Rollout
 

@@ -1247,8 +1247,8 @@ LOSSES_AND_RATIO = [
         source="torchforge#571: logprobs - logprobs.detach()",
         holds="from the second mini-batch on, the ratio differs from 1",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
-        where="objectives._policy_loss",
-        old="options.is_on_policy",
+        where="objectives.policy_batch",
+        old="is_on_policy",
         new="True",
     ),
     Exhibit(
@@ -1258,7 +1258,7 @@ LOSSES_AND_RATIO = [
         test=(
             "tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference"
         ),
-        where="objectives._policy_loss",
+        where="objectives.policy_batch",
         old="experience.old_logprobs",
         new="experience.ref_logprobs",
     ),
@@ -1267,21 +1267,18 @@ LOSSES_AND_RATIO = [
         source="RL2#21: the ratio was clipped to [epsilon, 1 + epsilon]",
         holds="the ratio is clipped to [1 - epsilon, 1 + epsilon]",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
-        where="policy_loss",
-        old="1.0 - clip_low",
-        new="clip_low",
+        where="vanilla",
+        old="1.0 - clip.low",
+        new="clip.low",
     ),
     Exhibit(
         name="the_ratio_overflows",
         source="trl#7120: exp of a log-ratio in the hundreds",
         holds="the log-ratio is clamped before exp, and clamping is visible in the result",
         test="tests/kernels/test_losses.py::test_log_ratio_overflow",
-        where="policy_loss",
-        old=(
-            "log_ratio = zero_outside(logprobs, mask) - zero_outside(old_logprobs, mask)\n"
-            "log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)"
-        ),
-        new="log_ratio = zero_outside(logprobs, mask) - zero_outside(old_logprobs, mask)",
+        where="log_ratios_and_advantages",
+        old="jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)",
+        new="log_ratio",
     ),
     Exhibit(
         name="the_smaller_value_loss_is_taken",
@@ -1305,7 +1302,7 @@ LOSSES_AND_RATIO = [
         test=(
             "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
         ),
-        where="_critic_loss",
+        where="weighted_value_loss",
         old="packing.to_rows(experience.values, rows)",
         new="jax.lax.stop_gradient(values)",
     ),
@@ -1343,13 +1340,13 @@ UPDATES = [
         ),
         holds="gradients do not depend on micro-batches, packing or devices",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
-        where="RolloutObjective.loss",
+        where="RolloutObjective.token_weights",
         old=(
-            "token_weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "return Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
             "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
             "sequence=own_share * sequence_B[rows.samples])"
         ),
-        new="token_weights = Weights(*[rows.mask / rows.mask.sum()] * 2)",
+        new="return Weights(*[rows.mask / rows.mask.sum()] * 2)",
     ),
     Exhibit(
         name="a_mean_over_each_devices_tokens",
@@ -1359,14 +1356,14 @@ UPDATES = [
         ),
         holds="every token of a mini-batch has the same weight, whichever device it is on",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
-        where="RolloutObjective.loss",
+        where="RolloutObjective.token_weights",
         old=(
-            "token_weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "return Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
             "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
             "sequence=own_share * sequence_B[rows.samples])"
         ),
         new=(
-            "token_weights = Weights(*[rows.mask / jnp.maximum("
+            "return Weights(*[rows.mask / jnp.maximum("
             "rows.mask.sum(1, keepdims=True), 1) / len(rows.mask)] * 2)"
         ),
     ),
@@ -1381,7 +1378,7 @@ UPDATES = [
             "tests/ppo/test_router_loss.py::"
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
         ),
-        where="RolloutObjective.loss",
+        where="RolloutObjective.token_weights",
         old="own_share * sequence_B[rows.samples]",
         new="own_share / jnp.maximum(own_share.sum(), 1)",
     ),
@@ -1442,8 +1439,8 @@ UPDATES = [
         ),
         holds="the entropy bonus uses the weights of the loss",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
-        where="_actor_loss",
-        old="jnp.sum(weights.loss * entropy)",
+        where="ActorObjective.loss",
+        old="jnp.sum(token_weights.loss * entropy)",
         new="jnp.mean(entropy)",
     ),
     Exhibit(
@@ -1451,7 +1448,7 @@ UPDATES = [
         source="verl#5625, verl#7110: the actor's loss was fixed, the critic's was not",
         holds="the critic's gradient does not depend on micro-batches either",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
-        where="_critic_loss",
+        where="weighted_value_loss",
         old="options.value_loss_coef * jnp.sum(weights.loss * value.loss)",
         new="options.value_loss_coef * jnp.sum(value.loss) / jnp.maximum(rows.mask.sum(), 1)",
     ),
@@ -1709,16 +1706,16 @@ CLIPS_AND_OTHER_LOSSES = [
         ),
         holds="min(ratio * A, clipped ratio * A), whatever the sign of A",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
-        where="policy_loss",
+        where="vanilla",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
-        new=("-advantages * jnp.minimum(ratio, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))"),
+        new=("-advantages * jnp.minimum(ratio, jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))"),
     ),
     Exhibit(
         name="the_dual_clip_applies_to_good_tokens",
         source="tianshou#433: with a positive advantage, the loss became -c A",
         holds="the dual clip applies to negative advantages only",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
-        where="policy_loss",
+        where="vanilla",
         old="jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)",
         new="jnp.minimum(loss, ceiling)",
     ),
@@ -1727,8 +1724,8 @@ CLIPS_AND_OTHER_LOSSES = [
         source="verl#783, ray#37334: a ratio of thousands times a negative advantage",
         holds="the dual clip bounds the loss of a bad token that became more likely",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
-        where="policy_loss",
-        old="dual_clip is not None",
+        where="vanilla",
+        old="clip.dual is not None",
         new="False",
     ),
     Exhibit(
@@ -1736,9 +1733,9 @@ CLIPS_AND_OTHER_LOSSES = [
         source="trl#3175: clip fractions ignored the sign of the advantage",
         holds="a token counts as clipped if it has no gradient",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
-        where="policy_loss",
+        where="vanilla",
         old="clipped_loss > unclipped_loss",
-        new="(ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)",
+        new="(ratio < 1.0 - clip.low) | (ratio > 1.0 + clip.high)",
     ),
     Exhibit(
         name="no_value_ever_counts_as_clipped",
@@ -1771,7 +1768,7 @@ CLIPS_AND_OTHER_LOSSES = [
         source="Soup#723: the means of GSPO included padding",
         holds="the ratio of a response uses its own tokens only",
         test="tests/kernels/test_policy_losses.py::test_against_loops_with_garbage_under_the_mask",
-        where="_log_ratios_and_advantages",
+        where="log_ratios_and_advantages",
         old=(
             "zero_outside(batch.logprobs, batch.mask) - zero_outside(batch.old_logprobs, "
             "batch.mask)"

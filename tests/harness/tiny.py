@@ -12,9 +12,9 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import forward_passes, objectives, update
+from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
-from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
@@ -254,43 +254,38 @@ def update_programs(config, *arguments):
     return update.update_programs(update.UpdateOptions.from_config(config), *arguments)
 
 
-def actor_learner(config, nets, experience, context, base=None):
+def actor_learner(config, nets, experience, reference=None):
     """Return the learner of the actor, or of actor and critic on a shared trunk."""
     options = update.UpdateOptions.from_config(config).actor
-    return update.actor_learner(options, nets.actor, experience, context, base)
+    return update.actor_learner(options, nets.actor, experience, reference)
 
 
-def critic_learner(config, nets, experience, base=None):
+def critic_learner(config, nets, experience, reference=None):
     """Return the learner of the critic."""
     options = update.UpdateOptions.from_config(config).critic
-    return update.critic_learner(options, nets.critic, experience, base)
+    return update.critic_learner(options, nets.critic, experience, reference)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "net"))
-def _actor_gradients(options, net, base, params, context, experience, batch):
-    return update.actor_learner(options, net, experience, context, base).gradients(params, batch)
+def _actor_gradients(options, net, params, reference, experience, batch):
+    return update.actor_learner(options, net, experience, reference).gradients(params, batch)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "net"))
-def _critic_gradients(options, net, base, params, context, experience, batch):
-    return update.critic_learner(options, net, experience, base).gradients(params, batch)
+def _critic_gradients(options, net, params, reference, experience, batch):
+    return update.critic_learner(options, net, experience, reference).gradients(params, batch)
 
 
-def actor_gradients(config, *arguments, base=None):
+def actor_gradients(config, *arguments):
     """Return gradients and metrics of the actor, or of both roles on a shared trunk.
 
     Calls with equal options and shapes share a compiled program.
     """
     options = update.UpdateOptions.from_config(config).actor
-    return _actor_gradients(options, networks(config).actor, base, *arguments)
+    return _actor_gradients(options, networks(config).actor, *arguments)
 
 
-def critic_gradients(config, *arguments, base=None):
+def critic_gradients(config, *arguments):
     """Return gradients and metrics of the critic."""
     options = update.UpdateOptions.from_config(config).critic
-    return _critic_gradients(options, networks(config).critic, base, *arguments)
-
-
-def actor_context(config, state):
-    """Return the constants of the actor's loss in this state's step."""
-    return objectives.actor_context(config.actor, state.reference)
+    return _critic_gradients(options, networks(config).critic, *arguments)

@@ -19,7 +19,7 @@ from jax_ppo.kernels import (
     moments,
     vocabulary_kl,
 )
-from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
 
 MASK = np.array(

@@ -10,7 +10,7 @@ import pytest
 
 from enumerate_policy import Enumerated
 from jax_ppo.kernels import advantages, importance, kl, losses
-from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import POLICY_LOSSES
 
 WORLD = Enumerated(vocabulary=3, longest=4)  # 31 responses of 1 to 4 tokens, 15 prefixes

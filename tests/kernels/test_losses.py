@@ -9,7 +9,13 @@ import pytest
 from jax_ppo.kernels import losses
 from jax_ppo.kernels.losses import AGGREGATIONS
 
-policy_loss = jax.jit(losses.policy_loss)
+
+@jax.jit
+def policy_loss(logprobs, old, advantages, mask, *clip):
+    batch = losses.padded_batch(logprobs, old, advantages, mask)
+    return losses.vanilla(batch, losses.Clip(*clip))
+
+
 value_loss = jax.jit(losses.value_loss)
 LN2 = math.log(2)
 SCALE = 10.0  # of "seq-mean-token-sum-norm"
@@ -20,7 +26,7 @@ def loss_weights(lengths_B, mode):
     return losses.loss_weights(lengths_B, mode, SCALE)
 
 
-policy_gradient = jax.jit(jax.grad(lambda *arguments: losses.policy_loss(*arguments).loss.sum()))
+policy_gradient = jax.jit(jax.grad(lambda *arguments: policy_loss(*arguments).loss.sum()))
 
 
 def one_token(log_ratio, advantage, dual_clip=3.0):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.typing import ArrayLike
 
-from jax_ppo.kernels.policy_losses import Clip, PolicyBatch, PolicyLoss, padded_batch
+from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, padded_batch
 from jax_ppo.registries import POLICY_LOSSES
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)

@@ -25,7 +25,7 @@ from jax_ppo.kernels import (
     moments,
     vocabulary_kl,
 )
-from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training import packing
 from jax_ppo.types import Sequences

@@ -135,13 +135,10 @@ def gradients(config, mesh, rows):
         actor_gradient, _ = tiny.actor_gradients(
             config,
             learned[0],
-            tiny.actor_context(config, state),
+            state.reference,
             *arguments,
-            base=state.reference,
         )
-        critic_gradient, _ = tiny.critic_gradients(
-            config, learned[1], None, *arguments, base=state.reference
-        )
+        critic_gradient, _ = tiny.critic_gradients(config, learned[1], state.reference, *arguments)
     return jax.tree.map(np.asarray, [actor_gradient, critic_gradient])
 
 

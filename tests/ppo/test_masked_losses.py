@@ -311,7 +311,7 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
         everything = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
         batch = jax.tree.map(lambda x: x[0], everything)
         actor_gradient, actor_metrics = tiny.actor_gradients(
-            config, moved_actor, tiny.actor_context(config, state), experience, batch
+            config, moved_actor, state.reference, experience, batch
         )
         critic_gradient, critic_metrics = tiny.critic_gradients(
             config, moved_critic, None, experience, batch
@@ -346,8 +346,7 @@ def test_a_response_without_actions_counts_in_no_mean():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
         before = jax.device_get(state.actor)
-        context = tiny.actor_context(config, state)
-        learner = tiny.actor_learner(config, nets, experience, context)
+        learner = tiny.actor_learner(config, nets, experience, state.reference)
         params, _, metrics = jax.jit(learner.train)(
             state.actor, state.actor_optimizer, 1e-2, True, batches
         )

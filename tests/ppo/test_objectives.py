@@ -22,12 +22,11 @@ def metrics_of(role, change, **options):
         batch = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
         )
-        compute_gradients, params, context = tiny.critic_gradients, state.critic, None
+        compute_gradients, params = tiny.critic_gradients, state.critic
         if role == "actor":
             compute_gradients = tiny.actor_gradients
             params = state.actor
-            context = tiny.actor_context(config, state)
-        _, metrics = compute_gradients(config, params, context, change(experience), batch)
+        _, metrics = compute_gradients(config, params, state.reference, change(experience), batch)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -31,7 +31,8 @@ def try_body(tmp_path, option, body, **options):
     file = tmp_path / f"mine_{abs(hash(body))}.py"
     file.write_text(OPTIONS[option].format(body=body))
     options[option.replace(".", "__")] = f"{file}:loss"
-    plugin_trials.try_plugins(tiny.config(**options))
+    config = tiny.config(**options)
+    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

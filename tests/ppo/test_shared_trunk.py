@@ -1,7 +1,6 @@
 """A critic head on the actor's trunk: one pass and one optimizer for the sum of both losses."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.ppo import loss_metrics, objectives
+from jax_ppo.ppo import objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import trained_trees
@@ -31,29 +30,20 @@ def gradients(config, mesh, role, nets, rows=4):
         batch = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
         )
-        context = None if role is objectives.critic_loss else tiny.actor_context(config, state)
 
-        def run(params, base, context, experience, batch):
-            learner = tiny.actor_learner(config, nets, experience, context, base)
-            parts = {}
-            if role is objectives.actor_loss:
-                options = objectives.ActorLossOptions.from_config(config)
-                parts = {
-                    "loss_function": functools.partial(role, options, nets.actor),
-                    "metrics": loss_metrics.ACTOR_METRICS,
-                }
-            elif role is objectives.critic_loss:
-                parts = {
-                    "loss_function": functools.partial(role, config.critic, nets.critic),
-                    "metrics": loss_metrics.CRITIC_METRICS,
-                }
-            objective = dataclasses.replace(learner.objective, **parts)
-            return dataclasses.replace(learner, objective=objective).gradients(params, batch)
+        def run(params, reference, experience, batch):
+            learner = tiny.actor_learner(config, nets, experience, reference)
+            if role == "actor":
+                objective = dataclasses.replace(
+                    learner.objective, shared_critic=None, metrics=objectives.ACTOR_METRICS
+                )
+                learner = dataclasses.replace(learner, objective=objective)
+            elif role == "critic":
+                learner = tiny.critic_learner(config, nets, experience, reference)
+            return learner.gradients(params, batch)
 
         params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
-        return jax.tree.map(
-            np.asarray, jax.jit(run)(params, state.reference, context, experience, batch)
-        )
+        return jax.tree.map(np.asarray, jax.jit(run)(params, state.reference, experience, batch))
 
 
 def assert_close(ours, expected):
@@ -69,11 +59,9 @@ def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
     nets = tiny.networks(config)
     joint_gradient, metrics = gradients(config, mesh, None, nets)
-    actor_gradient, actor_metrics = gradients(config, mesh, objectives.actor_loss, nets)
+    actor_gradient, actor_metrics = gradients(config, mesh, "actor", nets)
     critic_networks = Networks(nets.actor, nets.actor, None)
-    critic_gradient, critic_metrics = gradients(
-        config, mesh, objectives.critic_loss, critic_networks
-    )
+    critic_gradient, critic_metrics = gradients(config, mesh, "critic", critic_networks)
     assert_close(joint_gradient, jax.tree.map(np.add, actor_gradient, critic_gradient))
     for name, value in (actor_metrics | critic_metrics).items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name

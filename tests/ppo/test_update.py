@@ -13,7 +13,7 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import forward_passes, objectives
+from jax_ppo.ppo import forward_passes
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
@@ -77,18 +77,15 @@ def run_gradients(
             lambda x: x * move, dataclasses.replace(state, step=None, control=None)
         )
         batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
-        context = tiny.actor_context(
-            config, dataclasses.replace(moved_state, control=state.control, step=state.step)
-        )
         learners = {
-            "actor": (tiny.actor_gradients, moved_state.actor, context),
-            "critic": (tiny.critic_gradients, moved_state.critic, None),
+            "actor": (tiny.actor_gradients, moved_state.actor),
+            "critic": (tiny.critic_gradients, moved_state.critic),
         }
         grads, metrics = [], {}
         for name in roles:
-            compute_gradients, params, role_context = learners[name]
+            compute_gradients, params = learners[name]
             gradients, role_metrics = compute_gradients(
-                config, params, role_context, experience, batch
+                config, params, moved_state.reference, experience, batch
             )
             grads.append(gradients)
             metrics |= role_metrics
@@ -677,7 +674,8 @@ def test_a_loss_of_ones_own(tmp_path):
         UserError,
         match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean",
     ):
-        objectives.get_policy_loss(f"{tmp_path}/mine.py:halve")
+        wrong = tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halve")
+        run_gradients(wrong, tiny.make_mesh(), 4, roles=("actor",))
 
 
 def test_masked_responses_teach_nothing():

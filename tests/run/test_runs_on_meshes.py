@@ -57,13 +57,12 @@ def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(
         experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
         batches = tiny.plan(config, mesh, rollout, [list(range(tiny.B))], 8)
         batch = jax.tree.map(lambda x: x[0], batches)
-        context = tiny.actor_context(config, state)
 
-        def gradients(params, context, experience, batch):
-            learner = tiny.actor_learner(config, tiny.networks(config), experience, context)
+        def gradients(params, reference, experience, batch):
+            learner = tiny.actor_learner(config, tiny.networks(config), experience, reference)
             return learner.gradients(params, batch)
 
-        lowered = jax.jit(gradients).lower(state.actor, context, experience, batch)
+        lowered = jax.jit(gradients).lower(state.actor, state.reference, experience, batch)
     # A program from the cache on disk would come without the warning. An option that changes
     # nothing makes this one another program, which is then not kept.
     shortest = jax.config.jax_persistent_cache_min_compile_time_secs

@@ -11,11 +11,10 @@ import tiny
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import rollout_packing
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.ppo.sample_keys import sample_key
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.run import build, run_models
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.random_streams import Stream, sample_key
 from jax_ppo.types import Example
 
 

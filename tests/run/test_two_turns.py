@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.kernels.policy_losses import Clip, padded_batch
+from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training.kl_schedule import first_control

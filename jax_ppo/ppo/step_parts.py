@@ -12,15 +12,15 @@ from jax_ppo.config.schema import Config, FilterGroups
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.curriculum import CurriculumBatches
-from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.forward_passes import ForwardOptions
+from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
 from jax_ppo.ppo.rollout_packing import RolloutPacker
-from jax_ppo.ppo.sample_keys import SampleKeys
 from jax_ppo.ppo.update import UpdateOptions
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
+from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -73,7 +73,7 @@ class StepOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Algorithm:
+class StepParts:
     """The parts of a step that stay the same from step to step; what changes is in `TrainState`.
 
     Attributes:

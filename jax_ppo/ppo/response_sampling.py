@@ -1,8 +1,8 @@
-"""Select the samples that the update learns from by their rewards.
+"""Sample responses to the prompts of a step, and select those that the update learns from.
 
-Two selections, which combine: `algorithm.filter_groups` replaces prompts whose responses all earned
-the same (dynamic sampling; DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), and `rollout.keep`
-keeps some of the responses to each prompt (PODS, Xu et al. 2025, arXiv 2504.13818).
+Two selections by rewards, which combine: `algorithm.filter_groups` replaces prompts whose responses
+all earned the same (dynamic sampling; DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), and
+`rollout.keep` keeps some of the responses to each prompt (PODS, Xu et al. 2025, arXiv 2504.13818).
 
 A step draws batches of prompts until it has enough of them. What it selects always has the same
 shapes, so that no number of draws compiles anything.
@@ -16,16 +16,72 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_ppo.config.schema import Config
-from jax_ppo.data.prompt_batches import make_batch
+from jax_ppo.data.prompt_batches import PromptBatch, make_batch
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.algorithm import Algorithm, SampledBatch, StepObserver, TrainingBatches
-from jax_ppo.ppo.batch_sampling import observe_solve_rates, sample_batch
+from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
+
+
+def sample_batch(
+    parts: StepParts,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    observer: StepObserver,
+    draw: int = 0,
+) -> SampledBatch:
+    """Start sampling responses to the prompts of a step, without waiting for them.
+
+    Then let the observer write the metrics of the last update that was dispatched: the actor is
+    updated by the time that sampling starts. (On one CPU device the critic may still be learning
+    beside it.) When sampling one step ahead, that is the update of the step before the current one,
+    and its row includes what the host waited for in between.
+
+    Args:
+      parts: what the step computes with.
+      state: holds the policy.
+      batches: yields the prompts.
+      step: the step, from 0.
+      observer: follows what the host does.
+      draw: which of the step's batches, from 0.
+    """
+    batch = next(batches)
+    params = parts.policy_params(state)
+    # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
+    # actor's update and then for the samples.
+    if jax.default_backend() != "tpu":
+        with observer.phase("update"):
+            jax.block_until_ready(params)
+    with observer.phase("rollout"):
+        parts.engine.update_weights(params)
+        rollout = parts.engine.generate(
+            parts.place_prompts(batch.prompts),
+            parts.sample_keys(training_stream(draw), step),
+            parts.sampling,
+        )
+    parts.engine.release_weights()  # the update needs the memory
+    observer.flush()
+    release_freed_memory(state)  # of the update before
+    return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
+
+
+def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:
+    """Update the solve rates of the prompts, if the batches are drawn by them.
+
+    Raises:
+      UserError: the rule does not define correctness.
+    """
+    # A step without any score says nothing of the rule; the run counts such steps.
+    all_failed = rewards.failures == rewards.scored
+    if isinstance(batches, CurriculumBatches) and not all_failed:
+        batches.observe(batch.indices, placement.to_host(rewards.correct))
 
 
 class Selected(NamedTuple):
@@ -60,7 +116,7 @@ class DrawStatistics(NamedTuple):
 
 
 def sample_selected_batch(
-    algorithm: Algorithm,
+    parts: StepParts,
     state: TrainState,
     batches: TrainingBatches,
     step: int,
@@ -69,25 +125,25 @@ def sample_selected_batch(
     """Sample and score responses until a step has its samples; return them with their rewards.
 
     Args:
-      algorithm: what the step computes with.
+      parts: what the step computes with.
       state: holds the policy.
       batches: yields the prompts.
       step: the step, from 0.
       observer: follows what the host does.
     """
-    filters = algorithm.step_options.filter_groups
+    filters = parts.step_options.filter_groups
     selected: Selected | None = None
     statistics: list[DrawStatistics] = []
     filled = 0
     max_draws = filters.max_num_gen_batches if filters.enable else 1
     for draw in range(max_draws):
-        sampled = sample_batch(algorithm, state, batches, step, observer, draw)
+        sampled = sample_batch(parts, state, batches, step, observer, draw)
         with observer.phase("rollout"):
             jax.block_until_ready(sampled.rollout.lengths)
         with observer.phase("reward"):
-            rewards = algorithm.rules.score(sampled.batch, sampled.rollout)
+            rewards = parts.rules.score(sampled.batch, sampled.rollout)
             observe_solve_rates(batches, sampled.batch, rewards)
-        drawn, differs = _select_responses(algorithm, sampled, rewards, draw)
+        drawn, differs = _select_responses(parts, sampled, rewards, draw)
         statistics.append(_describe_draw(sampled.rollout, rewards, differs))
         if not filters.enable:
             selected = drawn
@@ -96,11 +152,11 @@ def sample_selected_batch(
         groups, filled = choose_groups(differs, filled)
         if selected is None:
             selected = drawn
-        selected = _merge(algorithm.mesh, selected, drawn, groups)
+        selected = _merge(parts.mesh, selected, drawn, groups)
         if filled == len(groups):
             break
     assert selected is not None, "there is at least one draw"
-    return _as_batch(algorithm, selected, statistics, batches.position)
+    return _as_batch(parts, selected, statistics, batches.position)
 
 
 def _describe_draw(rollout: Rollout, rewards: RuleRewards, differs: np.ndarray) -> DrawStatistics:
@@ -181,28 +237,31 @@ def take_rows(
     return jax.tree.map(take, *pools)
 
 
-def compile_selection(mesh: Mesh, config: Config, rollout: Rollout) -> Rollout:
+def compile_selection(
+    mesh: Mesh, samples: int, has_step_rewards: bool, replaces_groups: bool, rollout: Rollout
+) -> Rollout:
     """Compile the programs of the selection; return the shapes of a selected rollout.
 
     Args:
       mesh: the run's mesh.
-      config: all options.
+      samples: number of samples that the update learns from.
+      has_step_rewards: whether rules or environments reward steps.
+      replaces_groups: whether `algorithm.filter_groups` is enabled.
       rollout: the shapes of a draw.
     """
     everywhere = sharding.replicated(mesh)
-    samples = config.data.train_batch_size * config.responses_per_prompt
     layout = sharding.batch_rows(mesh, samples)
     draw_layout = sharding.batch_rows(mesh, rollout.lengths.shape[0])
     rows = jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=everywhere)
     drawn = _rollout_arrays(rollout)
     per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=draw_layout)
     drawn |= {"scores": per_sample, "correct": per_sample}
-    if config.has_step_rewards:
+    if has_step_rewards:
         drawn["steps"] = jax.ShapeDtypeStruct(
             rollout.logprobs.shape, jnp.float32, sharding=draw_layout
         )
     selected = compile_ahead(take_rows, (drawn,), rows, layout)
-    if config.algorithm.filter_groups.enable:
+    if replaces_groups:
         selected = compile_ahead(take_rows, (selected, selected), rows, layout)
     prompts = Prompts(
         tokens=jax.ShapeDtypeStruct(
@@ -223,10 +282,10 @@ def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
 
 
 def _select_responses(
-    algorithm: Algorithm, sampled: SampledBatch, rewards: RuleRewards, draw: int
+    parts: StepParts, sampled: SampledBatch, rewards: RuleRewards, draw: int
 ) -> tuple[Selected, np.ndarray]:
     """Return the selected responses of a draw, and bool [G], which groups' rewards differ."""
-    options = algorithm.step_options
+    options = parts.step_options
     prompts = sampled.batch.indices
     arrays = _rollout_arrays(sampled.rollout)
     arrays |= {"scores": rewards.scores, "correct": rewards.correct}
@@ -243,7 +302,7 @@ def _select_responses(
     figures_Gxk = np.take_along_axis(figures.reshape(scores_Gxn.shape), responses_Gxk, axis=1)
     rows = (responses_Gxk + np.arange(len(prompts))[:, None] * scores_Gxn.shape[1]).ravel()
     selected = Selected(
-        arrays=_take_on_mesh(algorithm.mesh, (arrays,), rows),
+        arrays=_take_on_mesh(parts.mesh, (arrays,), rows),
         addresses=np.stack([np.full_like(rows, draw), rows], axis=1),
         prompts=prompts,
     )
@@ -277,12 +336,12 @@ def _take_on_mesh(
 
 
 def _as_batch(
-    algorithm: Algorithm, selected: Selected, statistics: list[DrawStatistics], position: int
+    parts: StepParts, selected: Selected, statistics: list[DrawStatistics], position: int
 ) -> SampledBatch:
     """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
-    batch = make_batch(algorithm.training, selected.prompts, len(selected.prompts))
-    responses = algorithm.step_options.responses_per_prompt
+    batch = make_batch(parts.training, selected.prompts, len(selected.prompts))
+    responses = parts.step_options.responses_per_prompt
     prompts = Prompts(
         tokens=np.repeat(batch.prompts.tokens, responses, axis=0),
         lengths=np.repeat(batch.prompts.lengths, responses),
@@ -314,7 +373,7 @@ def _as_batch(
         metrics["rollout/slot_use"] = sum(draw.tokens for draw in statistics) / sum(slot_steps)
     return SampledBatch(
         batch=batch,
-        rollout=Rollout(prompts=algorithm.place_prompts(prompts), **arrays),
+        rollout=Rollout(prompts=parts.place_prompts(prompts), **arrays),
         position=position,
         rule_rewards=rewards,
         metrics=metrics,

@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from jax_ppo.ppo.sample_keys import sample_key, training_stream
 from jax_ppo.training.optimizer import ROUNDING_STREAMS, rounding_keys
-from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.random_streams import Stream, sample_key, training_stream
 
 
 def data(key: jax.Array) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ import tiny
 from jax_ppo.config import loading
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import sample_selection
-from jax_ppo.ppo.algorithm import StepOptions
-from jax_ppo.ppo.sample_keys import sample_key, training_stream
-from jax_ppo.ppo.sample_selection import choose_groups, choose_responses, is_uniform
+from jax_ppo.ppo import response_sampling
+from jax_ppo.ppo.response_sampling import choose_groups, choose_responses, is_uniform
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.run import loop
+from jax_ppo.training.random_streams import sample_key, training_stream
 from llama_folder import write_llama
 
 # Prompts with an odd answer earn nothing; other responses earn a number that they determine.
@@ -251,6 +251,6 @@ def test_rewards_of_steps_count_in_the_choice():
     )
     steps = jax.numpy.asarray(steps)
     rewards = types.SimpleNamespace(scores=zeros, correct=zeros, steps=steps)
-    selected, _ = sample_selection._select_responses(algorithm, sampled, rewards, draw=2)
+    selected, _ = response_sampling._select_responses(algorithm, sampled, rewards, draw=2)
     assert selected.addresses.tolist() == [[2, 1], [2, 5]]
     assert np.asarray(selected.arrays["responses"]).ravel().tolist() == [1, 5]
