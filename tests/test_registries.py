@@ -1,6 +1,10 @@
 """The registries of estimators, losses and aggregations, and what reads their entries."""
 
 import inspect
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +43,17 @@ def test_a_users_function_needs_nothing():
     assert not entry.needs_critic and not entry.needs_groups and not entry.whitens
     with pytest.raises(KeyError):
         AGGREGATIONS.lookup("mean")
+
+
+def test_an_estimator_and_a_loss_need_one_entry_each():
+    """Choices, help, pages, validation, notes, translation and a step read the entry alone."""
+    folder = str(pathlib.Path(__file__).parent / "harness")
+    program = "import one_entry\none_entry.main()"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), folder])
+    finished = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    for line in ("midrange: score less the middle", "tanh: tanh of the log-ratio"):
+        assert line in finished.stdout
