@@ -24,15 +24,20 @@ class Entry:
       name: the option's value.
       path: "module:function" of what computes it.
       summary: what it is, in a few words.
+      when: when to use it, in a few words.
       source: paper and equation, or the program that it comes from.
       other_names: its names in other programs.
+      arguments: pairs of an argument of the function and the option that sets it, which stands in
+        the section of the registry's first option.
     """
 
     name: str
     path: str
     summary: str
+    when: str = ""
     source: str = ""
     other_names: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -45,6 +50,14 @@ class Entry:
     def needs(self) -> Iterator[str]:
         """Yield what it needs, in words."""
         yield from ()
+
+    def reads(self, option: str) -> bool:
+        """Return whether an option sets one of the function's arguments."""
+        return option in dict(self.arguments).values()
+
+    def read_arguments(self, section: object) -> dict[str, Any]:
+        """Return the function's arguments from a section of the options."""
+        return {argument: getattr(section, option) for argument, option in self.arguments}
 
 
 E = TypeVar("E", bound=Entry)
@@ -84,13 +97,13 @@ class Registry(dict[str, E], Generic[E]):
     def markdown(self) -> str:
         """Return a table of the entries."""
         lines = [
-            "| value | meaning | needs | elsewhere called | source |",
-            "| --- | --- | --- | --- | --- |",
+            "| value | meaning | use it when | needs | elsewhere called | source |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]
         for name, entry in self.items():
             needs = ", ".join(entry.needs) or "nothing"
             others = ", ".join(f"`{other}`" for other in entry.other_names)
-            cells = (f"**{name}**", entry.summary, needs, others, entry.source)
+            cells = (f"**{name}**", entry.summary, entry.when, needs, others, entry.source)
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -101,20 +114,21 @@ class AdvantageEstimator(Entry):
 
     With a critic: f(rewards_T, values_T, mask_T, gamma, lam, bootstrap_value) -> advantages_T,
     returns_T. With groups: f(scores_B, n, **arguments) -> advantages_B, where the n samples of a
-    prompt are adjacent. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T.
+    prompt are adjacent; with `reads_counts` also the argument counts_B, how many tokens of each
+    response the policy chose. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T. Without
+    a critic, options in `algorithm` that are not among the arguments have no effect.
 
     Attributes:
       needs_critic: it reads the values of a critic.
       needs_groups: it compares the responses to one prompt, of which there must be several.
+      reads_counts: it reads the lengths of the responses.
       whitens: advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
-      arguments: pairs of an argument of the function and the option in `algorithm` that sets it.
-        Without a critic, options that are not among them have no effect.
     """
 
     needs_critic: bool = False
     needs_groups: bool = False
+    reads_counts: bool = False
     whitens: bool = False
-    arguments: tuple[tuple[str, str], ...] = ()
 
     @property
     def needs(self) -> Iterator[str]:
@@ -123,10 +137,6 @@ class AdvantageEstimator(Entry):
             yield "a critic"
         if self.needs_groups:
             yield "several responses per prompt"
-
-    def reads(self, option: str) -> bool:
-        """Return whether the function depends on this option in `algorithm`."""
-        return option in dict(self.arguments).values()
 
 
 ADVANTAGE_ESTIMATORS = Registry(
@@ -137,6 +147,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         name="gae",
         path="jax_ppo.kernels.advantages:gae",
         summary="generalized advantage estimation, with a critic",
+        when="responses are long, or rewards come within them: credit goes to single tokens",
         source="Schulman et al. 2016, arXiv 1506.02438, eq. 16",
         needs_critic=True,
         whitens=True,
@@ -146,22 +157,42 @@ ADVANTAGE_ESTIMATORS = Registry(
         name="grpo",
         path="jax_ppo.kernels.advantages:grpo",
         summary="score less the mean of the prompt's responses, divided by their deviation",
-        source="Shao et al. 2024, arXiv 2402.03300; Dr. GRPO: Liu et al. 2025, arXiv 2503.20783",
+        when="results should compare with published GRPO runs",
+        source="Shao et al. 2024, arXiv 2402.03300",
         other_names=("group_norm",),
         needs_groups=True,
         arguments=(("by_std", "norm_adv_by_std_in_grpo"),),
     ),
     AdvantageEstimator(
+        name="dr_grpo",
+        path="jax_ppo.kernels.advantages:group_mean_baseline",
+        summary="score less the mean of the prompt's responses, not divided",
+        when="prompts differ in difficulty; with `seq-mean-token-sum-norm` as in its paper",
+        source="Liu et al. 2025, arXiv 2503.20783",
+        needs_groups=True,
+    ),
+    AdvantageEstimator(
         name="rloo",
         path="jax_ppo.kernels.advantages:rloo",
         summary="score less the mean of the prompt's other responses",
+        when="there is no memory for a critic and the gradient should be unbiased",
         source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
         needs_groups=True,
+    ),
+    AdvantageEstimator(
+        name="opo",
+        path="jax_ppo.kernels.advantages:opo",
+        summary="score less the mean of the prompt's responses, weighted by their lengths",
+        when="responses to a prompt differ much in length, with one optimizer step per rollout",
+        source="Hao et al. 2025, arXiv 2505.23585",
+        needs_groups=True,
+        reads_counts=True,
     ),
     AdvantageEstimator(
         name="reinforce_plus_plus",
         path="jax_ppo.kernels.advantages:reward_to_go",
         summary="discounted reward to go",
+        when="there is one response per prompt and no memory for a critic",
         source="Hu et al. 2025, arXiv 2501.03262",
         other_names=("reinforce",),
         whitens=True,
@@ -171,6 +202,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         name="reinforce_plus_plus_baseline",
         path="jax_ppo.kernels.advantages:group_mean_baseline",
         summary="score less the mean of the prompt's responses",
+        when="rewards have another scale than advantages should have",
         source="Hu et al. 2025, arXiv 2501.03262",
         other_names=("reinforce_baseline",),
         needs_groups=True,
@@ -184,19 +216,20 @@ class PolicyLossEntry(Entry):
     """A loss of the protocol of kernels/policy_losses.py.
 
     Attributes:
-      sequence_clip: its authors' `clip_ratio_low` and `clip_ratio_high`, if it clips the ratio of
-        a sequence, which moves far less than that of a token.
+      authors_clip: its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something
+        else than the ratio of a token.
       needs_one_update: it is biased once the policy has changed.
     """
 
-    sequence_clip: tuple[str, str] | None = None
+    authors_clip: tuple[str, str] | None = None
     needs_one_update: bool = False
 
     @property
     def needs(self) -> Iterator[str]:
         """Yield what it needs, in words."""
-        if self.sequence_clip:
-            yield "a narrow clip range"
+        if self.authors_clip:
+            low, high = self.authors_clip
+            yield f"`actor.clip_ratio_low={low}`, `actor.clip_ratio_high={high}`"
         if self.needs_one_update:
             yield "one optimizer step per rollout"
 
@@ -209,6 +242,7 @@ POLICY_LOSSES = Registry(
         name="vanilla",
         path="jax_ppo.kernels.losses:vanilla",
         summary="PPO's clip",
+        when="nothing speaks for another; it is safe for several optimizer steps per rollout",
         source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
         other_names=("ppo",),
     ),
@@ -216,19 +250,22 @@ POLICY_LOSSES = Registry(
         name="importance",
         path="jax_ppo.kernels.policy_losses:importance",
         summary="unclipped ratio",
+        when="you want to see what the clip changes",
         source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477",
     ),
     PolicyLossEntry(
         name="gspo",
         path="jax_ppo.kernels.policy_losses:gspo",
         summary="sequence-level ratio",
+        when="the ratios of single tokens are noise, as with mixtures of experts",
         source="Zheng et al. 2025, arXiv 2507.18071",
-        sequence_clip=("3e-4", "4e-4"),
+        authors_clip=("3e-4", "4e-4"),
     ),
     PolicyLossEntry(
         name="gmpo",
         path="jax_ppo.kernels.policy_losses:gmpo",
         summary="geometric mean of clipped ratios",
+        when="a few tokens with large ratios dominate a response",
         source="Zhao et al. 2025, arXiv 2507.20673",
         other_names=("geo_mean",),
     ),
@@ -236,15 +273,41 @@ POLICY_LOSSES = Registry(
         name="cispo",
         path="jax_ppo.kernels.policy_losses:cispo",
         summary="truncated ratio as a weight",
+        when="the clip stops tokens worth learning, such as rare words that turn a proof",
         source="MiniMax-M1 2025, arXiv 2506.13585",
     ),
     PolicyLossEntry(
         name="reinforce",
         path="jax_ppo.kernels.policy_losses:reinforce",
         summary="no ratio",
+        when="each rollout gets one optimizer step",
         source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
         other_names=("gpg",),
         needs_one_update=True,
+    ),
+    PolicyLossEntry(
+        name="sapo",
+        path="jax_ppo.kernels.policy_losses:sapo",
+        summary="a sigmoid of the ratio instead of the clip",
+        when="tokens that moved far should count less and less instead of not at all",
+        source="Gao et al. 2025, arXiv 2511.20347",
+        arguments=(("tau_pos", "tau_pos"), ("tau_neg", "tau_neg")),
+    ),
+    PolicyLossEntry(
+        name="dppo_tv",
+        path="jax_ppo.kernels.policy_losses:dppo_tv",
+        summary="no gradient beyond a change of the token's probability",
+        when="the clip stops rare tokens, whose ratio is large though hardly any probability moved",
+        source="Qi et al. 2026, arXiv 2602.04879",
+        authors_clip=("0.15", "0.15"),
+    ),
+    PolicyLossEntry(
+        name="dppo_kl",
+        path="jax_ppo.kernels.policy_losses:dppo_kl",
+        summary="no gradient beyond a KL between token and rest",
+        when="as dppo_tv, and likely tokens should be held back sooner",
+        source="Qi et al. 2026, arXiv 2602.04879",
+        authors_clip=("0.05", "0.05"),
     ),
 )
 

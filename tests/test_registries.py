@@ -10,7 +10,7 @@ import pytest
 
 from jax_ppo.config.schema import all_options
 from jax_ppo.kernels import importance
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, REGISTRIES
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES, REGISTRIES
 
 ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
 OPTIONS = {option.name: option for option in all_options()}
@@ -22,10 +22,19 @@ def test_an_entry_has_its_function(entry):
     assert entry.summary and "\n" not in entry.summary
 
 
-@pytest.mark.parametrize("entry", ADVANTAGE_ESTIMATORS.values(), ids=lambda entry: entry.name)
-def test_the_arguments_of_an_estimator_are_its_functions_and_are_set_by_options(entry):
-    assert set(dict(entry.arguments)) <= set(inspect.signature(entry.function).parameters)
-    assert {f"algorithm.{option}" for _, option in entry.arguments} <= set(OPTIONS)
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.title)
+def test_the_arguments_of_a_function_are_set_by_options_with_its_defaults(registry):
+    section = registry.options[0].rpartition(".")[0]
+    for entry in registry.values():
+        parameters = inspect.signature(entry.function).parameters
+        for argument, option in entry.arguments:
+            default = parameters[argument].default
+            assert default in (inspect.Parameter.empty, OPTIONS[f"{section}.{option}"].default)
+
+
+def test_the_pages_say_when_to_use_each_estimator_and_loss():
+    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
+        assert all(entry.when for entry in registry.values())
 
 
 def test_an_option_offers_the_entries_of_its_registry():

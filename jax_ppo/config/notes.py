@@ -87,17 +87,17 @@ def note_idle_kl_loss(config: Config) -> str | None:
     return None
 
 
-def note_wide_sequence_clip(config: Config) -> str | None:
-    """Return a note if the ratio of a sequence is clipped as widely as those of tokens."""
+def note_unusual_clip(config: Config) -> str | None:
+    """Return a note if what is no ratio of a token is clipped as if it were one."""
     actor = config.actor
     # A range that the user set is intended, whatever its size.
     has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
-    authors_range = POLICY_LOSSES.lookup(actor.policy_loss).sequence_clip
+    authors_range = POLICY_LOSSES.lookup(actor.policy_loss).authors_clip
     if authors_range and not has_own_range:
         low, high = authors_range
         return (
-            f"config.actor.policy_loss={actor.policy_loss!r}: the ratio of a sequence hardly ever "
-            f"reaches config.actor.clip_ratio={actor.clip_ratio}; its authors use "
+            f"config.actor.policy_loss={actor.policy_loss!r}: config.actor.clip_ratio="
+            f"{actor.clip_ratio} is meant for the ratio of a token; its authors use "
             f"clip_ratio_low={low} and clip_ratio_high={high}"
         )
     return None
@@ -130,7 +130,7 @@ ADVICE: tuple[Advice, ...] = (
     note_truncated_distribution,
     note_biased_kl_in_reward,
     note_idle_kl_loss,
-    note_wide_sequence_clip,
+    note_unusual_clip,
     note_biased_policy_loss,
     note_reference_without_adapters,
 )

@@ -39,6 +39,15 @@ def estimator_reads(name: str) -> Condition:
     )
 
 
+def loss_reads(name: str) -> Condition:
+    """Return the condition that the policy loss depends on an option in `actor`."""
+    names = POLICY_LOSSES.names(lambda entry: entry.reads(name))
+    return Condition(
+        lambda c: POLICY_LOSSES.lookup(c.actor.policy_loss).reads(name),
+        f"`actor.policy_loss` is {' or '.join(names)}",
+    )
+
+
 # fmt: off
 # Without the formatter, which would give each argument a line: an option is read as a paragraph of
 # its default, its meaning and its facts.
@@ -332,6 +341,10 @@ class Actor:
         "loss of a token; or your own, as kernels/policy_losses.py describes: `module:function` or "
         "`file.py:function`",
         choices=tuple(POLICY_LOSSES), is_plugin=True)
+    tau_pos: float = option(1.0, "steepness of sapo's gate for tokens of positive advantage",
+        above=0, effective_when=(loss_reads("tau_pos"),))
+    tau_neg: float = option(1.05, "steepness of sapo's gate for the other tokens",
+        above=0, effective_when=(loss_reads("tau_neg"),))
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",

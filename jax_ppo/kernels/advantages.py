@@ -164,6 +164,30 @@ def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
     return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
 
 
+def opo(scores_B: Shaped[Array, " B"], n: int, counts_B: Shaped[Array, " B"]) -> Float[Array, " B"]:
+    """Return A_b = s_b - sum_j count_j s_j / sum_j count_j over the group.
+
+    On-policy RL with optimal reward baseline (Hao et al. 2025, arXiv 2505.23585): the
+    baseline of least variance, E[|grad log pi|^2 s] / E[|grad log pi|^2], where the squared
+    gradient of a response is taken to be proportional to its count of tokens.
+
+    Bias: the baseline includes the sample's own score. With equal counts the expected gradient is
+    (n - 1) / n of the true one, as for `grpo` without `by_std`; otherwise s_b - s_j of two samples
+    counts with the share count_j / sum of the other, so that long responses are compared less.
+
+    Args:
+      scores_B: as for `grpo`.
+      n: as for `grpo`.
+      counts_B: how many tokens of each sample the policy chose; not all 0 in a group.
+    """
+    groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
+    # Subtract the first score of a group first, so that equal scores give exactly 0.
+    groups = groups - groups[:, :1]
+    counts = counts_B.reshape(groups.shape).astype(groups.dtype)
+    total = jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1.0)
+    return (groups - jnp.sum(counts * groups, axis=1, keepdims=True) / total).reshape(-1)
+
+
 def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
     """Return A_b = s_b - mean of the group.
 

@@ -13,13 +13,18 @@ loss may start from any of these; jax_ppo/registries.py has an entry for each:
     gmpo        -g A, g = (prod rho, each cut where A gains)^(1/count)    of log rho  no
     cispo       -[clip(rho)] A log pi                                     of [rho]    no
     reinforce   -A log pi                                                 none        no
+    sapo        -sigmoid(tau (rho - 1)) 4 / tau A                         soft        no
+    dppo_tv     -rho A, or a constant where |pi - pi_old| is large        of pi       no
+    dppo_kl     -rho A, or a constant where the binary KL is large        of pi       no
 
 where [x] has no gradient, clip(x) = clip(x, 1 - low, 1 + high), and products and counts cover the
-tokens of the response that the mask selects. At the old policy all six have the gradient
+tokens of the response that the mask selects. At the old policy all have the gradient
 -A grad log pi, unbiased in a sum over tokens; they differ once the policy has moved.
 
 Log-ratios of tokens are first clamped to +-20, beyond which they have no gradient.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +139,79 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     return _unclipped_result(
         -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
     )
+
+
+def sapo(batch: PolicyBatch, clip: Clip, tau_pos: float = 1.0, tau_neg: float = 1.05) -> PolicyLoss:
+    """Compute the loss of soft adaptive policy optimization.
+
+        loss = -(4 / tau) sigmoid(tau (rho - 1)) A,  tau = tau_pos where A > 0, tau_neg elsewhere
+
+    Gao et al. 2025, arXiv 2511.20347. In place of the clip, a gate: its slope in
+    rho is 1 at rho = 1 and falls like that of a sigmoid on both sides, faster with a larger tau.
+    The paper takes tau_neg > tau_pos, since raising all other tokens in place of a bad one is
+    noisier.
+
+    Biased like the clip on purpose, but no token is without a gradient. `clip` is not read.
+
+    Args:
+      batch: see `PolicyBatch`.
+      clip: unused.
+      tau_pos: > 0, for tokens of positive advantage.
+      tau_neg: > 0, for the others.
+    """
+    log_ratio, advantages = log_ratios_and_advantages(batch)
+    ratio = jnp.exp(log_ratio)
+    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+    loss = -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
+    return _unclipped_result(loss, ratio, log_ratio)
+
+
+def dppo_tv(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+    """Compute the loss of divergence PPO with the total variation of the token against the rest.
+
+        loss = -rho A, but constant where the token has moved too far in the direction of A:
+            A > 0, rho > 1 and |pi - pi_old| > clip.high, or A < 0, rho < 1 and ... > clip.low
+
+    Qi et al. 2026, arXiv 2602.04879, Binary-TV. |pi - pi_old| is the total variation between the
+    distributions over {the token, any other}, a lower bound of that over the vocabulary. Unlike
+    the clip, which bounds the relative change, it leaves rare tokens free and stops likely ones.
+
+    Biased like `importance`, and by what is left out. There is no dual clip: clip.dual is not read.
+    """
+    return _divergence_ppo(batch, clip, lambda pi, old: jnp.abs(pi - old))
+
+
+def dppo_kl(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+    """Compute `dppo_tv` with a KL for the total variation.
+
+        KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+    Qi et al. 2026, arXiv 2602.04879, Binary-KL.
+    """
+
+    def binary_kl(pi: jax.Array, old: jax.Array) -> jax.Array:
+        # The floor keeps the logarithm of 0 out, whose factor is 0.
+        tiny = jnp.finfo(pi.dtype).tiny
+        logs = [jnp.log(jnp.maximum(x, tiny)) for x in (old, pi, 1 - old, 1 - pi)]
+        return old * (logs[0] - logs[1]) + (1 - old) * (logs[2] - logs[3])
+
+    return _divergence_ppo(batch, clip, binary_kl)
+
+
+def _divergence_ppo(
+    batch: PolicyBatch, clip: Clip, divergence: Callable[[jax.Array, jax.Array], jax.Array]
+) -> PolicyLoss:
+    """Compute -rho A, without a gradient where a token has moved too far and would move on."""
+    log_ratio, advantages = log_ratios_and_advantages(batch)
+    ratio = jnp.exp(log_ratio)
+    old = jnp.exp(zero_outside(batch.old_logprobs, batch.mask))
+    pi = jnp.exp(zero_outside(jax.lax.stop_gradient(batch.logprobs), batch.mask))
+    moved = divergence(pi, old)
+    is_stopped = jnp.where(
+        advantages > 0, (pi > old) & (moved > clip.high), (pi < old) & (moved > clip.low)
+    )
+    loss = -advantages * jnp.where(is_stopped, jax.lax.stop_gradient(ratio), ratio)
+    return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(is_stopped))
 
 
 def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:

@@ -380,9 +380,6 @@ def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
     # OpenRLHF has no reward model unless one is named.
     options.setdefault("reward.model_path", "")
     notes = []
-    if options.get("algorithm.adv_estimator") == "dr_grpo":
-        options["algorithm.adv_estimator"] = "grpo"
-        options["algorithm.norm_adv_by_std_in_grpo"] = "false"
     n = options.get("rollout.n", "1")
     size = options.get("actor.ppo_mini_batch_size", "")
     if n != "1" and _COUNT.fullmatch(n) and _COUNT.fullmatch(size):

@@ -177,12 +177,13 @@ def critic_free_advantages(
         n = options.responses_per_prompt
         return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
     entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-    arguments = {argument: getattr(algorithm, option) for argument, option in entry.arguments}
-    estimator = functools.partial(entry.function, **arguments)
+    estimator = functools.partial(entry.function, **entry.read_arguments(algorithm))
     if not entry.needs_groups:
         return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
+    if entry.reads_counts:
+        estimator = functools.partial(estimator, counts_B=actions.sum(1))
     advantages_B = estimator(response_rewards, options.responses_per_prompt)
     return jnp.where(actions, advantages_B[:, None], 0.0), {}
 

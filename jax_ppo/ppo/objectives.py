@@ -316,7 +316,8 @@ def compute_policy_loss(
     )
     name = options.policy_loss
     if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name].function(batch, clip), {}
+        entry = POLICY_LOSSES[name]
+        return entry.function(batch, clip, **entry.read_arguments(options)), {}
     function = plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
     # Validated while the program is traced, once per compilation.
     result: Any = function(batch, clip)

@@ -154,6 +154,11 @@ def test_groups_by_hand():
         (kernel.group_mean_baseline(scores, 3), deviations),
         (kernel.grpo(scores, 3, by_std=True), deviations / std),
         (kernel.rloo(scores, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3]),
+        # Counts 1, 1, 2 and 4, 1, 1: baselines (1 + 2 + 12) / 4 and 3 / 6.
+        (
+            kernel.opo(scores, 3, counts_B=jnp.array([1, 1, 2, 4, 1, 1])),
+            [-2.75, -1.75, 2.25, -0.5, -0.5, 2.5],
+        ),
     ):
         assert result.dtype == jnp.float32
         np.testing.assert_allclose(result, expected, rtol=2e-6)

@@ -82,6 +82,13 @@ def run(
         ("cispo", -1.0, (1.3 * (LN2 - 2), -2), (1.3, 1), (2, 1), (1, 0)),
         ("reinforce", 1.0, (2 - LN2, 2), (-1, -1), (2, 1), (0, 0)),
         ("reinforce", -1.0, (LN2 - 2, -2), (1, 1), (2, 1), (0, 0)),
+        # The gate at rho = 2 is 4 sigmoid(1) = 2.924 with tau = 1, its slope in log rho
+        # 2 * 4 sigmoid(1) sigmoid(-1) = 1.573; at rho = 1 it is 4 / 2 with slope 1.
+        ("sapo", 1.0, (-2.9242343, -2), (-1.5728955, -1), (2, 1), (0, 0)),
+        ("sapo", -1.0, (2.8219996, 2 / 1.05), (1.5362196, 1), (2, 1), (0, 0)),
+        # From 0.135 to 0.271: neither divergence exceeds 0.2 or 0.3.
+        ("dppo_tv", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
+        ("dppo_kl", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
     ],
 )
 def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
@@ -94,6 +101,27 @@ def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
     )  # of the token, whatever the ratio is of
     np.testing.assert_array_equal(result.clipped, [clipped])
     np.testing.assert_array_equal(result.dual_clipped, 0)
+
+
+@pytest.mark.parametrize(
+    "old, new, advantage, is_stopped",
+    [
+        (0.5, 0.9, 1.0, True),  # TV 0.4, KL 0.5 (ln 5/9 + ln 5) = 0.511
+        (0.5, 0.9, -1.0, False),  # on its way back
+        (0.9, 0.6, -1.0, True),  # TV 0.3 > 0.2, KL 0.9 ln 1.5 + 0.1 ln 0.25 = 0.226 > 0.2
+        (0.9, 0.6, 1.0, False),
+        (0.001, 0.1, 1.0, False),  # 100 times as likely, but TV 0.099 and KL 0.1
+        (1.0, 0.5, 1.0, False),  # a certain token
+    ],
+)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_divergence_stops_tokens_that_moved_far_on_their_way(
+    name, old, new, advantage, is_stopped
+):
+    result, (slope, *_) = run(name, np.log([[new]]), np.log([[old]]), [[advantage]], [[1]])
+    np.testing.assert_allclose(result.loss, [[-advantage * new / old]], rtol=1e-5)
+    assert result.clipped.item() == is_stopped
+    np.testing.assert_allclose(slope, 0 if is_stopped else result.loss, rtol=1e-6)
 
 
 def test_dual_clip_of_a_whole_response():
@@ -127,6 +155,17 @@ def oracle(name, logprobs, log_ratios, advantages):
             yield -g * a, -g * a if d_cut == d else 0
         elif name == "cispo":
             yield -cut(rho) * a * logprob, -cut(rho) * a
+        elif name == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+            yield -4 / tau * gate * a, -4 * gate * (1 - gate) * rho * a
+        elif name.startswith("dppo"):
+            pi, old = math.exp(logprob), math.exp(logprob - d)
+            moved = abs(pi - old)
+            if name == "dppo_kl":
+                moved = -old * d + (1 - old) * math.log((1 - old) / (1 - pi))
+            stopped = moved > 0.3 and pi > old if a > 0 else moved > 0.2 and pi < old
+            yield -rho * a, 0 if stopped else -rho * a
         else:
             yield -a * logprob, -a
 
@@ -136,7 +175,7 @@ def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
     """A mask with holes, such as tokens that a tool wrote, and fully masked rows."""
     mask = rng.integers(0, 2, (6, 9)) * np.array([[1]] * 5 + [[0]])
     old = -rng.exponential(2.0, (6, 9))
-    logprobs = np.minimum(old + rng.normal(0, 0.8, (6, 9)), 0)
+    logprobs = np.minimum(old + rng.normal(0, 0.8, (6, 9)), -0.01)
     arrays = [x.astype(np.float32) for x in (logprobs, old, rng.normal(0, 1, (6, 9)))]
     result, gradients = run(name, *(poison(x, mask) for x in arrays), mask)
     for i in range(6):

@@ -296,14 +296,7 @@ def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
         ("verl", "actor.policy_loss.loss_mode=geo_mean", {"actor.policy_loss": "gmpo"}),
         ("verl", "actor.policy_loss.loss_mode=gpg", {"actor.policy_loss": "reinforce"}),
         ("verl", "trainer.resume_mode=disable", {"trainer.resume": "false"}),
-        (
-            "openrlhf",
-            "--advantage_estimator dr_grpo",
-            {
-                "algorithm.adv_estimator": "grpo",
-                "algorithm.norm_adv_by_std_in_grpo": "false",
-            },
-        ),
+        ("openrlhf", "--advantage_estimator dr_grpo", {"algorithm.adv_estimator": "dr_grpo"}),
         ("openrlhf", "--reward.clip_range -5 5", {"reward.clip": "5"}),
     ],
 )
