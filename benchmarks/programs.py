@@ -30,9 +30,7 @@ from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.state import TrainState
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.state import TrainState, role_optimizer, state_shapes
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 
@@ -136,7 +134,7 @@ class Step:
         model = Transformer(
             self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program
         )
-        return Networks(model, model, None)
+        return Networks(actor=model, critic=model)
 
     @functools.cached_property
     def decoder(self) -> Transformer:
@@ -303,18 +301,15 @@ class Step:
         def build(key):
             actor = heads.init_params(self.nets.actor, key, "lm")
             critic = heads.init_params(self.nets.critic, key, "scalar")
-            optimizers = [
-                make_optimizer(options.optim, options.grad_clip).init(params)
-                for options, params in ((self.config.actor, actor), (self.config.critic, critic))
-            ]
+            optimizers = {
+                "actor": role_optimizer(self.config.actor).init(actor),
+                "critic": role_optimizer(self.config.critic).init(critic),
+            }
             reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
             return TrainState(
                 jnp.int32(0),
-                actor,
-                critic,
-                reference,
-                None,
-                *optimizers,
+                {"actor": actor, "critic": critic, "reference": reference},
+                optimizers,
                 first_control(
                     self.config.algorithm.kl_ctrl, self.config.reward, self.config.critic
                 ),

@@ -27,7 +27,8 @@ from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.storage import remote
 from jax_ppo.storage.paths import expand_local_path
-from jax_ppo.training.networks import Folders, read_networks
+from jax_ppo.training.networks import Folders
+from jax_ppo.training.roles import read_networks
 from jax_ppo.types import Params, Prompts
 
 Prompt = str | Sequence[dict[str, str]]  # text, or the messages of a chat
@@ -92,7 +93,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     options = schema.Config(
         model=schema.Model(dtype=dtype), algorithm=schema.Algorithm(adv_estimator="rloo")
     )
-    model = read_networks(options, Folders(actor=folder, critic=None, reward=None)).actor
+    model = read_networks(options, Folders(actor=folder)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
     mesh = meshes.make_mesh(schema.MeshShape())
     with jax.set_mesh(mesh):

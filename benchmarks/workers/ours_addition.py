@@ -28,7 +28,7 @@ from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import meshes
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state_creation import create_state
+from jax_ppo.training.state import create_state
 
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
 

@@ -27,11 +27,9 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
-from jax_ppo.training.networks import Networks, full_parameters, read_networks
-from jax_ppo.training.role_folders import resolve_role_folders
-from jax_ppo.training.roles import find_role
-from jax_ppo.training.state import TrainState, policy_params
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.networks import Networks
+from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders
+from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.types import Params, Prompts
 
 # The files of a model that a plan reads; none contains weights.
@@ -108,17 +106,15 @@ class AbstractStep:
         """Return the model of a role, with all its parameters."""
         role = find_role(name)
         nets = self.programs.nets
-        net = role.model(nets)
-        assert net is not None, f"there is no {name}"
-        own = getattr(self.state, name)
+        own = self.state.models[name]
         if name == "actor":
             params = policy_params(nets, self.state)
         elif role.holds_base:
             params = own
         else:
-            params = full_parameters(net, own, self.state.reference)
+            params = self.state.role_params(name, nets)
         has_logits = role.head(self.programs.config) in ("lm", "both")
-        return Role(net=net, params=params, trained=own, has_logits=has_logits)
+        return Role(net=role.model(nets), params=params, trained=own, has_logits=has_logits)
 
     @property
     def queue(self) -> int:
@@ -233,8 +229,8 @@ def read_descriptions(config: Config, mesh: Mesh) -> Networks:
         )
         with jax.set_mesh(mesh):
             nets = read_networks(config, folders, needs_weights=False)
-    for net in (nets.actor, nets.critic, nets.reward):
-        if net is not None and not isinstance(net, Deberta):
+    for net in nets.values():
+        if not isinstance(net, Deberta):
             meshes.validate_architecture(mesh, net.architecture)
     return nets
 

@@ -13,15 +13,14 @@ from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.memory.remedies import Remedy, rank_remedies, save_supervised_memory
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.programs import PROGRAMS
+from jax_ppo.ppo import programs
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.supervised.parameters import trained_shapes
-from jax_ppo.training.networks import Folders, Networks, read_networks
-from jax_ppo.training.roles import find_role, frozen_roles, trained_roles
-from jax_ppo.training.state import TrainState, policy_params
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.networks import Folders, Networks
+from jax_ppo.training.roles import find_role, read_networks
+from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
 GIB = 2**30
@@ -164,18 +163,17 @@ def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMem
         decoding = bytes_per_device(weights)
     fetched = fetched_by_phase(config, state)
     phases = []
-    for program in PROGRAMS:
+    for program in programs.PROGRAMS:
         gradients = 0
-        if program.kind == "update":
+        if program.kind == "update" and program.role in state.models:
             dtype = find_role(program.role).options(config).optim.gradient_dtype
-            shapes = gradient_shapes(getattr(state, program.role), dtype)
-            gradients = bytes_per_device(shapes)
+            gradients = bytes_per_device(gradient_shapes(state.models[program.role], dtype))
         phases.append((gradients, sum(vars(fetched[program.name]).values())))
     largest_gradients, largest_fetched = max(phases, key=sum)
     return LeastMemory(
-        parameters=_resident_bytes([getattr(state, role.name) for role in trained_roles()]),
-        optimizer=_resident_bytes([getattr(state, role.optimizer) for role in trained_roles()]),
-        frozen=_resident_bytes([getattr(state, role.name) for role in frozen_roles()]),
+        parameters=_resident_bytes({name: state.models[name] for name in state.optimizers}),
+        optimizer=_resident_bytes(state.optimizers),
+        frozen=_resident_bytes(state.without_trained().models),
         gradients=largest_gradients,
         decoding=decoding,
         fetched=largest_fetched,
@@ -199,19 +197,16 @@ def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
       state: shapes, as `state_shapes` returns them.
     """
     fetched = {}
-    for program in PROGRAMS:
-        sums = dict.fromkeys(("parameters", "optimizer", "frozen"), 0)
-        for field in program.fetches(config):
-            sums[_kind_of_field(field)] += _fetched_bytes(getattr(state, field))
-        fetched[program.name] = Fetched(**sums)
+    for program in programs.PROGRAMS:
+        read = {program.role, *program.reads(config)} & state.models.keys()
+        trained = read & state.optimizers.keys()
+        updated = trained if program.kind == "update" else ()
+        fetched[program.name] = Fetched(
+            parameters=_fetched_bytes([state.models[name] for name in trained]),
+            optimizer=_fetched_bytes([state.optimizers[name] for name in updated]),
+            frozen=_fetched_bytes([state.models[name] for name in read - trained]),
+        )
     return fetched
-
-
-def _kind_of_field(field: str) -> str:
-    """Return the kind of the arrays in a field of the train state."""
-    if field in [role.optimizer for role in trained_roles()]:
-        return "optimizer"
-    return "parameters" if find_role(field).is_trained else "frozen"
 
 
 def _fetched_bytes(shapes: Any) -> int:

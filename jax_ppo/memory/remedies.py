@@ -13,6 +13,7 @@ from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
 from jax_ppo.training.networks import Networks
+from jax_ppo.training.roles import used_roles
 
 # What suggestions propose: adapters of this rank, and an estimator that needs no critic.
 _LORA_RANK = 16
@@ -175,14 +176,14 @@ class PossibleChanges:
         if target_platform() == "cpu":
             return
         config = self.config
-        optimizers = [f"{role}.optimizer_offload" for role in self._trained_roles()]
-        idle = []
-        if config.keeps_reference and not config.has_adapters:
-            idle.append("algorithm.reference_offload")
-        if "critic" in self._trained_roles():
-            idle.append("critic.param_offload")
-        if config.reward.model_path:
-            idle.append("reward.param_offload")
+        roles = used_roles(config)
+        optimizers = [role.optimizer_offload for role in roles if role.is_trained]
+        # The base of adapters is read by every program.
+        idle = [
+            role.param_offload
+            for role in roles
+            if role.param_offload and not (role.holds_base and config.has_adapters)
+        ]
         for names in (optimizers, idle):
             changed = config
             for name in names:
@@ -191,15 +192,10 @@ class PossibleChanges:
                 changed = dataclasses.replace(changed, **{section: options})
             yield " and ".join(f"config.{name}=True" for name in names), changed
 
-    def _trained_roles(self) -> list[str]:
-        if self.config.has_critic and not self.config.shares_trunk:
-            return ["actor", "critic"]
-        return ["actor"]
-
     def _store_bfloat16(self) -> Iterator[tuple[str, Config]]:
         """Yield the change that stores what is trained in half the memory."""
-        roles = self._trained_roles()
         changed = self.config
+        roles = [role.section for role in used_roles(self.config) if role.is_trained]
         for role in roles:
             options = getattr(changed, role)
             optim = dataclasses.replace(options.optim, **_IN_BFLOAT16)

@@ -18,7 +18,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.forward_passes import ForwardOptions
+from jax_ppo.ppo import programs
 from jax_ppo.ppo.programs import StepProgram, planned_programs
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
@@ -26,6 +26,7 @@ from jax_ppo.runtime.device_speed import PeakRates
 from jax_ppo.runtime.parallelism import pipeline
 from jax_ppo.sampler.stages import stage_limits
 from jax_ppo.training.networks import Networks
+from jax_ppo.training.roles import ModelRole, find_role
 from jax_ppo.types import MiniBatches, Params
 
 
@@ -191,7 +192,7 @@ def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
 
 
 def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
-    passes = program.passes(step.programs)
+    passes = program.passes(step.programs.config, step.programs.nets)
     match program.kind:
         case "resharding":
             return _prepare_weights(step)
@@ -425,7 +426,6 @@ def count_step_flops(
       prompt_lengths: int [N], tokens of each prompt.
       lengths: int [B], tokens of each prompt and response; those of a prompt are adjacent.
     """
-    forward = ForwardOptions.from_config(config)
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
     policy = nets.actor.architecture
@@ -436,24 +436,22 @@ def count_step_flops(
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
 
-    # 2. Forward passes.
-    flops += policy_pass * (forward.old_logprobs + forward.reference)
-    if forward.shared_trunk and not forward.old_logprobs:
-        flops += count_forward_flops(policy, lengths)
-    critic_pass = 0.0
-    if nets.critic is not None:
-        critic_pass = count_forward_flops(nets.critic.architecture, lengths)
-    flops += critic_pass
-    if nets.reward is not None:
-        flops += count_forward_flops(nets.reward.architecture, lengths)
+    # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
+    def role_pass(role: ModelRole) -> float:
+        logits = 0 if role.head(config) in ("scalar", "reward") else num_logits
+        return count_forward_flops(role.model(nets).architecture, lengths, logits)
 
-    # 3. Update; during the critic's warm-up the actor's parameters stay.
-    actor_learns = forward.shared_trunk or step >= config.trainer.critic_warmup
-    if actor_learns:
-        flops += config.actor.ppo_epochs * _training_passes(nets.actor) * policy_pass
-    if nets.critic is not None:
-        epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-        flops += epochs * _training_passes(nets.critic) * critic_pass
+    actor_learns = config.shares_trunk or step >= config.trainer.critic_warmup
+    for program in programs.PROGRAMS:
+        passes = program.passes(config, nets)
+        if not (passes and program.role):
+            continue
+        role = find_role(program.role)
+        if program.kind == "forward pass":
+            flops += passes * role_pass(role)
+        elif program.kind == "update" and (role.name != "actor" or actor_learns):
+            read = sum(role_pass(find_role(name)) for name in program.reads(config))
+            flops += passes * (_training_passes(role.model(nets)) * role_pass(role) + read)
     return flops
 
 

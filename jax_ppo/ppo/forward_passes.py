@@ -17,7 +17,7 @@ from jax_ppo.registries import KL_ESTIMATORS
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward, packing
-from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
@@ -70,11 +70,16 @@ class ForwardOptions:
         )
 
     @property
+    def runs_policy(self) -> bool:
+        """Return whether the actor's hidden states are needed: not for the reference alone."""
+        return self.old_logprobs or self.full_kl or self.shared_trunk
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Return the programs that compute them."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
-        if self.old_logprobs or self.reference or self.shared_trunk:
+        if self.runs_policy or self.reference:
             parts.append("policy")
         if self.values and not self.shared_trunk:
             parts.append("critic")
@@ -229,18 +234,14 @@ def forward_part(
     """
     empty = _empty_outputs(options, part, len(sequences.lengths))
     # Once, before the loop over micro-batches.
-    state = dataclasses.replace(
-        state,
-        critic=placement.to_device(state.critic),
-        reference=placement.to_device(state.reference),
-    )
+    state = dataclasses.replace(state, models=placement.to_device(state.models))
 
     def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
         rows = _gather_micro_batch(sequences, plan, i)
         if part == "policy":
             return _run_policy(options, nets, state, sequences, rows, outputs)
         assert nets.critic is not None, "there is no critic to score"
-        critic = full_parameters(nets.critic, state.critic, state.reference)
+        critic = state.role_params("critic", nets)
         values = forward.scalar_outputs(nets.critic, critic, rows)
         return _write_values(values, sequences, rows, outputs)
 
@@ -279,13 +280,13 @@ def _run_policy(
     """Return `scores` with the policy's and the reference's numbers of these rows."""
     net = nets.actor
     temperature = options.temperature
-    actor = full_parameters(net, state.actor, state.reference)
+    actor = state.role_params("actor", nets)
 
     def compute_logprobs(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
         return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
-    if outputs.old_logprobs is not None or outputs.kl is not None or options.shared_trunk:
+    if options.runs_policy:
         hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
     if outputs.old_logprobs is not None:
         logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, outputs.old_logprobs)

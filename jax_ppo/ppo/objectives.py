@@ -230,7 +230,7 @@ class ActorObjective(RolloutObjective):
         if not options.actor.use_kl_loss:
             return jnp.float32(0)
         name = options.actor.kl_loss_type
-        if KL_ESTIMATORS.lookup(name).needs_vocabulary:
+        if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
             assert self.reference is not None, "a KL loss needs a reference"
             ref_hidden = forward.hidden_states(net, self.reference, rows)
@@ -275,6 +275,11 @@ def count_learned_tokens(experience: Experience, batch: MiniBatches) -> Int32[Ar
     """
     learned_B = batch.members & experience.sample_mask
     return jnp.where(learned_B, experience.action_mask.sum(1), 0)
+
+
+def needs_reference_pass(options: Actor) -> bool:
+    """Return whether the loss has a KL over the vocabulary, from the reference's hidden states."""
+    return options.use_kl_loss and KL_ESTIMATORS.lookup(options.kl_loss_type).needs_vocabulary
 
 
 def policy_batch(

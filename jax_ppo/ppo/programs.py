@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.objectives import needs_reference_pass
 from jax_ppo.ppo.response_sampling import compile_selection
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rollout_packing import RolloutPacking
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
 
@@ -50,6 +51,11 @@ class StepPrograms:
     def samples(self) -> int:
         """Return the number of samples that a step learns from."""
         return self.config.data.train_batch_size * self.config.responses_per_prompt
+
+    def runs(self, program: "StepProgram") -> bool:
+        """Return whether a step runs a program whose shapes are known before it."""
+        is_known = self.reads_rollout or program.role != "reward"
+        return is_known and program.passes(self.config, self.nets) > 0
 
 
 @dataclasses.dataclass
@@ -93,8 +99,7 @@ class StepProgram:
         not run the program.
       compile: compiles its function for shapes, and records the shapes of its results; `None` for
         the programs that the engine compiles.
-      fetches: returns the fields of the train state that it reads, and that may be in the host's
-        memory.
+      reads: returns the other roles whose parameters it reads.
       group: programs of one group are dispatched together: a single CPU runs them at the same time.
     """
 
@@ -102,9 +107,9 @@ class StepProgram:
     label: str
     kind: Kind
     role: str
-    passes: Callable[[StepPrograms], int]
+    passes: Callable[[Config, Networks], int]
     compile: Callable[[StepPrograms, StepShapes], None] | None
-    fetches: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    reads: Callable[[Config], tuple[str, ...]] = lambda config: ()
     group: str = ""
 
 
@@ -128,17 +133,17 @@ def compile_programs(
     # The engine yields the names of its programs itself.
     shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
     for program in PROGRAMS:
-        if program.compile is not None and program.passes(step):
+        if program.compile is not None and step.runs(program):
             program.compile(step, shapes)
             yield program.name
 
 
-def _once(step: StepPrograms) -> int:
+def _once(config: Config, nets: Networks) -> int:
     return 1
 
 
-def _count_selections(step: StepPrograms) -> int:
-    return int(step.config.selects_samples)
+def _count_selections(config: Config, nets: Networks) -> int:
+    return int(config.selects_samples)
 
 
 def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
@@ -150,21 +155,19 @@ def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
     )
 
 
-def _count_policy_passes(step: StepPrograms) -> int:
+def _count_policy_passes(config: Config, nets: Networks) -> int:
     """Return the number of passes: the reference's belong to the part of the policy."""
-    options = forward_passes.ForwardOptions.from_config(step.config)
-    if "policy" not in options.parts:
-        return 0
-    return max(1, options.old_logprobs + options.reference)
+    options = forward_passes.ForwardOptions.from_config(config)
+    return options.runs_policy + options.reference
 
 
-def _count_critic_passes(step: StepPrograms) -> int:
-    options = forward_passes.ForwardOptions.from_config(step.config)
+def _count_critic_passes(config: Config, nets: Networks) -> int:
+    options = forward_passes.ForwardOptions.from_config(config)
     return int("critic" in options.parts)
 
 
-def _count_reward_passes(step: StepPrograms) -> int:
-    return int(step.nets.reward is not None and step.reads_rollout)
+def _count_reward_passes(config: Config, nets: Networks) -> int:
+    return int(nets.reward is not None)
 
 
 def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
@@ -183,7 +186,7 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
     compile_ahead(
         forward_passes.reward_model_scores,
         net,
-        full_parameters(net, shapes.state.reward, shapes.state.reference),
+        shapes.state.role_params("reward", step.nets),
         _join_sequences(step, shapes),
         *shapes.packed.forward,
         step.config.reward.score_position,
@@ -221,14 +224,14 @@ def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
     return shapes.sequences
 
 
-def _count_actor_epochs(step: StepPrograms) -> int:
-    return step.config.actor.ppo_epochs
+def _count_actor_epochs(config: Config, nets: Networks) -> int:
+    return config.actor.ppo_epochs
 
 
-def _count_critic_epochs(step: StepPrograms) -> int:
-    if step.nets.critic is None:
+def _count_critic_epochs(config: Config, nets: Networks) -> int:
+    if nets.critic is None:
         return 0
-    return step.config.critic.ppo_epochs or step.config.actor.ppo_epochs
+    return config.critic.ppo_epochs or config.actor.ppo_epochs
 
 
 def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
@@ -247,10 +250,10 @@ def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
     compile_ahead(function, *arguments)
 
 
-def _fetch_for_actor(config: Config) -> tuple[str, ...]:
-    if config.actor.use_kl_loss:
-        return ("actor_optimizer", "reference")
-    return ("actor_optimizer",)
+def _read_by_actor(config: Config) -> tuple[str, ...]:
+    if needs_reference_pass(config.actor):
+        return ("reference",)
+    return ()
 
 
 # All programs of a step, in their order. What compiles, plans or checks programs reads this table.
@@ -281,7 +284,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="actor",
         passes=_count_policy_passes,
         compile=functools.partial(_compile_forward, "policy"),
-        fetches=lambda config: ("reference",),
+        reads=lambda config: ("reference",),
         group="scoring",
     ),
     StepProgram(
@@ -291,7 +294,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="critic",
         passes=_count_critic_passes,
         compile=functools.partial(_compile_forward, "critic"),
-        fetches=lambda config: ("critic",),
         group="scoring",
     ),
     StepProgram(
@@ -301,7 +303,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="reward",
         passes=_count_reward_passes,
         compile=_compile_reward_model,
-        fetches=lambda config: ("reward",),
     ),
     StepProgram(
         name="estimate",
@@ -318,7 +319,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="actor",
         passes=_count_actor_epochs,
         compile=functools.partial(_compile_update, 0),
-        fetches=_fetch_for_actor,
+        reads=_read_by_actor,
         group="update",
     ),
     StepProgram(
@@ -328,7 +329,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="critic",
         passes=_count_critic_epochs,
         compile=functools.partial(_compile_update, 1),
-        fetches=lambda config: ("critic", "critic_optimizer"),
         group="update",
     ),
 )
@@ -336,7 +336,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
 
 def planned_programs(step: StepPrograms) -> tuple[StepProgram, ...]:
     """Return the programs of a step that a plan shows."""
-    return tuple(x for x in PROGRAMS if x.label and x.passes(step))
+    return tuple(x for x in PROGRAMS if x.label and step.runs(x))
 
 
 def find_step_program(name: str) -> StepProgram:

@@ -27,7 +27,7 @@ from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, signals, stragglers
 from jax_ppo.sampler.environment import Environment
-from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Example, Rollout
 
@@ -300,7 +300,7 @@ def add_reward_model_scores(
     """
     if nets.reward is None:
         return scores
-    params = full_parameters(nets.reward, state.reward, state.reference)
+    params = state.role_params("reward", nets)
     model_scores = forward_passes.reward_model_scores(nets.reward, params, *inputs, position)
     return _add_weighted(scores, model_scores, weight)
 

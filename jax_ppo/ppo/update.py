@@ -29,6 +29,7 @@ from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience, MiniBatches, Params
 
@@ -138,11 +139,14 @@ def update_state(
         options, nets, total_steps, state, experience, actor_batches, critic_batches
     )
     (step, actor, actor_optimizer, metrics), *critic_results = dispatch.run_together(programs)
-    changes = {"actor": actor, "actor_optimizer": actor_optimizer}
+    models = {**state.models, "actor": actor}
+    optimizers = {"actor": actor_optimizer}
     for critic, critic_optimizer, critic_metrics in critic_results:  # one or none
-        changes |= {"critic": critic, "critic_optimizer": critic_optimizer}
+        models["critic"] = critic
+        optimizers["critic"] = critic_optimizer
         metrics |= critic_metrics
-    return dataclasses.replace(state, step=step, control=experience.control, **changes), metrics
+    state = TrainState(step=step, models=models, optimizers=optimizers, control=experience.control)
+    return state, metrics
 
 
 def update_programs(
@@ -156,16 +160,13 @@ def update_programs(
 ) -> list[dispatch.Program]:
     """Return the programs of `update_state`: the actor's, and that of a separate critic."""
     # A donated buffer may appear in no other argument: trained trees are passed separately.
-    fixed_state = dataclasses.replace(
-        state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None
-    )
-    shared_args = (fixed_state, experience)
-    actor_args = (state.actor, state.actor_optimizer, *shared_args, actor_batches)
+    shared_args = (state.without_trained(), experience)
+    actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
     programs: list[dispatch.Program] = [
         (update_actor, (options.actor, nets.actor, total_steps, *actor_args))
     ]
     if critic_batches is not None:
-        critic_args = (state.critic, state.critic_optimizer, *shared_args, critic_batches)
+        critic_args = (state.critic, state.optimizers["critic"], *shared_args, critic_batches)
         programs.append((update_critic, (options.critic, nets.critic, total_steps, *critic_args)))
     return programs
 
@@ -278,7 +279,7 @@ def actor_learner(
     if actor.target_kl is not None:
         early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
     return Learner(
-        name="actor",
+        rounding_stream=Stream.ACTOR_ROUNDING,
         prefix="actor/",
         objective=ActorObjective(
             options=options.loss,
@@ -307,7 +308,7 @@ def critic_learner(
     if options.critic.router_aux_loss_coef:
         metrics["critic/router_loss"] = Metric.MEAN
     return Learner(
-        name="critic",
+        rounding_stream=Stream.CRITIC_ROUNDING,
         prefix="critic/",
         objective=CriticObjective(
             options=options.critic,

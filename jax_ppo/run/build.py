@@ -37,10 +37,9 @@ from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.random_streams import SampleKeys
-from jax_ppo.training.roles import ROLES
+from jax_ppo.training.roles import used_roles
 from jax_ppo.training.setup import chat_template, count_steps
-from jax_ppo.training.state import policy_params
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.state import policy_params, state_shapes
 from jax_ppo.types import Example
 
 
@@ -138,7 +137,9 @@ def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> N
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
-    offloads = [name for role in ROLES for name in role.offloads if option_value(config, name)]
+    offloads = [
+        name for role in used_roles(config) for name in role.offloads if option_value(config, name)
+    ]
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
         report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
@@ -256,11 +257,9 @@ def _count_parameters(run: PPORun) -> list[str]:
     """Return the number of parameters of each role: with adapters, of those alone."""
     state = state_shapes(run.config, run.nets, run.mesh)
     counts = []
-    for role in ROLES:
-        tree = getattr(state, role.name)
-        if tree is not None:
-            count = sum(leaf.size for leaf in jax.tree.leaves(tree))
-            counts.append(f"{role.name} {count / 1e6:,.4g} million")
+    for name, tree in state.models.items():
+        count = sum(leaf.size for leaf in jax.tree.leaves(tree))
+        counts.append(f"{name} {count / 1e6:,.4g} million")
     return counts
 
 

@@ -32,9 +32,7 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.training.setup import fingerprint_data
-from jax_ppo.training.state import TrainState, trained_trees
-from jax_ppo.training.state_creation import create_state
-from jax_ppo.training.state_shapes import trained_shapes
+from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
 from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from jax_ppo.types import Prompts, Rollout
 

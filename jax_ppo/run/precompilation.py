@@ -15,7 +15,7 @@ from jax_ppo.ppo.programs import StepPrograms, compile_programs
 from jax_ppo.run.parts import PPORun
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.state import state_shapes
 
 THREAD_NAME = "precompilation"
 

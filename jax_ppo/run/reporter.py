@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jax_ppo.config.schema import Config
-from jax_ppo.models import heads
 from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import (
     ADAPTER_CONFIG,
@@ -33,12 +32,8 @@ from jax_ppo.run.sample_records import StepSamples, describe_step
 from jax_ppo.runtime import compilation, distributed, signals, work_directory
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.roles import Export, ModelRole, trained_roles
 from jax_ppo.training.state import TrainState
-
-# Roles that are exported, to the folders of the work directory with these names.
-ACTOR = "actor"
-CRITIC = "critic"
-ADAPTER_FOLDERS = {ACTOR: "adapter", CRITIC: CRITIC}
 
 COLUMNS = (
     console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
@@ -318,81 +313,81 @@ class Reporter(journal.Journal):
         """
         self.flush()
         if export:
-            for role in _exported_roles(self._run.config):
-                with signals.limited(f"exporting the {role}"):
-                    self._export(role, state)
+            for role, form in _exports(self._run.config):
+                with signals.limited(f"exporting the {role.title}"):
+                    self._export(role, form, state)
         return self.write_summary(int(state.step), self._run.mesh)
 
-    def _export(self, role: str, state: TrainState) -> None:
-        """Write the actor or the critic as a Hugging Face folder.
+    def _export(self, role: ModelRole, export: Export, state: TrainState) -> None:
+        """Write a trained role as a Hugging Face folder.
 
         The actor's adapters are merged into it, and also written to a separate folder. The critic's
         are written in PEFT's format only.
         """
         run = self._run
-        net = run.nets.actor
-        trained = state.actor
-        if role == CRITIC and run.nets.critic is not None:
-            net = run.nets.critic
-            trained = state.critic
+        # A critic that is a head on the actor's trunk is in the actor's tree.
+        source = role.name if role.name in state.models else "actor"
+        net = run.nets[source]
+        trained = export.drop_head(state.models[source])
         architecture = net.architecture
-        if role == ACTOR:
+        if role.name == "actor":
             # Elsewhere, too, a response ends where this run has ended it.
             eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
             architecture = dataclasses.replace(architecture, eos_ids=eos_ids)
-            # A critic's head on a shared trunk is not part of the policy.
-            trained = heads.without_scalar_head(trained)
-        else:
-            trained = heads.without_language_head(trained)
-        export = functools.partial(
+        save = functools.partial(
             export_checkpoint,
             architecture=architecture,
-            folder=self._workdir / role,
+            folder=self._workdir / role.name,
             dtype=run.config.trainer.export_dtype,
-            source_folder=(role == CRITIC and run.folders.critic) or run.folders.actor,
+            source_folder=run.folders.get(role.name, run.folders.actor),
             tokenizer_folder=Path(run.tokenizer.name_or_path),
-            per_token=role == CRITIC,
+            per_token=export.per_token,
         )
-        option = "critic.path" if role == CRITIC else "model.path"
         if net.lora is None:
-            export(trained)
-            self.report_model(role, option)
+            save(trained)
+            self.report_model(role.name, export.option)
             return
-        if role == ACTOR:
-            export(state.reference, adapters=trained, lora=net.lora)
-            self.report_model(role, option)
+        if export.merges_adapters:
+            save(state.reference, adapters=trained, lora=net.lora)
+            self.report_model(role.name, export.option)
         if obstacle := peft_obstacle(architecture, net.lora):
-            console.print_on_main(f"the {role}'s adapters are not written: {obstacle}")
+            console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
             return
         # PEFT finds the base by this name; a hub name works on other machines, too.
         base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
-        folder = self._workdir / ADAPTER_FOLDERS[role]
+        folder = self._workdir / export.adapter_folder
         save_adapters(
-            trained, architecture, net.lora, folder, base_model, revision, per_token=role == CRITIC
+            trained,
+            architecture,
+            net.lora,
+            folder,
+            base_model,
+            revision,
+            per_token=export.per_token,
         )
-        if role == CRITIC:
+        if not export.merges_adapters:
             shown = work_directory.shown_path(folder)
             console.print_on_main(
-                f"trained critic: {shown} (for PEFT on {base_model}, or "
-                f"--config.critic.path={shown} with the same config.model.path and lora.rank)"
+                f"trained {role.title}: {shown} (for PEFT on {base_model}, or "
+                f"--config.{export.option}={shown} with the same config.model.path and lora.rank)"
             )
 
 
-def _exported_roles(config: Config) -> list[str]:
-    """Return the roles that the end of a run exports, if it exports any."""
-    if config.has_critic and config.trainer.export_critic:
-        return [ACTOR, CRITIC]
-    return [ACTOR]
+def _exports(config: Config) -> Iterator[tuple[ModelRole, Export]]:
+    """Yield the roles that the end of a run exports, if it exports any."""
+    for role in trained_roles():
+        if role.export is not None and role.export.is_wanted(config):
+            yield role, role.export
 
 
 def refuse_foreign_exports(config: Config, workdir: Path) -> None:
     """Raise `UserError` if a folder that the run will export to holds something else."""
-    for role in _exported_roles(config):
-        if role == ACTOR or not config.has_adapters:
-            refuse_foreign_folder(workdir / role)
+    for role, export in _exports(config):
+        if export.merges_adapters or not config.has_adapters:
+            refuse_foreign_folder(workdir / role.name)
         if config.has_adapters:
             refuse_foreign_folder(
-                workdir / ADAPTER_FOLDERS[role], (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+                workdir / export.adapter_folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Critic
+from jax_ppo.config.schema import Config
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
@@ -17,8 +17,14 @@ from jax_ppo.models.hf.peft import holds_adapters
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
-from jax_ppo.training.networks import Folders, Networks, critic_head, read_networks
-from jax_ppo.training.role_folders import resolve_role_folders
+from jax_ppo.training.networks import Folders, Networks, critic_head
+from jax_ppo.training.roles import (
+    ModelRole,
+    find_role,
+    read_networks,
+    resolve_role_folders,
+    used_roles,
+)
 from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
 Report = Callable[[str], None]  # takes a line for the user
@@ -66,10 +72,10 @@ def read_run_models(
     folders = resolve_role_folders(config, workdir, describe_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
-    if config.critic.path and config.critic.keep_head is None and folders.critic is not None:
-        if critic_head(config.critic, folders.critic) == "reward":
+    if config.critic.path and config.critic.keep_head is None and "critic" in folders:
+        if critic_head(config.critic, folders["critic"]) == "reward":
             report("critic.keep_head: on, since critic.path holds a critic")
-        elif not holds_adapters(folders.critic) and has_score_head(folders.critic):
+        elif not holds_adapters(folders["critic"]) and has_score_head(folders["critic"]):
             report(
                 "note: the critic starts with a head of zeros; config.critic.keep_head=True keeps "
                 "the head in config.critic.path"
@@ -83,13 +89,13 @@ def read_run_models(
     if attention:
         report(attention)
     reward_inputs = None
-    if nets.reward is not None and folders.reward is not None:
+    if nets.reward is not None:
         reward_inputs = make_reward_inputs(
             options=config.reward,
             packed=config.packing.enabled,
             mesh=mesh,
             net=nets.reward,
-            folder=folders.reward,
+            folder=folders["reward"],
             actor_tokenizer=tokenizer,
             report=report,
             prompts_are_chats=prompts_are_chats,
@@ -114,29 +120,31 @@ def train_missing_actor(config: Config, folders: Folders, mesh: Mesh, report: Re
 def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_mesh: Mesh) -> None:
     """Raise `UserError` if a model does not fit the meshes, the sequences or the tokenizer."""
     nets = models.nets
-    # A reward model with its own tokenizer was checked where its inputs were set up.
-    reward = nets.reward if models.reward_inputs is None else None
-    for role, net in {"actor": nets.actor, "critic": nets.critic, "reward model": reward}.items():
-        if net is not None:
-            assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
-            validate_model(role, mesh, net.architecture, models.tokenizer, config.sequence_length)
+    for name, net in nets.items():
+        # A reward model with its own tokenizer was checked where its inputs were set up.
+        if name == "reward" and models.reward_inputs is not None:
+            continue
+        assert not isinstance(net, Deberta), "encoders have their own tokenizers"
+        title = find_role(name).title
+        validate_model(title, mesh, net.architecture, models.tokenizer, config.sequence_length)
     meshes.validate_architecture(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
-    _validate_critic_tokenizer(config.critic, models.folders, models.tokenizer)
+    for role in used_roles(config):
+        path = role.path(config)
+        if role.reads_actors_tokens and path:
+            _validate_vocabulary(role, path, models.folders[role.name], models.tokenizer)
 
 
-def _validate_critic_tokenizer(options: Critic, folders: Folders, tokenizer: Any) -> None:
-    """Raise `UserError` if `critic.path` names a model of another vocabulary than the actor's."""
-    path = options.path
+def _validate_vocabulary(role: ModelRole, path: str, folder: Path, tokenizer: Any) -> None:
+    """Raise `UserError` if the folder of a role has a tokenizer of another vocabulary."""
     # A folder without a tokenizer gives nothing to compare.
-    if not path or folders.critic is None or not tokenizer_lib.has_tokenizer(folders.critic):
+    if not tokenizer_lib.has_tokenizer(folder):
         return
-    critic_tokenizer = tokenizer_lib.load_tokenizer(
-        str(folders.critic), option="config.critic.path"
-    )
-    if critic_tokenizer.get_vocab() != tokenizer.get_vocab():
+    option = f"config.{role.path_option}"
+    other = tokenizer_lib.load_tokenizer(str(folder), option=option)
+    if other.get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"config.critic.path={path!r}: has the tokenizer of another vocabulary; a "
-            "critic reads the actor's tokens"
+            f"{option}={path!r}: has the tokenizer of another vocabulary; a {role.title} reads "
+            "the actor's tokens"
         )

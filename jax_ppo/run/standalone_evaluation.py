@@ -21,9 +21,7 @@ from jax_ppo.sampler import engine
 from jax_ppo.storage import staging
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.state import TrainState
-from jax_ppo.training.state_creation import create_policy_state, create_state
-from jax_ppo.training.state_shapes import trained_shapes
+from jax_ppo.training.state import TrainState, create_policy_state, create_state, trained_shapes
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
@@ -138,6 +136,6 @@ def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
         run.folders,
         run.mesh,
         progress,
-        trained=trained | {"optimizer": {"actor": None}},
+        trained=trained | {"optimizer": {}},
         step=step,
     )

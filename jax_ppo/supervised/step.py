@@ -27,6 +27,7 @@ from jax_ppo.training.learner import (
 )
 from jax_ppo.training.optimizer import learning_rate
 from jax_ppo.training.packing import Rows
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import MiniBatches, Packing, Params, Sequences
 
 SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
@@ -186,7 +187,7 @@ def make_learner(
 ) -> Learner:
     """Return the learner of a batch; arguments as for `train_step`."""
     return Learner(
-        name="supervised",
+        rounding_stream=Stream.SUPERVISED_ROUNDING,
         objective=BatchObjective(objective, options, model, sequences),
         optim=options.optim,
         grad_clip=options.grad_clip,

@@ -21,6 +21,7 @@ from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.packing import Rows
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
 from jax_ppo.types import MiniBatches, Packing, Params, Sequences
 
@@ -125,7 +126,7 @@ class Learner:
     """Optimizer steps on an objective.
 
     Attributes:
-      name: a name in `optimizer.ROUNDING_STREAMS`.
+      rounding_stream: the random numbers that round what is stored in bfloat16.
       objective: what is minimized.
       optim: options of the optimizer.
       grad_clip: largest global gradient norm.
@@ -136,7 +137,7 @@ class Learner:
       logs_optimizer_steps: return the metrics of each optimizer step besides the reduced ones.
     """
 
-    name: str
+    rounding_stream: Stream
     objective: Objective
     optim: Optim
     grad_clip: float
@@ -211,7 +212,9 @@ class Learner:
           limit of the early stop; if it is not, nothing was moved.
         """
         # The metric is measured before the step: one that exceeds the limit is not taken.
-        stored_key, sum_key = rounding_keys(self.rounding_seed, self.name, optimizer_state)
+        stored_key, sum_key = rounding_keys(
+            self.rounding_seed, self.rounding_stream, optimizer_state
+        )
         gradients, metrics = self.gradients(params, batch, sum_key)
         is_within: bool | jax.Array = True
         if self.early_stop is not None:

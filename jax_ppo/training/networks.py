@@ -1,7 +1,9 @@
 """The roles' models: reading each role's architecture, and joining adapters with their base."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -18,107 +20,117 @@ from jax_ppo.training.adapters import read_actor_lora, read_adapters
 from jax_ppo.training.decoders import build_decoder, decoding_program, packed_row_length
 from jax_ppo.types import Params
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(frozen=True)
-class Networks:
+
+class ByRole(Mapping[str, T]):
+    """Values by the names of roles; a role without one is absent. Hashable if the values are."""
+
+    def __init__(self, **values: T | None) -> None:
+        """Keep the values that are not `None`."""
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def __getitem__(self, name: str) -> T:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._values})"
+
+
+class Networks(ByRole[Any]):
     """The models that the parameter trees belong to; a static argument of compiled functions.
 
     The reference has the actor's model. A model with `lora` runs on adapters joined with their
     base, see `full_parameters`.
-
-    Attributes:
-      actor: the policy's model.
-      critic: the critic's model; `None` without a critic, or if it shares the actor's trunk.
-      reward: the reward model; `None` without one.
     """
-
-    actor: Transformer
-    critic: Transformer | None
-    reward: Transformer | Deberta | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Folders:
-    """The folder of each role's checkpoint, in Hugging Face format; `None` if the role is absent.
-
-    Attributes:
-      actor: the policy; with `model.lora` the base of all adapters.
-      critic: the model, or with `model.lora` the adapters, that the critic starts from. If this is
-        the actor's folder, the critic starts with the actor's adapters.
-      reward: the reward model, or adapters on the actor's base.
-      adapters: the adapters that the actor starts from; `None` for new ones.
-      reference: the reference; `None` for the actor's checkpoint.
-    """
-
-    actor: Path
-    critic: Path | None
-    reward: Path | None
-    adapters: Path | None = None
-    reference: Path | None = None
 
     @property
-    def critic_starts_as_actor(self) -> bool:
-        """Return whether the critic starts from the actor's checkpoint."""
-        return self.critic is not None and self.critic.resolve() == self.actor.resolve()
+    def actor(self) -> Transformer:
+        """Return the policy's model."""
+        actor: Transformer = self["actor"]
+        return actor
+
+    @property
+    def critic(self) -> Transformer | None:
+        """Return the critic's model; `None` without one, or if it shares the actor's trunk."""
+        return self.get("critic")
+
+    @property
+    def reward(self) -> Transformer | Deberta | None:
+        """Return the reward model; `None` without one."""
+        return self.get("reward")
 
 
-def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:
-    """Read every role's config.json and build its model.
+class Folders(ByRole[Path]):
+    """The folder of each role's checkpoint, in Hugging Face format.
 
-    Args:
-      config: the options.
-      folders: each role's checkpoint.
-      needs_weights: False also accepts folders without weights, to plan a run from config.json.
-
-    Raises:
-      UserError: an architecture is not supported, the reward model is not a reward model, adapters
-        do not fit their base, or an attention program cannot run on this machine.
+    The actor's is the base of all adapters with `model.lora`; `adapters` is the folder that its
+    adapters start from, absent for new ones. With `model.lora` the folder of another role may have
+    adapters on the same base. If the critic's is the actor's, it starts with the actor's adapters.
+    A reference without a folder is a copy of the actor's checkpoint.
     """
+
+    @property
+    def actor(self) -> Path:
+        """Return the folder of the actor."""
+        return self["actor"]
+
+    def is_actors(self, name: str) -> bool:
+        """Return whether a role starts from the actor's checkpoint."""
+        return name in self and self[name].resolve() == self.actor.resolve()
+
+
+def read_actor(config: Config, folders: Folders, needs_weights: bool) -> Transformer:
+    """Return the policy's model."""
     # Only config.json is read here; weights are loaded once everything is validated. A small model
     # that the run makes for itself is trained after that.
-    actor_needs_weights = needs_weights and bool(config.model.path)
-    architecture = read_architecture(folders.actor, actor_needs_weights)
-    if folders.reference is not None:
-        _validate_reference(config, folders.reference, architecture, needs_weights)
+    architecture = read_architecture(folders.actor, needs_weights and bool(config.model.path))
     decoder = build_decoder(architecture, config.model, packed_row_length(config))
     lora = None
     if config.has_adapters:
-        lora = read_actor_lora(config.model, folders.adapters, folders.actor, architecture)
+        adapters = folders.get("adapters")
+        lora = read_actor_lora(config.model, adapters, folders.actor, architecture)
     # Only the actor decodes, so only its model has a program that reads a cache.
     actor = decoder.clone(
         decoding=decoding_program(config, decoder),
         quantized=config.rollout.quantization == "int8",
         lora=lora,
     )
-    critic_needs_weights = needs_weights if config.critic.path else actor_needs_weights
-    critic = _read_critic(config, folders, actor, critic_needs_weights)
     refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
-    refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
     refuse_router_replay(config.actor.router_replay.mode, actor)
-    return Networks(
-        actor=actor,
-        critic=critic,
-        reward=_read_reward_model(config, folders, actor, needs_weights),
-    )
+    return actor
 
 
-def _validate_reference(
-    config: Config, folder: Path, actor: Architecture, needs_weights: bool
-) -> None:
-    """Raise `UserError` unless the reference is a policy of the actor's architecture."""
+def validate_reference(
+    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
+) -> Transformer:
+    """Return the actor's model; raise `UserError` unless the reference has its architecture."""
     setting = f"config.reference.path={config.reference.path!r}"
+    folder = folders["reference"]
     _refuse_adapters(folder, setting)
     reference = read_architecture(folder, needs_weights)
+    expected = actor.architecture
     differences = [
-        f"{field.name} {getattr(reference, field.name)} instead of {getattr(actor, field.name)}"
-        for field in dataclasses.fields(actor)
+        f"{field.name} {getattr(reference, field.name)} instead of {getattr(expected, field.name)}"
+        for field in dataclasses.fields(expected)
         # What ends a response does not matter to log-probs.
-        if field.name != "eos_ids" and getattr(reference, field.name) != getattr(actor, field.name)
+        if field.name != "eos_ids"
+        and getattr(reference, field.name) != getattr(expected, field.name)
     ]
     if differences:
         raise UserError(
             f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
         )
+    return actor
 
 
 def _refuse_adapters(folder: Path, setting: str) -> None:
@@ -176,31 +188,33 @@ def critic_head(options: Critic, folder: Path | None) -> str:
     return "reward" if keeps_head else "scalar"
 
 
+def read_critic(
+    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
+) -> Transformer:
+    """Return the model of a separate critic."""
+    critic = _read_critic(config, folders, actor, needs_weights)
+    refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
+    return critic
+
+
 def _read_critic(
     config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer | None:
-    if folders.critic is None:
-        return None
+) -> Transformer:
     options = config.critic
-    head = critic_head(options, folders.critic)
+    folder = folders["critic"]
+    head = critic_head(options, folder)
     if config.has_adapters:
         # The same adapters with another head: the actor's model fits them.
-        if folders.critic_starts_as_actor and head == "scalar":
+        if folders.is_actors("critic") and head == "scalar":
             return actor
-        lora = read_adapters(
-            folders.critic,
-            option="config.critic.path",
-            head=head,
-            architecture=actor.architecture,
-            base_folder=folders.actor,
-            base_path=config.model.path,
-        )
-        return actor.clone(lora=lora)
-    _refuse_adapters(folders.critic, f"config.critic.path={options.path!r}")
+        return _with_adapters(actor, config, folders, "critic", "config.critic.path", head)
+    _refuse_adapters(folder, f"config.critic.path={options.path!r}")
+    # The actor's weights may not have been made yet, see `read_actor`.
+    needs_weights = needs_weights and bool(options.path or config.model.path)
     if head == "reward":
-        architecture = _read_architecture_with_head(options, folders.critic, needs_weights)
+        architecture = _read_architecture_with_head(options, folder, needs_weights)
     else:
-        architecture = read_architecture(folders.critic, needs_weights)
+        architecture = read_architecture(folder, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         raise UserError(
             f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
@@ -225,24 +239,32 @@ def _read_architecture_with_head(
         ) from None
 
 
-def _read_reward_model(
+def read_reward_model(
     config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer | Deberta | None:
-    if folders.reward is None:
-        return None
-    # Adapters share the actor's base; a full reward model has weights of its own.
-    if config.has_adapters and holds_adapters(folders.reward):
-        lora = read_adapters(
-            folders.reward,
-            option="config.reward.model_path",
-            head="reward",
-            architecture=actor.architecture,
-            base_folder=folders.actor,
-            base_path=config.model.path,
-        )
-        return actor.clone(lora=lora)
-    _refuse_adapters(folders.reward, f"config.reward.model_path={config.reward.model_path!r}")
-    architecture = read_reward_architecture(folders.reward, needs_weights)
+) -> Transformer | Deberta:
+    """Return the reward model: a decoder, an encoder, or the actor's model with other adapters."""
+    folder = folders["reward"]
+    option = "config.reward.model_path"
+    # Adapters share the actor's base; a full reward model has separate weights.
+    if config.has_adapters and holds_adapters(folder):
+        return _with_adapters(actor, config, folders, "reward", option, "reward")
+    _refuse_adapters(folder, f"{option}={config.reward.model_path!r}")
+    architecture = read_reward_architecture(folder, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         return Deberta(architecture, jnp.dtype(config.model.dtype))
     return build_decoder(architecture, config.model, packed_row_length(config))
+
+
+def _with_adapters(
+    actor: Transformer, config: Config, folders: Folders, role: str, option: str, head: str
+) -> Transformer:
+    """Return the actor's model with the adapters in a role's folder, on the same base."""
+    lora = read_adapters(
+        folders[role],
+        option=option,
+        head=head,
+        architecture=actor.architecture,
+        base_folder=folders.actor,
+        base_path=config.model.path,
+    )
+    return actor.clone(lora=lora)

@@ -13,12 +13,6 @@ from jax_ppo.types import Params
 
 T = TypeVar("T")  # a pytree
 
-# Of the random numbers that round what is stored in bfloat16.
-ROUNDING_STREAMS = {
-    "actor": Stream.ACTOR_ROUNDING,
-    "critic": Stream.CRITIC_ROUNDING,
-    "supervised": Stream.SUPERVISED_ROUNDING,
-}
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
 
@@ -65,18 +59,20 @@ def rounding_seed(options: Optim, seed: int) -> int:
     return 0
 
 
-def rounding_keys(seed: int, role: str, opt_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
+def rounding_keys(
+    seed: int, stream: Stream, opt_state: optax.OptState
+) -> tuple[jax.Array, jax.Array]:
     """Return two keys for the next optimizer step: for what it stores, and for its gradient sum.
 
     They depend on the number of steps taken, so that a resumed run continues with the same noise.
 
     Args:
       seed: the run's seed.
-      role: a name in `ROUNDING_STREAMS`.
+      stream: the random numbers of what is trained.
       opt_state: the optimizer's state before the step.
     """
-    role_key = jax.random.fold_in(jax.random.key(seed), ROUNDING_STREAMS[role])
-    step_key = jax.random.fold_in(role_key, optax.tree.get(opt_state, "count"))
+    stream_key = jax.random.fold_in(jax.random.key(seed), stream)
+    step_key = jax.random.fold_in(stream_key, optax.tree.get(opt_state, "count"))
     stored_key, sum_key = jax.random.split(step_key)
     return stored_key, sum_key
 

@@ -1,54 +1,102 @@
-"""The table of roles: which models a PPO run has, where each starts, and what trains it."""
+"""The table of roles: which models a PPO run has, where each starts, and what trains it.
+
+A role is one entry of `ROLES`. Folders, models, state, shapes, checkpoints, memory, counts and
+exports follow from the table; what a role computes is an entry of `ppo.programs.PROGRAMS`.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.schema import Actor, Config, Critic
-from jax_ppo.training.networks import Folders, Networks, actor_head, critic_head
+from jax_ppo.config.schema import Actor, Config, Critic, option_value
+from jax_ppo.models import heads
+from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.hf import peft
+from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import work_directory
+from jax_ppo.training.networks import (
+    Folders,
+    Networks,
+    actor_head,
+    critic_head,
+    read_actor,
+    read_critic,
+    read_reward_model,
+    validate_reference,
+)
 from jax_ppo.training.random_streams import Stream
+from jax_ppo.types import Params
+
+# (options, folders, the actor's model, whether weights must exist) -> the model of a role.
+ReadNet = Callable[[Config, Folders, Transformer, bool], Transformer | Deberta]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """How the end of a run exports a role, to the folder of its name in the work directory.
+
+    Attributes:
+      option: the option that reads the folder.
+      adapter_folder: the folder for its adapters.
+      is_wanted: returns whether a run that exports its models exports this one.
+      drop_head: removes what a shared trunk has for another role.
+      merges_adapters: whether adapters are also merged into their base.
+      per_token: whether it is read as a token classifier with one label.
+    """
+
+    option: str
+    adapter_folder: str
+    is_wanted: Callable[[Config], bool] = lambda config: True
+    drop_head: Callable[[Params], Params]
+    merges_adapters: bool = False
+    per_token: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRole:
     """A role of a PPO run, as one entry of `ROLES`.
 
     Attributes:
-      name: the field of the train state, the tree in a checkpoint, the part of a program's name.
+      name: its key in the train state, in `Networks` and in `Folders`, its tree in a checkpoint,
+        the part of a program's name.
       title: the role in messages and in the progress of loading.
-      section: the section of the options that trains it; empty if it is frozen.
-      net: the field of `Networks` with its model.
+      is_used: returns whether a run with these options has it as a separate tree.
+      path_option: the option that names its checkpoint. Without a path it starts from the actor's.
+      read_net: reads its model from its folder.
+      has_actors_net: whether its model is the actor's.
       head: returns its head, in the terms of the loader.
       keeps_head: returns whether its scalar head is read and does not start at zero.
-      is_present: returns whether a run has it as a separate tree.
-      starts_from: returns its checkpoint; `None` for new adapters.
+      reads_actors_tokens: whether a tokenizer in its folder must have the actor's vocabulary.
       holds_base: whether it has all weights, even where other roles have adapters.
       param_offload: the option that keeps its parameters in the host's memory; empty if none does.
+      section: the section of the options that trains it; empty if it is frozen.
       adapter_stream: the random numbers of new adapters.
+      rounding_stream: the random numbers that round what is stored in bfloat16, if it is trained.
+      export: how it is exported; `None` if it is not.
     """
 
     name: str
     title: str
-    section: str
-    net: str
+    is_used: Callable[[Config], bool]
+    path_option: str
+    read_net: ReadNet | None = None
+    has_actors_net: bool = False
     head: Callable[[Config], str]
-    is_present: Callable[[Config, Networks], bool]
-    starts_from: Callable[[Config, Folders], Path | None]
+    keeps_head: Callable[[Config, Folders], bool] = lambda config, folders: False
+    reads_actors_tokens: bool = False
     holds_base: bool = False
     param_offload: str = ""
+    section: str = ""
     adapter_stream: Stream | None = None
-    keeps_head: Callable[[Config, Folders], bool] = lambda config, folders: False
+    rounding_stream: Stream | None = None
+    export: Export | None = None
 
     @property
     def is_trained(self) -> bool:
         """Return whether training changes it: a checkpoint holds it and its optimizer."""
         return bool(self.section)
-
-    @property
-    def optimizer(self) -> str:
-        """Return the field of the train state with its optimizer state."""
-        return f"{self.name}_optimizer"
 
     @property
     def optimizer_offload(self) -> str:
@@ -61,13 +109,28 @@ class ModelRole:
         options = (self.optimizer_offload if self.is_trained else "", self.param_offload)
         return tuple(name for name in options if name)
 
+    def is_present(self, config: Config, nets: Networks) -> bool:
+        """Return whether the train state has it."""
+        return self.is_used(config) if self.has_actors_net else self.name in nets
+
     def loaded_head(self, config: Config, folders: Folders) -> str:
         """Return the head that it is loaded with, in the terms of the loader."""
         return "reward" if self.keeps_head(config, folders) else self.head(config)
 
     def model(self, nets: Networks) -> Any:
         """Return its model."""
-        return getattr(nets, self.net)
+        return nets.actor if self.has_actors_net else nets[self.name]
+
+    def starts_from(self, config: Config, folders: Folders) -> Path | None:
+        """Return its checkpoint; `None` for new adapters."""
+        # With adapters `folders.actor` is their base.
+        if config.has_adapters and self.is_trained and folders.is_actors(self.name):
+            return folders.get("adapters")
+        return folders.get(self.name, folders.actor)
+
+    def path(self, config: Config) -> str:
+        """Return what names its checkpoint; empty if it starts from the actor's."""
+        return str(option_value(config, self.path_option))
 
     def options(self, config: Config) -> Actor | Critic:
         """Return the options that it is trained with."""
@@ -75,63 +138,66 @@ class ModelRole:
         return options
 
 
-def _actor_folder(config: Config, folders: Folders) -> Path | None:
-    """Return the folder of what is trained of the actor; `None` for new adapters."""
-    # With adapters `folders.actor` is their base.
-    if config.has_adapters:
-        return folders.adapters
-    return folders.actor
-
-
-def _critic_folder(config: Config, folders: Folders) -> Path | None:
-    if folders.critic_starts_as_actor:
-        return _actor_folder(config, folders)
-    return folders.critic
-
-
 # All roles, in the order in which they are created. What lists roles reads this table.
 ROLES: tuple[ModelRole, ...] = (
     ModelRole(
         name="actor",
         title="actor",
-        section="actor",
-        net="actor",
+        is_used=lambda config: True,
+        path_option="model.path",
         head=lambda config: actor_head(config.shares_trunk),
-        is_present=lambda config, nets: True,
-        starts_from=_actor_folder,
+        section="actor",
         adapter_stream=Stream.ACTOR_ADAPTERS,
+        rounding_stream=Stream.ACTOR_ROUNDING,
+        export=Export(
+            option="model.path",
+            adapter_folder="adapter",
+            # A critic's head on a shared trunk is not part of the policy.
+            drop_head=heads.without_scalar_head,
+            merges_adapters=True,
+        ),
     ),
     ModelRole(
         name="critic",
         title="critic",
-        section="critic",
-        net="critic",
+        is_used=lambda config: config.has_critic and not config.shares_trunk,
+        path_option="critic.path",
+        read_net=read_critic,
         head=lambda config: "scalar",
-        keeps_head=lambda config, folders: critic_head(config.critic, folders.critic) == "reward",
-        is_present=lambda config, nets: nets.critic is not None,
-        starts_from=_critic_folder,
+        keeps_head=lambda config, folders: (
+            critic_head(config.critic, folders.get("critic")) == "reward"
+        ),
+        reads_actors_tokens=True,
         param_offload="critic.param_offload",
+        section="critic",
         adapter_stream=Stream.CRITIC_ADAPTERS,
+        rounding_stream=Stream.CRITIC_ROUNDING,
+        export=Export(
+            option="critic.path",
+            adapter_folder="critic",
+            is_wanted=lambda config: config.has_critic and config.trainer.export_critic,
+            drop_head=heads.without_language_head,
+            per_token=True,
+        ),
     ),
     ModelRole(
         name="reference",
         title="reference",
-        section="",
-        net="actor",
+        is_used=lambda config: config.keeps_reference,
+        path_option="reference.path",
+        read_net=validate_reference,
+        has_actors_net=True,
         head=lambda config: "lm",
-        is_present=lambda config, nets: config.keeps_reference,
-        starts_from=lambda config, folders: folders.reference or folders.actor,
         holds_base=True,
         param_offload="algorithm.reference_offload",
     ),
     ModelRole(
         name="reward",
         title="reward model",
-        section="",
-        net="reward",
+        is_used=lambda config: bool(config.reward.model_path),
+        path_option="reward.model_path",
+        read_net=read_reward_model,
         head=lambda config: "reward",
-        is_present=lambda config, nets: nets.reward is not None,
-        starts_from=lambda config, folders: folders.reward,
         param_offload="reward.param_offload",
     ),
 )
@@ -142,6 +208,11 @@ def find_role(name: str) -> ModelRole:
     return next(role for role in ROLES if role.name == name)
 
 
+def used_roles(config: Config) -> tuple[ModelRole, ...]:
+    """Return the roles that a run with these options has."""
+    return tuple(role for role in ROLES if role.is_used(config))
+
+
 def trained_roles() -> tuple[ModelRole, ...]:
     """Return the roles that training changes."""
     return tuple(role for role in ROLES if role.is_trained)
@@ -150,3 +221,64 @@ def trained_roles() -> tuple[ModelRole, ...]:
 def frozen_roles() -> tuple[ModelRole, ...]:
     """Return the roles that stay as they are loaded."""
     return tuple(role for role in ROLES if not role.is_trained)
+
+
+def resolve_role_folders(
+    config: Config,
+    workdir: Path,
+    describe_model: Callable[[Path], None],
+    files: Sequence[str] = HUB_FILES,
+) -> Folders:
+    """Find or download every role's checkpoint, and describe a small actor if none is named.
+
+    Args:
+      config: the options.
+      workdir: the small actor is written to its folder `model`.
+      describe_model: writes the small actor, but for its weights, to a folder.
+      files: patterns of the files to download.
+    """
+    # Without a model a small one is made, so that a first run needs no download.
+    if config.model.path:
+        actor = resolve_model_folder(config.model.path, files=files)
+    else:
+        actor = workdir / work_directory.WARM_UP_MODEL
+        describe_model(actor)
+    folders = {"actor": actor}
+    for role in ROLES:
+        if role.name == "actor" or not role.is_used(config):
+            continue
+        if path := role.path(config):
+            option = f"config.{role.path_option}"
+            folders[role.name] = resolve_model_folder(path, option, files=files)
+        elif role.is_trained:
+            folders[role.name] = actor
+    if config.model.lora.path:
+        folders["adapters"] = resolve_model_folder(
+            config.model.lora.path,
+            "config.model.lora.path",
+            f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}",
+            files=HUB_FILES,
+        )
+    return Folders(**folders)
+
+
+def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:
+    """Read every role's config.json and build its model.
+
+    Args:
+      config: the options.
+      folders: each role's checkpoint.
+      needs_weights: False also accepts folders without weights, to plan a run from config.json.
+
+    Raises:
+      UserError: an architecture is not supported, the reward model is not a reward model, adapters
+        do not fit their base, or an attention program cannot run on this machine.
+    """
+    actor = read_actor(config, folders, needs_weights)
+    nets: dict[str, Transformer | Deberta] = {"actor": actor}
+    for role in ROLES:
+        if role.read_net is not None and role.name in folders:
+            net = role.read_net(config, folders, actor, needs_weights)
+            if not role.has_actors_net:
+                nets[role.name] = net
+    return Networks(**nets)

@@ -1,11 +1,34 @@
-"""The train state: every parameter tree on the mesh, with its optimizer state."""
+"""The train state: every parameter tree on the mesh, its shapes and shardings, and its creation."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Actor, Config, Critic, option_value
 from jax_ppo.models import heads
-from jax_ppo.training.networks import Networks, full_parameters
-from jax_ppo.training.roles import frozen_roles, trained_roles
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
+from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.hf.peft import load_adapters
+from jax_ppo.models.lora import Lora, init_adapters
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.training.kl_schedule import first_control, resumed_control
+from jax_ppo.training.networks import Folders, Networks, full_parameters
+from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.roles import ModelRole, find_role, frozen_roles, trained_roles
 from jax_ppo.types import Control, Params, pytree
+
+# Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
+LoadingProgress = Callable[[str], Callable[[int, int], None] | None]
 
 
 @pytree
@@ -14,47 +37,343 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, the number of completed steps.
-      actor: the policy's trained parameters, in `actor.optim.param_dtype`; with `model.lora`
-        adapters (`models/lora.py`).
-      critic: the critic's trained parameters, in `critic.optim.param_dtype`; with `model.lora`
-        adapters and a head. `None` if advantages need no critic, or if it is a head of the actor's
-        (`critic.shared_trunk`).
-      reference: frozen copy of the first actor in the computation dtype; `None` if nothing needs
-        it. With `model.lora` the bare base, the one copy that all adapters apply to.
-      reward: the frozen reward model's parameters, or adapters on the same base; `None` without a
-        reward model.
-      actor_optimizer: optax state.
-      critic_optimizer: optax state; `None` without a separate critic.
+      models: by the role's name, the parameters of the roles that the run has. Those of trained
+        roles are in their `optim.param_dtype`; with `model.lora` they are adapters
+        (`models/lora.py`). Frozen ones are in the computation dtype; the reference is then the bare
+        base, the one copy that all adapters apply to.
+      optimizers: by the role's name, the optax states of trained roles.
       control: the KL coefficient and running moments for the coming step.
     """
 
     step: Any
-    actor: Any
-    critic: Any
-    reference: Any
-    reward: Any
-    actor_optimizer: Any
-    critic_optimizer: Any
+    models: dict[str, Any]
+    optimizers: dict[str, Any]
     control: Control
+
+    @property
+    def actor(self) -> Any:
+        """Return the policy's trained parameters."""
+        return self.models.get("actor")
+
+    @property
+    def critic(self) -> Any:
+        """Return the critic's trained parameters.
+
+        `None` if advantages need no critic, or if it is a head of the actor's
+        (`critic.shared_trunk`).
+        """
+        return self.models.get("critic")
+
+    @property
+    def reference(self) -> Any:
+        """Return the frozen copy of the first actor; `None` if nothing needs it."""
+        return self.models.get("reference")
+
+    def with_models(self, **models: Any) -> "TrainState":
+        """Return the state with other parameters of some roles."""
+        return dataclasses.replace(self, models={**self.models, **models})
+
+    def without_trained(self) -> "TrainState":
+        """Return the state without the trees that training changes, which an update donates."""
+        names = {role.name for role in frozen_roles()} & self.models.keys()
+        models = {name: self.models[name] for name in sorted(names)}
+        return dataclasses.replace(self, models=models, optimizers={})
+
+    def role_params(self, name: str, nets: Networks) -> Params:
+        """Return all parameters of a role, joined with their base if they are adapters."""
+        return full_parameters(nets[name], self.models[name], self.reference)
 
 
 def policy_params(nets: Networks, state: TrainState) -> Params:
     """Return the actor's parameters, joined with their base, without a critic's head."""
-    return heads.without_scalar_head(full_parameters(nets.actor, state.actor, state.reference))
+    return heads.without_scalar_head(state.role_params("actor", nets))
 
 
 def trained_trees(state: TrainState) -> dict[str, Any]:
     """Return everything in a state that training changes: the trees of a checkpoint, by name."""
-    roles = [role for role in trained_roles() if getattr(state, role.name) is not None]
-    trees = {role.name: getattr(state, role.name) for role in roles}
-    optimizers = {role.name: getattr(state, role.optimizer) for role in roles}
-    return {**trees, "optimizer": optimizers, "control": state.control}
+    roles = [role.name for role in trained_roles() if role.name in state.models]
+    return {
+        **{name: state.models[name] for name in roles},
+        "optimizer": state.optimizers,
+        "control": state.control,
+    }
 
 
 def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]) -> TrainState:
     """Return the state, or its shapes, of the trees that `trained_trees` names and the others."""
-    fields = {role.name: frozen.get(role.name) for role in frozen_roles()}
+    models = {role.name: trained[role.name] for role in trained_roles() if role.name in trained}
+    return TrainState(
+        step=step,
+        models=models | frozen,
+        optimizers=trained["optimizer"],
+        control=trained["control"],
+    )
+
+
+def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]:
+    """Return shapes and shardings of everything that training changes, as a checkpoint names it.
+
+    Returns:
+      Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
+    """
+    roles = [role for role in trained_roles() if role.is_present(config, nets)]
+    # Shapes come from tracing the initialization: nothing is allocated.
+    params = {
+        role.name: _with_dtype(_role_shapes(role, nets, role.head(config)), param_dtype(options))
+        for role in roles
+        if (options := role.options(config))
+    }
+    optimizers = {
+        role.name: jax.eval_shape(role_optimizer(role.options(config)).init, params[role.name])
+        for role in roles
+    }
+    # The control is a few scalars, which every device has.
+    control = jax.eval_shape(
+        lambda: first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    )
+    replicated = sharding.replicated(mesh)
+    trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
+    for role in roles:
+        if option_value(config, role.optimizer_offload):
+            trained["optimizer"][role.name] = _in_host_memory(trained["optimizer"][role.name], mesh)
+        if role.param_offload and option_value(config, role.param_offload):
+            trained[role.name] = _in_host_memory(trained[role.name], mesh)
+    return {
+        **trained,
+        "control": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), control
+        ),
+    }
+
+
+def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
+    """Return shapes and shardings (`jax.ShapeDtypeStruct`) of what `create_state` returns."""
+    trained = trained_shapes(config, nets, mesh)
+    # Frozen models need no float32 master copy.
+    frozen_dtype = jnp.dtype(config.model.dtype)
+
+    frozen = {}
+    for role in frozen_roles():
+        if not role.is_present(config, nets):
+            continue
+        rules = sharding.TRAIN_RULES
+        if isinstance(role.model(nets), Deberta):
+            rules = sharding.ENCODER_RULES
+        shapes = _with_dtype(_role_shapes(role, nets, role.head(config)), frozen_dtype)
+        frozen[role.name] = _with_train_layout(shapes, mesh, rules)
+        if role.param_offload and option_value(config, role.param_offload):
+            frozen[role.name] = _in_host_memory(frozen[role.name], mesh)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
+    return assemble_state(trained, step=step, frozen=frozen)
+
+
+def param_dtype(options: Actor | Critic) -> jnp.dtype:
+    """Return the dtype of a role's trained parameters."""
+    return jnp.dtype(options.optim.param_dtype)
+
+
+def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
+    """Return the optimizer that a role's options describe."""
+    return make_optimizer(options.optim, options.grad_clip)
+
+
+def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
+    return placement.in_memory(shapes, placement.host_memory_kind(mesh))
+
+
+def _with_dtype(shapes: Params, dtype: jnp.dtype) -> Params:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
+def _with_train_layout(
+    shapes: Params, mesh: Mesh, rules: sharding.Rules = sharding.TRAIN_RULES
+) -> Params:
+    """Return the same shapes with the shardings of training."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        sharding.tree_shardings(mesh, shapes, rules),
+    )
+
+
+def _role_shapes(role: ModelRole, nets: Networks, head: str) -> Params:
+    """Return the shapes of a role's parameters, or of its adapters."""
+    net = role.model(nets)
+    head = "scalar" if head == "reward" else head
+    key = _key_shape()
+    if isinstance(net, Deberta):  # it comes with its head
+        return jax.eval_shape(functools.partial(init_deberta_params, net), key)
+    if role.holds_base or net.lora is None:
+        init_params = functools.partial(heads.init_params, net, head=head)
+        return jax.eval_shape(init_params, key)
+    # Only the adapters and a head: their base is the reference.
+    init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
+    return jax.eval_shape(init, key)
+
+
+def _key_shape() -> jax.ShapeDtypeStruct:
+    # No array, which the mesh of a machine that is only compiled for could not hold.
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def create_state(
+    config: Config,
+    nets: Networks,
+    folders: Folders,
+    mesh: Mesh,
+    progress: LoadingProgress,
+    trained: dict[str, Any] | None = None,
+    step: int = 0,
+) -> TrainState:
+    """Return the state to start from, each tree read directly into its shards.
+
+    Args:
+      config: the options.
+      nets: each role's model.
+      folders: each role's checkpoint.
+      mesh: the mesh that the state is placed on.
+      progress: returns, for the name of a tree, the callback of its loader.
+      trained: arrays from a checkpoint in the structure of `trained_shapes`; `None` reads the
+        roles' folders.
+      step: the number of completed steps, from the same checkpoint.
+    """
+    # Each loader reads only the parts of a tensor that its devices hold.
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    if trained is None:
+        trained = _create_trained(config, nets, folders, shardings, progress)
+    else:
+        control = resumed_control(config.algorithm.kl_ctrl, trained["control"])
+        trained = {**trained, "control": control}
+    frozen = {
+        role.name: _load_role(
+            role,
+            role.model(nets),
+            role.starts_from(config, folders),
+            shardings.models[role.name],
+            head=role.loaded_head(config, folders),
+            dtype=jnp.dtype(config.model.dtype),
+            seed=config.seed,
+            progress=progress,
+        )
+        for role in frozen_roles()
+        if role.is_present(config, nets)
+    }
+    return assemble_state(
+        trained, step=placement.place(np.int32(step), sharding.replicated(mesh)), frozen=frozen
+    )
+
+
+def create_policy_state(
+    config: Config, nets: Networks, folders: Folders, mesh: Mesh, progress: LoadingProgress
+) -> TrainState:
+    """Return a state to sample and score with: no critic, no optimizers.
+
+    The arguments are those of `create_state`.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    role = find_role("actor")
+    actor = _load_role(
+        role,
+        nets.actor,
+        role.starts_from(config, folders),
+        shardings.actor,
+        head="lm",
+        dtype=jnp.float32,
+        seed=config.seed,
+        progress=progress,
+    )
+    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    trained = {
+        "actor": actor,
+        "optimizer": {},
+        "control": placement.place(jax.device_get(control), shardings.step),
+    }
+    return create_state(config, nets, folders, mesh, progress, trained=trained)
+
+
+def _create_trained(
+    config: Config,
+    nets: Networks,
+    folders: Folders,
+    shardings: TrainState,
+    progress: LoadingProgress,
+) -> dict[str, Any]:
+    """Return everything that training changes, for a run that starts at step 0."""
+    params = {}
+    optimizers = {}
     for role in trained_roles():
-        fields[role.name] = trained.get(role.name)
-        fields[role.optimizer] = trained["optimizer"].get(role.name)
-    return TrainState(step=step, control=trained["control"], **fields)
+        if not role.is_present(config, nets):
+            continue
+        options = role.options(config)
+        params[role.name] = _load_role(
+            role,
+            role.model(nets),
+            role.starts_from(config, folders),
+            shardings.models[role.name],
+            head=role.loaded_head(config, folders),
+            dtype=param_dtype(options),
+            seed=config.seed,
+            progress=progress,
+        )
+        # Optimizer states are created in their shards: they may fit no single device.
+        optimizers[role.name] = _create_optimizer_state(
+            options, params[role.name], shardings.optimizers[role.name]
+        )
+    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    return {
+        **params,
+        "optimizer": optimizers,
+        "control": placement.place(jax.device_get(control), shardings.step),
+    }
+
+
+def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:
+    def init(params: Params) -> optax.OptState:
+        return role_optimizer(options).init(placement.to_device(params))
+
+    return jax.jit(init, out_shardings=shardings)(params)
+
+
+def _load_role(
+    role: ModelRole,
+    net: Transformer | Deberta,
+    folder: Path | None,
+    shardings: Params,
+    *,
+    head: str,
+    dtype: jnp.dtype,
+    seed: int,
+    progress: LoadingProgress,
+) -> Params:
+    """Read a role's parameters or adapters, or create new adapters if there is no folder."""
+    if isinstance(net, Deberta) or net.lora is None or role.holds_base:
+        assert folder is not None, f"the {role.title} has no checkpoint"
+        # Where others have adapters, this is the base of them.
+        name = role.title if getattr(net, "lora", None) is None else "base"
+        return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(name))
+    if folder is None:
+        return _new_adapters(role, net.architecture, net.lora, shardings, head, dtype, seed)
+    # With adapters the progress is named apart from that of the base.
+    report = progress(f"{role.title}'s adapters")
+    return load_adapters(folder, net.architecture, net.lora, shardings, dtype, head, report)
+
+
+def _new_adapters(
+    role: ModelRole,
+    architecture: Architecture,
+    lora: Lora,
+    shardings: Params,
+    head: str,
+    dtype: jnp.dtype,
+    seed: int,
+) -> Params:
+    stream = role.adapter_stream
+    assert stream is not None, f"the {role.title} cannot start with new adapters"
+
+    def init() -> Params:
+        # A stream per role, so that the critic's adapters are not a copy of the actor's.
+        key = jax.random.fold_in(jax.random.key(seed), stream)
+        adapters = init_adapters(architecture, lora, key, head)
+        return jax.tree.map(lambda x: x.astype(dtype), adapters)
+
+    return jax.jit(init, out_shardings=shardings)()

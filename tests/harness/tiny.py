@@ -95,7 +95,8 @@ def networks(config):
         model = model.clone(
             lora=Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
         )
-    return Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
+    has_critic = config.has_critic and not config.shares_trunk
+    return Networks(actor=model, critic=model if has_critic else None)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "head"))
@@ -134,7 +135,7 @@ def make_state(config, mesh, seed=0):
         actor = new_adapters(nets.actor, head)
     if head == "both":
         actor["score"] = score_head()
-    critic = critic_optimizer = None
+    models, optimizers = {}, {}
     if nets.critic:
         critic = dict(random_params(ARCHITECTURE, seed, 1, "scalar"))
         if config.has_adapters:
@@ -142,17 +143,13 @@ def make_state(config, mesh, seed=0):
         critic["score"] = score_head()
         critic = jax.tree.map(lambda x: x.astype(config.critic.optim.param_dtype), critic)
         optimizer = make_optimizer(config.critic.optim, config.critic.grad_clip)
-        critic_optimizer = optimizer.init(critic)
+        models["critic"], optimizers["critic"] = critic, optimizer.init(critic)
     actor = jax.tree.map(lambda x: x.astype(config.actor.optim.param_dtype), actor)
     optimizer = make_optimizer(config.actor.optim, config.actor.grad_clip)
     state = TrainState(
         step=np.int32(0),
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        reward=None,
-        actor_optimizer=optimizer.init(actor),
-        critic_optimizer=critic_optimizer,
+        models=models | {"actor": actor, "reference": reference},
+        optimizers=optimizers | {"actor": optimizer.init(actor)},
         control=first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
     )
     everywhere = ((r"step|control/.*", sharding.replicated(mesh).spec),)

@@ -1,5 +1,7 @@
 """A run that a device has no memory for ends with what holds it and what takes less."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from jax_ppo.memory import memory_check, out_of_memory_message
 from jax_ppo.training.networks import Folders
 
 CONFIG = tiny.config()
-FOLDERS = Folders(None, None, None)
+FOLDERS = Folders(actor=Path("actor"))
 SIZE = 1 << 21  # squared, 16 TiB of float32
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from pathlib import Path
 
 import jax
 import jax.extend
@@ -18,7 +19,8 @@ from jax_ppo.models.attention_programs import (
     select_attention_program,
 )
 from jax_ppo.training import decoders, networks
-from jax_ppo.training.networks import Folders, read_networks
+from jax_ppo.training.networks import Folders
+from jax_ppo.training.roles import read_networks
 
 
 def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
@@ -263,7 +265,7 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
     monkeypatch.setattr(decoders, "_platform", lambda: "tpu")
     config = tiny.config(data__max_prompt_length=500, data__max_response_length=500)
-    actor = read_networks(config, Folders(None, None, None)).actor
+    actor = read_networks(config, Folders(actor=Path("actor"))).actor
     assert decoders.packed_row_length(config) == 1024
     assert actor.attention == "splash"
     assert decoders.describe_attention(config.model, actor, 1024, decodes=True) == (
@@ -271,7 +273,7 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     )
     # A length that the user sets is kept, and what it costs is printed.
     config = tiny.config(packing__row_length=1000)
-    actor = read_networks(config, Folders(None, None, None)).actor
+    actor = read_networks(config, Folders(actor=Path("actor"))).actor
     assert decoders.packed_row_length(config) == 1000
     assert decoders.describe_attention(config.model, actor, 1000) == (
         "attention: xla for packed rows of 1000 tokens (splash attention takes rows of a multiple "
@@ -282,7 +284,7 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
 def test_a_run_that_has_no_other_program_says_nothing(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
     config = tiny.config()
-    actor = read_networks(config, Folders(None, None, None)).actor
+    actor = read_networks(config, Folders(actor=Path("actor"))).actor
     assert decoders.describe_attention(config.model, actor, 1000, decodes=True) == ""
 
 
@@ -341,7 +343,7 @@ def test_what_cannot_run_says_why(requested, platform, dtype, length, why):
 
 def test_an_impossible_choice_names_the_option(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda *_: tiny.ARCHITECTURE)
-    folders = Folders(None, None, None)
+    folders = Folders(actor=Path("actor"))
     assert read_networks(tiny.config(), folders).actor.attention == "xla"
     with pytest.raises(
         UserError, match="config.model.attention='splash': splash attention needs a TPU"

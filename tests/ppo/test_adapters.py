@@ -4,7 +4,6 @@ There is one base, the first ratio is 1, and only adapters and the critic's head
 saved.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -18,9 +17,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.networks import Folders, full_parameters
-from jax_ppo.training.state import trained_trees
-from jax_ppo.training.state_creation import create_state
-from jax_ppo.training.state_shapes import state_shapes, trained_shapes
+from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0}
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -35,7 +32,7 @@ def move_adapters(state):
             lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), tree
         )
 
-    return dataclasses.replace(state, actor=move(state.actor), critic=move(state.critic))
+    return state.with_models(actor=move(state.actor), critic=move(state.critic))
 
 
 def names(tree):
@@ -222,7 +219,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
     with jax.set_mesh(mesh):
         before = move_adapters(tiny.make_state(config, mesh))
         export_checkpoint(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
-        folders, loaded = Folders(tmp_path / "base", tmp_path / "base", None), []
+        folders, loaded = Folders(actor=tmp_path / "base", critic=tmp_path / "base"), []
         nets = tiny.networks(config)
 
         def progress(name):
@@ -231,7 +228,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
         after = create_state(config, nets, folders, mesh, progress, trained_trees(before), 7)
         first = create_state(config, nets, folders, mesh, progress)
     assert int(after.step) == 7 and loaded == ["base", "base"]
-    for name in ("actor", "critic", "reference", "actor_optimizer", "critic_optimizer"):
+    for name in ("models", "optimizers"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     assert not any(
         np.any(x)

@@ -253,7 +253,7 @@ def assert_equal_trees(ours, expected):
 def make_state(config, mesh) -> TrainState:
     """Return a state whose reference differs from the actor, so that its KL is not 0."""
     state = tiny.make_state(config, mesh)
-    return dataclasses.replace(state, reference=jax.tree.map(lambda x: x * 0.9, state.reference))
+    return state.with_models(reference=jax.tree.map(lambda x: x * 0.9, state.reference))
 
 
 def move_params(state: TrainState) -> tuple[Params, Params]:
@@ -348,7 +348,7 @@ def test_a_response_without_actions_counts_in_no_mean():
         before = jax.device_get(state.actor)
         learner = tiny.actor_learner(config, nets, experience, state.reference)
         params, _, metrics = jax.jit(learner.train)(
-            state.actor, state.actor_optimizer, 1e-2, True, batches
+            state.actor, state.optimizers["actor"], 1e-2, True, batches
         )
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
     assert np.isnan(metrics["actor/loss"]) and metrics["actor/skipped"] == 0

@@ -23,9 +23,8 @@ SECOND_READING = StepProgram(
     label="scoring, reference",
     kind="forward pass",
     role="reference",
-    passes=lambda step: 2,
+    passes=lambda config, nets: 2,
     compile=compile_second_reading,
-    fetches=lambda config: ("reference",),
 )
 
 
@@ -37,8 +36,7 @@ def plan(tmp_path, monkeypatch):
     config = tiny.config(model__path=str(tmp_path))
 
     def plan_with(*entries):
-        for module in ("jax_ppo.ppo.programs", "jax_ppo.memory.memory_check"):
-            monkeypatch.setattr(f"{module}.PROGRAMS", (*PROGRAMS, *entries))
+        monkeypatch.setattr(programs, "PROGRAMS", (*PROGRAMS, *entries))
         return step_plan.plan_step(config, parse_topology("v5e:1x1"), compiles=False)
 
     return plan_with

@@ -10,8 +10,9 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import forward_passes, reward_inputs
-from jax_ppo.training.networks import Folders, read_networks
-from jax_ppo.training.state_shapes import state_shapes
+from jax_ppo.training.networks import Folders
+from jax_ppo.training.roles import read_networks
+from jax_ppo.training.state import state_shapes
 from jax_ppo.types import Example
 
 CHAT = (
@@ -49,7 +50,7 @@ def decoder(tmp_path_factory):
 
 def network(options, folder, decoder):
     # The actor's network is not used here.
-    nets = read_networks(options, Folders(decoder, None, folder))
+    nets = read_networks(options, Folders(actor=decoder, reward=folder))
     return nets, nets.reward
 
 
@@ -79,7 +80,8 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
     mesh, messages = mesh or tiny.make_mesh(), []
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
-        where = jax.tree.map(lambda x: x.sharding, state_shapes(options, nets, mesh).reward)
+        shapes = state_shapes(options, nets, mesh).models["reward"]
+        where = jax.tree.map(lambda x: x.sharding, shapes)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
         encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=messages.append)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
@@ -109,7 +111,7 @@ def test_an_encoders_matrices_are_split(encoder, decoder):
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(encoder)
     )
     mesh = tiny.make_mesh(8, fsdp=2, model=2)
-    params = state_shapes(options, network(options, encoder, decoder)[0], mesh).reward
+    params = state_shapes(options, network(options, encoder, decoder)[0], mesh).models["reward"]
 
     def block(*path):
         leaf = params

@@ -11,8 +11,7 @@ import tiny
 from jax_ppo.ppo import objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import trained_trees
-from jax_ppo.training.state_shapes import state_shapes, trained_shapes
+from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
 
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}
@@ -60,7 +59,7 @@ def test_the_gradient_is_the_sum_of_both(options):
     nets = tiny.networks(config)
     joint_gradient, metrics = gradients(config, mesh, None, nets)
     actor_gradient, actor_metrics = gradients(config, mesh, "actor", nets)
-    critic_networks = Networks(nets.actor, nets.actor, None)
+    critic_networks = Networks(actor=nets.actor, critic=nets.actor)
     critic_gradient, critic_metrics = gradients(config, mesh, "critic", critic_networks)
     assert_close(joint_gradient, jax.tree.map(np.add, actor_gradient, critic_gradient))
     for name, value in (actor_metrics | critic_metrics).items():
@@ -96,7 +95,7 @@ def test_one_pass_serves_both(options, monkeypatch):
             config, tiny.networks(config), 100, state, experience, batches, None
         )
     assert traces == [True]
-    assert state.critic is None and state.critic_optimizer is None
+    assert state.critic is None and "critic" not in state.optimizers
     assert set(trained_trees(state)) == {"actor", "optimizer", "control"}
     assert not np.array_equal(state.actor["score"]["kernel"], before["score"]["kernel"])
     assert float(metrics["actor/first_log_ratio"]) < 1e-5 < float(metrics["actor/log_ratio_max"])

@@ -18,8 +18,7 @@ from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
-from jax_ppo.training.state import TrainState, trained_trees
-from jax_ppo.training.state_shapes import trained_shapes
+from jax_ppo.training.state import TrainState, trained_shapes, trained_trees
 from jax_ppo.types import Params, Sequences
 
 ALL = [list(range(tiny.B))]
@@ -284,7 +283,7 @@ def test_a_single_optimizer_step_has_ratio_one_by_definition():
         _, states[choice], metrics = run_update(config, tiny.make_mesh(), ALL, 4)
         assert (metrics["actor/log_ratio_max"] == 0) or choice == "never"
     assert_close(
-        *(jax.tree.map(np.asarray, s.actor_optimizer) for s in states.values()), tolerance=0.05
+        *(jax.tree.map(np.asarray, s.optimizers["actor"]) for s in states.values()), tolerance=0.05
     )
 
 
@@ -338,8 +337,8 @@ def test_critic_warmup_is_exactly_n_steps():
         )
         same = jax.tree.map(
             lambda a, b: bool((a == b).all()),
-            (before.actor, before.actor_optimizer),
-            jax.tree.map(np.asarray, (after.actor, after.actor_optimizer)),
+            (before.actor, before.optimizers["actor"]),
+            jax.tree.map(np.asarray, (after.actor, after.optimizers["actor"])),
         )
         assert all(jax.tree.leaves(same)) != actor_moves
         assert (metrics["actor/lr"] > 0) == actor_moves
@@ -353,7 +352,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
     rewards = np.zeros(tiny.B, np.float32)
     rewards[3] = np.inf
     before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4, rewards=rewards)
-    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+    for name in ("models", "optimizers"):
         jax.tree.map(
             np.testing.assert_array_equal,
             getattr(before, name),
@@ -439,9 +438,7 @@ def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
     config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
 
     def broken(state):
-        return dataclasses.replace(
-            state, reference=jax.tree.map(lambda x: x * jnp.nan, state.reference)
-        )
+        return state.with_models(reference=jax.tree.map(lambda x: x * jnp.nan, state.reference))
 
     before, after, _ = run_update(config, tiny.make_mesh(), ALL, 4, prepare=broken)
     assert float(after.control.kl_coef) == float(before.control.kl_coef)
@@ -474,7 +471,7 @@ def test_the_state_keeps_its_places():
     with jax.set_mesh(mesh):
         expected = jax.tree.map(lambda x: x.sharding, tiny.make_state(config, mesh))
     _, after, _ = run_update(config, mesh, ALL, 8)
-    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+    for name in ("models", "optimizers"):
         jax.tree.map(
             lambda x, s: (
                 s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}")
@@ -705,7 +702,7 @@ def test_without_a_critic_there_is_none():
         actor__ppo_mini_batch_size=4,
     )
     before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4)
-    assert after.critic is None and after.critic_optimizer is None
+    assert after.critic is None and "critic" not in after.optimizers
     assert not any(name.startswith("critic/") for name in metrics)
     assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
     nets = tiny.networks(config)
@@ -776,7 +773,7 @@ def test_roles_can_take_different_mini_batches():
         )
     step_counts = [
         int(optax.tree.get(optimizer, "count"))
-        for optimizer in (after.actor_optimizer, after.critic_optimizer)
+        for optimizer in (after.optimizers["actor"], after.optimizers["critic"])
     ]
     assert step_counts == [1, 4]
 
@@ -826,7 +823,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
     # A step would move them by 1e-2.
     assert_close((after_one.actor, after_one.critic), (after_two.actor, after_two.critic))
     assert [
-        int(optax.tree.get(state.critic_optimizer, "count")) for state in (after_one, after_two)
+        int(optax.tree.get(state.optimizers["critic"], "count")) for state in (after_one, after_two)
     ] == [
         1,
         1,

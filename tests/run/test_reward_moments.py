@@ -42,12 +42,8 @@ def measure(monkeypatch, failures):
     )
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
-        actor={},
-        critic=None,
-        reference=None,
-        reward=None,
-        actor_optimizer=None,
-        critic_optimizer=None,
+        models={},
+        optimizers={},
         control=first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
     )
     return reward_moments.measure_first_rewards(run, state).control.moments["rewards"]

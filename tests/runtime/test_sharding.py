@@ -21,5 +21,5 @@ def test_parameters_are_split():
     state = tiny.make_state(tiny.config(), mesh)
     kernel = state.actor["layers"]["mlp"]["up_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (1, 8, 16)  # [1, 16, 32] over fsdp 2, model 2
-    moment = state.actor_optimizer[1].mu["layers"]["mlp"]["up_proj"]["kernel"]
+    moment = state.optimizers["actor"][1].mu["layers"]["mlp"]["up_proj"]["kernel"]
     assert moment.sharding == kernel.sharding

@@ -11,10 +11,8 @@ from jax_ppo.memory import memory_check
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.networks import Folders
-from jax_ppo.training.state import trained_trees
-from jax_ppo.training.state_creation import create_state
-from jax_ppo.training.state_shapes import trained_shapes
+from jax_ppo.training.networks import Folders, Networks
+from jax_ppo.training.state import create_state, trained_shapes, trained_trees
 
 OPTIONS = {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False}
 OFFLOADED_ROLES = {
@@ -31,6 +29,12 @@ def memory_kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+def idle_trees(state):
+    return [state.models[name] for name in ("reference", "reward", "critic")] + [
+        state.optimizers["critic"]
+    ]
+
+
 def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     params = tiny.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")
@@ -40,17 +44,17 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
         for changes in (OPTIONS, OFFLOADED):
             config = tiny.config(**changes)
             nets = tiny.networks(config)
-            folders = Folders(tmp_path / "actor", None, None)
+            folders = Folders(actor=tmp_path / "actor")
             state = create_state(config, nets, folders, mesh, lambda name: None)
-            kinds = memory_kinds(state.actor_optimizer)
+            kinds = memory_kinds(state.optimizers["actor"])
             assert kinds == ({"pinned_host"} if changes is OFFLOADED else {"device"})
             rollout = tiny.make_rollout(mesh)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             after, _ = tiny.update_state(config, nets, 4, state, experience, batches, None)
-            assert memory_kinds(after.actor_optimizer) == kinds
+            assert memory_kinds(after.optimizers["actor"]) == kinds
             assert memory_kinds(after.actor) == {"device"}
-            results.append((after.actor, after.actor_optimizer))
+            results.append((after.actor, after.optimizers["actor"]))
         jax.tree.map(np.testing.assert_array_equal, *results)
         # A checkpoint is read to where the state was.
         with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
@@ -74,10 +78,17 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
     with jax.set_mesh(mesh):
         for changes in ({}, OFFLOADED_ROLES):
             config = tiny.config(actor__use_kl_loss=True, **changes)
-            nets = dataclasses.replace(tiny.networks(config), reward=model)
-            folders = Folders(tmp_path / "lm", tmp_path / "scalar", tmp_path / "scalar")
+            nets = Networks(**tiny.networks(config), reward=model)
+            folders = Folders(
+                actor=tmp_path / "lm", critic=tmp_path / "scalar", reward=tmp_path / "scalar"
+            )
             state = create_state(config, nets, folders, mesh, lambda name: None)
-            idle = (state.reference, state.reward, state.critic, state.critic_optimizer)
+            idle = (
+                state.reference,
+                state.models["reward"],
+                state.critic,
+                state.optimizers["critic"],
+            )
             kinds = [memory_kinds(tree) for tree in idle]
             assert kinds == [{"pinned_host"} if changes else {"device"}] * 4
             rollout = tiny.make_rollout(mesh)
@@ -85,10 +96,17 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             rows = jax.tree.map(lambda x: x[0], batches.packing)
             inputs = (experience.sequences, rows, batches.counts[0])
-            rewards = forward_passes.reward_model_scores(nets.reward, state.reward, *inputs, "auto")
+            rewards = forward_passes.reward_model_scores(
+                nets.reward, state.models["reward"], *inputs, "auto"
+            )
             after, _ = tiny.update_state(config, nets, 4, state, experience, batches, batches)
             assert memory_kinds(after.actor) == memory_kinds(rewards) == {"device"}
-            idle = (after.reference, after.reward, after.critic, after.critic_optimizer)
+            idle = (
+                after.reference,
+                after.models["reward"],
+                after.critic,
+                after.optimizers["critic"],
+            )
             assert [memory_kinds(tree) for tree in idle] == kinds
             results.append((experience, rewards, trained_trees(after)))
     jax.tree.map(np.testing.assert_array_equal, *results)

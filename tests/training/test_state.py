@@ -14,9 +14,9 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.training.networks import Folders, read_networks
-from jax_ppo.training.state import trained_trees
-from jax_ppo.training.state_creation import create_state
+from jax_ppo.training.networks import Folders
+from jax_ppo.training.roles import read_networks
+from jax_ppo.training.state import create_state, trained_trees
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
@@ -25,13 +25,13 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
     with jax.set_mesh(mesh):
         before = tiny.make_state(config, mesh)
         before = dataclasses.replace(before, step=jnp.int32(7))
-        folders = Folders(None, None, None)
+        folders = Folders()
         after = create_state(
             config, tiny.networks(config), folders, mesh, None, trained_trees(before), 7
         )
     assert int(after.step) == 7
-    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+    trees = (trained_trees(state) for state in (after, before))
+    jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def folders(tmp_path_factory):
 )
 def test_where_a_critic_starts(folders, options, critic, head):
     config, mesh = tiny.config(algorithm__use_reference=False, **options), tiny.make_mesh()
-    places = Folders(folders / "actor", critic and folders / critic, None)
+    places = Folders(actor=folders / "actor", critic=critic and folders / critic)
     with jax.set_mesh(mesh):
         nets = read_networks(config, places)
         state = create_state(config, nets, places, mesh, lambda role: None)
@@ -81,12 +81,12 @@ def test_where_a_critic_starts(folders, options, critic, head):
 def test_a_head_that_is_not_there_can_not_be_kept(folders):
     config = tiny.config(critic__path="x", critic__keep_head=True)
     with pytest.raises(UserError, match=r"there is no score\.weight in it"):
-        read_networks(config, Folders(folders / "actor", folders / "actor", None))
+        read_networks(config, Folders(actor=folders / "actor", critic=folders / "actor"))
 
 
 def test_the_reference_may_be_another_model(folders):
     config, mesh = tiny.config(reference__path="x"), tiny.make_mesh()
-    places = Folders(folders / "actor", folders / "actor", None, reference=folders / "other")
+    places = Folders(actor=folders / "actor", critic=folders / "actor", reference=folders / "other")
     with jax.set_mesh(mesh):
         nets = read_networks(config, places)
         state = create_state(config, nets, places, mesh, lambda role: None)
@@ -102,7 +102,7 @@ def test_a_reference_of_another_architecture_is_refused(folders, tmp_path):
     config_file = tmp_path / "other" / "config.json"
     fields = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(fields | {"rms_norm_eps": 0.125}))
-    places = Folders(folders / "actor", None, None, reference=tmp_path / "other")
+    places = Folders(actor=folders / "actor", reference=tmp_path / "other")
     with pytest.raises(UserError, match=r"reference\.path='x': expected .*0\.125 instead of"):
         read_networks(tiny.config(reference__path="x"), places)
     (tmp_path / "other" / "adapter_config.json").write_text("{}")

@@ -14,9 +14,8 @@ from jax_ppo.runtime import sharding
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
-from jax_ppo.training.state import trained_trees
-from jax_ppo.training.state_creation import create_state
-from jax_ppo.training.state_shapes import trained_shapes
+from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.state import create_state, trained_shapes, trained_trees
 from jax_ppo.training.stochastic_rounding import (
     add_gradients,
     round_stochastically,
@@ -63,7 +62,7 @@ def take_steps(options, steps, params, gradients, rate):
 
     def step(_, carry):
         params, state = carry
-        key, _ = rounding_keys(5, "actor", state)
+        key, _ = rounding_keys(5, Stream.ACTOR_ROUNDING, state)
         params, state, *_ = descend(transform, params, state, gradients, rate, key=key)
         return params, state
 
@@ -115,15 +114,15 @@ def test_a_sum_of_gradients_in_bfloat16_keeps_small_shares():
 
 
 def test_noise_depends_on_seed_role_and_step_alone():
-    def noise(seed=0, role="actor", count=0):
+    def noise(seed=0, stream=Stream.ACTOR_ROUNDING, count=0):
         state = make_optimizer(Optim(), 1.0).init({"norm": {"scale": jnp.zeros(1)}})
         state = jax.tree.map(lambda x: x + count if x.dtype == jnp.int32 else x, state)
         return [
-            tuple(jax.random.key_data(key).tolist()) for key in rounding_keys(seed, role, state)
+            tuple(jax.random.key_data(key).tolist()) for key in rounding_keys(seed, stream, state)
         ]
 
     assert noise() == noise()
-    others = [noise(), noise(seed=1), noise(role="critic"), noise(count=1)]
+    others = [noise(), noise(seed=1), noise(stream=Stream.CRITIC_ROUNDING), noise(count=1)]
     assert len({key for keys in others for key in keys}) == 8
 
 
@@ -191,7 +190,7 @@ def test_start_and_resume_have_the_types_of_the_options(tmp_path):
     params = tiny.init_params(nets.actor, jax.random.key(0), "lm")
     export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
     with jax.set_mesh(mesh):
-        folders = Folders(tmp_path / "actor", None, None)
+        folders = Folders(actor=tmp_path / "actor")
         state = create_state(config, nets, folders, mesh, lambda name: None)
         expected = trained_shapes(config, nets, mesh)
         before = trained_trees(state)

@@ -1,0 +1,132 @@
+"""One entry of the table of roles is all that a further role needs, frozen or trained."""
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.memory.remedies import PossibleChanges
+from jax_ppo.models import heads
+from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.run.reporter import refuse_foreign_exports
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.training import roles
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.decoders import build_decoder
+from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.roles import Export, ModelRole, read_networks, resolve_role_folders
+from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
+
+
+def read_net(config, folders, actor, needs_weights):
+    return build_decoder(read_architecture(folders["adviser"], needs_weights), config.model, 64)
+
+
+# Options that nothing else reads below: there are no texts, no reference and no critic.
+FROZEN = ModelRole(
+    name="adviser",
+    title="adviser",
+    is_used=lambda config: True,
+    path_option="model.tokenizer_path",
+    read_net=read_net,
+    head=lambda config: "lm",
+    param_offload="algorithm.reference_offload",
+)
+TRAINED = ModelRole(
+    name="adviser",
+    title="adviser",
+    is_used=lambda config: True,
+    path_option="model.tokenizer_path",
+    read_net=read_net,
+    head=lambda config: "lm",
+    section="critic",
+    rounding_stream=Stream.CRITIC_ROUNDING,
+    export=Export(
+        option="model.tokenizer_path", adapter_folder="adviser", drop_head=heads.without_scalar_head
+    ),
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts a run without critic and reference from two checkpoints."""
+    net = Transformer(tiny.ARCHITECTURE)
+    for number, name in enumerate(("actor", "adviser")):
+        params = tiny.init_params(net, jax.random.key(number), "lm")
+        export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / name)
+    config = tiny.config(
+        model__path=str(tmp_path / "actor"),
+        model__tokenizer_path=str(tmp_path / "adviser"),
+        algorithm__adv_estimator="reinforce_plus_plus",
+        algorithm__use_reference=False,
+        mesh__fsdp=2,
+    )
+
+    def start_run(mesh, trained=None):
+        folders = resolve_role_folders(config, tmp_path, lambda folder: None)
+        nets = read_networks(config, folders)
+        return nets, create_state(config, nets, folders, mesh, lambda name: None, trained)
+
+    return config, start_run
+
+
+def foreign_folder(tmp_path):
+    """Return a work directory in which something else has the name of the role."""
+    (tmp_path / "run" / "adviser").mkdir(parents=True)
+    (tmp_path / "run" / "adviser" / "notes.txt").write_text("foreign")
+    return tmp_path / "run"
+
+
+def test_a_frozen_role_is_loaded_split_counted_and_not_saved(start, monkeypatch, tmp_path):
+    config, start_run = start
+    mesh = tiny.make_mesh(2, fsdp=2)
+    with jax.set_mesh(mesh):
+        without = measure_least_memory(config, start_run(mesh)[0], mesh)
+        monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, FROZEN))
+        nets, state = start_run(mesh)
+        adviser, own = state.models["adviser"], state.models["actor"]
+        table = adviser["embed"]["embedding"]
+        assert np.any(np.asarray(table) != np.asarray(own["embed"]["embedding"]))
+        assert table.sharding.shard_shape(table.shape) != table.shape
+        shapes = state_shapes(config, nets, mesh)
+        assert jax.tree.map(lambda x: (x.shape, x.sharding), state) == jax.tree.map(
+            lambda x: (x.shape, x.sharding), shapes
+        )
+        assert measure_least_memory(config, nets, mesh).frozen == bytes_per_device(adviser)
+    assert without.frozen == 0
+    assert "adviser" not in trained_trees(state)
+    refuse_foreign_exports(config, foreign_folder(tmp_path))  # no export has its name
+    monkeypatch.setattr("jax_ppo.memory.remedies.target_platform", lambda: "gpu")
+    words = [words for words, _ in PossibleChanges(config, mesh)]
+    assert "config.algorithm.reference_offload=True" in words
+
+
+def test_a_trained_role_gets_an_optimizer_a_place_in_checkpoints_and_an_export(
+    start, monkeypatch, tmp_path
+):
+    config, start_run = start
+    monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, TRAINED))
+    mesh = tiny.make_mesh(2, fsdp=2)
+    with jax.set_mesh(mesh):
+        nets, state = start_run(mesh)
+        trees = jax.tree.map(lambda x: x + 1, trained_trees(state))
+        assert {"actor", "adviser"} == trees["optimizer"].keys()
+        with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
+            checkpoints.save(1, trees, {}, None)
+            checkpoints.wait()
+            saved = checkpoints.restore(1, trained_shapes(config, nets, mesh)).arrays
+        restored = start_run(mesh, saved)[1]
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            restored.models,
+            {name: trees[name] for name in ("actor", "adviser")},
+        )
+        least = measure_least_memory(config, nets, mesh)
+        assert least.parameters == bytes_per_device(state.models)
+        assert least.optimizer == bytes_per_device(state.optimizers)
+    with pytest.raises(UserError, match="adviser"):
+        refuse_foreign_exports(config, foreign_folder(tmp_path))
