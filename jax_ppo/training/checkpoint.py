@@ -10,9 +10,11 @@ directory is opened, and the next older one is used.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import secrets
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,12 +28,13 @@ from orbax.checkpoint import checkpoint_managers
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, heartbeat, signals
 from jax_ppo.storage import disk_space, remote
-from jax_ppo.training import checksums, orbax_messages
+from jax_ppo.training import checksums
 from jax_ppo.training.local_checkpoints import LocalCheckpoints, leaf_name
 
 META = "meta"
 RUN_ID = "run_id"  # the file that tells the local checkpoints of runs apart
 MAX_SHOWN = 5  # mismatched parameters named in an error
+_show_uncaught = sys.unraisablehook
 
 
 class Restored(NamedTuple):
@@ -99,7 +102,7 @@ class Checkpointer:
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
-        orbax_messages.hide_repeated_errors()
+        hide_repeated_errors()
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
@@ -393,3 +396,33 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[leaf_name(path)] = tuple(leaf.shape)
     return shapes
+
+
+def hide_repeated_errors() -> None:
+    """Filter the logs and the uncaught errors of Orbax, asyncio and tensorstore."""
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).addFilter(_is_worth_showing)
+    sys.unraisablehook = _show_unless_of_closed_loop
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """Return whether to show a log record of Orbax.
+
+    A full disk is reported by `Checkpointer`. Orbax's threads fail if the command ends before them,
+    after an error that has been reported. Directories of other runs are read only on purpose.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    text = record.getMessage()
+    is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
+    expected = ("cannot schedule new futures", "Given directory is read only")
+    return not is_of_full_disk and not any(part in text for part in expected)
+
+
+def _show_unless_of_closed_loop(report: "sys.UnraisableHookArgs") -> None:
+    """Show an error that no caller can catch, unless it follows from a save that failed.
+
+    After the first error tensorstore reports here, from its threads, each array that was still
+    being written: that nothing waits for it any more.
+    """
+    if str(report.exc_value) != "Event loop is closed":
+        _show_uncaught(report)

@@ -8,7 +8,7 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.kl_controller import first_control
 from jax_ppo.types import Control, Sequences
 
 T = tiny.T

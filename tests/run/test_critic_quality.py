@@ -16,7 +16,7 @@ from jax_ppo.run.critic_quality import (
     describe_critic,
     knows_unit_of_rewards,
 )
-from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.kl_controller import first_control
 
 
 def predictions(values, returns, tenths=None):

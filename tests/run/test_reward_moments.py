@@ -10,7 +10,7 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.run import reward_moments
-from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.kl_controller import first_control
 from jax_ppo.training.state import TrainState
 
 

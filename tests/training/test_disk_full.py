@@ -14,7 +14,7 @@ from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.storage import disk_space
-from jax_ppo.training import orbax_messages
+from jax_ppo.training import checkpoint
 from jax_ppo.training.checkpoint import Checkpointer
 
 TREE = {"actor": {"w": jnp.zeros(1_000_000)}}
@@ -70,7 +70,7 @@ def test_a_disk_that_fills_up_during_the_save_is_one_line(tmp_path, monkeypatch,
 def test_orbax_logs_nothing_of_a_full_disk_and_all_else():
     def shown(text, error=None):
         info = (type(error), error, None) if error else None
-        return orbax_messages._is_worth_showing(
+        return checkpoint._is_worth_showing(
             logging.LogRecord("absl", logging.ERROR, "", 0, text, (), info)
         )
 
@@ -119,8 +119,8 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path):
 
 def test_only_what_follows_from_a_failed_save_is_not_shown(monkeypatch):
     shown = []
-    monkeypatch.setattr(orbax_messages, "_show_uncaught", shown.append)
+    monkeypatch.setattr(checkpoint, "_show_uncaught", shown.append)
     for text in ("Event loop is closed", "another"):
         report = types.SimpleNamespace(exc_value=RuntimeError(text))
-        orbax_messages._show_unless_of_closed_loop(report)
+        checkpoint._show_unless_of_closed_loop(report)
     assert [str(report.exc_value) for report in shown] == ["another"]
