@@ -1567,7 +1567,7 @@ UPDATES = [
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
         holds="all state that changes from step to step is saved in the checkpoint and restored",
         test=(
-            "tests/training/test_kl_schedule.py::test_only_an_adapted_coefficient_survives_a_resume"
+            "tests/training/test_kl_controller.py::test_only_an_adapted_coefficient_survives_a_resume"
         ),
         where="resumed_control",
         old="kl_options.type == 'adaptive'",
