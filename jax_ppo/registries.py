@@ -12,8 +12,20 @@ them an entry that needs nothing.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """Import and return the function that "module:function" names."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def read_options(section: object, arguments: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return arguments by name from pairs of an argument and an option in a section."""
+    return {argument: getattr(section, option) for argument, option in arguments}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +54,7 @@ class Entry:
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """Import and return the function."""
-        module, _, name = self.path.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return function
+        return import_function(self.path)
 
     @property
     def needs(self) -> Iterator[str]:
@@ -57,7 +67,7 @@ class Entry:
 
     def read_arguments(self, section: object) -> dict[str, Any]:
         """Return the function's arguments from a section of the options."""
-        return {argument: getattr(section, option) for argument, option in self.arguments}
+        return read_options(section, self.arguments)
 
 
 E = TypeVar("E", bound=Entry)
@@ -219,10 +229,20 @@ class PolicyLossEntry(Entry):
       authors_clip: its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something
         else than the ratio of a token.
       needs_one_update: it is biased once the policy has changed.
+      selection: "module:function" that selects the tokens of a mini-batch that the loss treats
+        differently, before the mini-batch is split: f(old_logprobs_BxT, advantages_BxT, mask_BxT,
+        key, **arguments) -> bool [B, T]; "" if it selects none.
+      selection_arguments: as `arguments`, for the selection.
     """
 
     authors_clip: tuple[str, str] | None = None
     needs_one_update: bool = False
+    selection: str = ""
+    selection_arguments: tuple[tuple[str, str], ...] = ()
+
+    def reads(self, option: str) -> bool:
+        """Return whether an option sets an argument of the function or of the selection."""
+        return option in dict((*self.arguments, *self.selection_arguments)).values()
 
     @property
     def needs(self) -> Iterator[str]:
@@ -308,6 +328,29 @@ POLICY_LOSSES = Registry(
         when="as dppo_tv, and likely tokens should be held back sooner",
         source="Qi et al. 2026, arXiv 2602.04879",
         authors_clip=("0.05", "0.05"),
+    ),
+    PolicyLossEntry(
+        name="clip_cov",
+        path="jax_ppo.kernels.policy_losses:clip_cov",
+        summary="PPO's clip without a few tokens of large covariance of log-prob and advantage",
+        when="the entropy collapses early and an entropy bonus does not help",
+        source="Cui et al. 2025, arXiv 2505.22617",
+        selection="jax_ppo.kernels.policy_losses:clip_cov_tokens",
+        selection_arguments=(
+            ("fraction", "clip_cov_ratio"),
+            ("low", "clip_cov_lb"),
+            ("high", "clip_cov_ub"),
+        ),
+    ),
+    PolicyLossEntry(
+        name="kl_cov",
+        path="jax_ppo.kernels.policy_losses:kl_cov",
+        summary="unclipped ratio; tokens of the largest covariance are held at the old policy",
+        when="the entropy collapses early and clip_cov is not stable enough",
+        source="Cui et al. 2025, arXiv 2505.22617",
+        arguments=(("beta", "ppo_kl_coef"),),
+        selection="jax_ppo.kernels.policy_losses:kl_cov_tokens",
+        selection_arguments=(("fraction", "kl_cov_ratio"),),
     ),
 )
 

@@ -10,7 +10,13 @@ import pytest
 
 from jax_ppo.config.schema import all_options
 from jax_ppo.kernels import importance
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES, REGISTRIES
+from jax_ppo.registries import (
+    ADVANTAGE_ESTIMATORS,
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    REGISTRIES,
+    import_function,
+)
 
 ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
 OPTIONS = {option.name: option for option in all_options()}
@@ -26,9 +32,12 @@ def test_an_entry_has_its_function(entry):
 def test_the_arguments_of_a_function_are_set_by_options_with_its_defaults(registry):
     section = registry.options[0].rpartition(".")[0]
     for entry in registry.values():
-        parameters = inspect.signature(entry.function).parameters
-        for argument, option in entry.arguments:
-            default = parameters[argument].default
+        pairs = [(entry.function, *pair) for pair in entry.arguments]
+        if getattr(entry, "selection", ""):
+            selection = import_function(entry.selection)
+            pairs += [(selection, *pair) for pair in entry.selection_arguments]
+        for function, argument, option in pairs:
+            default = inspect.signature(function).parameters[argument].default
             assert default in (inspect.Parameter.empty, OPTIONS[f"{section}.{option}"].default)
 
 

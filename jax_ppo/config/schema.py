@@ -345,6 +345,16 @@ class Actor:
         above=0, effective_when=(loss_reads("tau_pos"),))
     tau_neg: float = option(1.05, "steepness of sapo's gate for the other tokens",
         above=0, effective_when=(loss_reads("tau_neg"),))
+    clip_cov_ratio: float = option(2e-4, "share of a mini-batch's tokens that clip_cov leaves out",
+        above=0, below=1, effective_when=(loss_reads("clip_cov_ratio"),))
+    clip_cov_lb: float = option(1.0, "least covariance of the tokens that clip_cov leaves out",
+        effective_when=(loss_reads("clip_cov_lb"),))
+    clip_cov_ub: float = option(5.0, "largest covariance of the tokens that clip_cov leaves out",
+        effective_when=(loss_reads("clip_cov_ub"),))
+    kl_cov_ratio: float = option(2e-4, "share of a mini-batch's tokens that kl_cov penalizes",
+        above=0, below=1, effective_when=(loss_reads("kl_cov_ratio"),))
+    ppo_kl_coef: float = option(1.0, "weight of kl_cov's penalty",
+        at_least=0, effective_when=(loss_reads("ppo_kl_coef"),))
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import zero_outside
@@ -35,6 +35,8 @@ class PolicyBatch(NamedTuple):
         anything under the mask.
       sequence_sum: maps x, which is 0 under the mask, to the sum of x over the token's response,
         at each token.
+      selected: True on the tokens of the mini-batch that the loss treats differently, for losses
+        that select some; `None` if no token is selected.
     """
 
     logprobs: Float[Array, " *shape"]
@@ -43,6 +45,7 @@ class PolicyBatch(NamedTuple):
     mask: Shaped[Array, " *shape"]
     action_counts: Integer[Array, " *shape"]
     sequence_sum: Callable[[jax.Array], jax.Array]
+    selected: Bool[Array, " *shape"] | None = None
 
 
 class Clip(NamedTuple):
@@ -205,7 +208,7 @@ def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, both 0 under the mask."""
-    # The first five fields are arrays; the last one is a function.
+    # The first five fields are arrays; a function and an optional mask follow.
     shapes = tuple(x.shape for x in batch[:5])
     assert len(set(shapes)) == 1, (
         f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"

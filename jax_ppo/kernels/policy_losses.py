@@ -16,9 +16,12 @@ loss may start from any of these; jax_ppo/registries.py has an entry for each:
     sapo        -sigmoid(tau (rho - 1)) 4 / tau A                         soft        no
     dppo_tv     -rho A, or a constant where |pi - pi_old| is large        of pi       no
     dppo_kl     -rho A, or a constant where the binary KL is large        of pi       no
+    clip_cov    vanilla's, or 0 on selected tokens                        of rho      yes
+    kl_cov      -rho A, + beta |log rho| on selected tokens               none        no
 
 where [x] has no gradient, clip(x) = clip(x, 1 - low, 1 + high), and products and counts cover the
-tokens of the response that the mask selects. At the old policy all have the gradient
+tokens of the response that the mask selects. At the old policy, on
+tokens that are not selected, all have the gradient
 -A grad log pi, unbiased in a sum over tokens; they differ once the policy has moved.
 
 Log-ratios of tokens are first clamped to +-20, beyond which they have no gradient.
@@ -28,6 +31,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from jax_ppo.kernels.losses import (
     Clip,
@@ -36,7 +40,7 @@ from jax_ppo.kernels.losses import (
     log_ratios_and_advantages,
     vanilla,
 )
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked import masked_mean, zero_outside
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -212,6 +216,98 @@ def _divergence_ppo(
     )
     loss = -advantages * jnp.where(is_stopped, jax.lax.stop_gradient(ratio), ratio)
     return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(is_stopped))
+
+
+def clip_cov(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+    """Compute PPO's loss without the tokens that `clip_cov_tokens` selects.
+
+    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617). The entropy falls where
+    probability and advantage vary together; leaving a few such tokens out keeps it up. As in the
+    authors' code, the other tokens have PPO's clip.
+
+    Biased on purpose, by what is left out and by the clip.
+    """
+    policy = vanilla(batch, clip)
+    if batch.selected is None:
+        return policy
+    return policy._replace(
+        loss=jnp.where(batch.selected, 0.0, policy.loss),
+        clipped=jnp.maximum(policy.clipped, _as_flags(batch.selected)),
+    )
+
+
+def kl_cov(batch: PolicyBatch, clip: Clip, beta: float = 1.0) -> PolicyLoss:
+    """Compute -rho A, plus beta |log rho| on the tokens that `kl_cov_tokens` selects.
+
+    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617): the tokens of the largest covariance
+    are held at the old policy. Where the paper writes a KL, the authors' code has |log rho|, as
+    here. There is no clip: `clip` is not read.
+
+    Biased like `importance`, and by the penalty, which has no gradient at the old policy.
+    """
+    policy = importance(batch, clip)
+    if batch.selected is None:
+        return policy
+    penalty = jax.nn.relu(policy.log_ratio) + jax.nn.relu(-policy.log_ratio)
+    return policy._replace(loss=policy.loss + beta * jnp.where(batch.selected, penalty, 0.0))
+
+
+def clip_cov_tokens(
+    old_logprobs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    key: jax.Array,
+    fraction: float,
+    low: float,
+    high: float,
+) -> Bool[Array, "B T"]:
+    """Select a fraction of the tokens, by chance among those whose covariance is in [low, high].
+
+    The covariance of a token is (log pi - mean log pi)(A - mean A) over all tokens of the mask. pi
+    is the old policy here, which is the paper's in the first optimizer step: the selection then
+    depends neither on micro-batches nor on what was learned from others. At least one token is
+    selected if any is in the range.
+
+    Args:
+      old_logprobs: log-probabilities under the policy that sampled.
+      advantages: per token.
+      mask: the tokens of the mini-batch that the policy chose.
+      key: decides among the tokens in the range.
+      fraction: of the tokens of the mask, in (0, 1).
+      low: 1 in the paper.
+      high: 5 in the paper.
+    """
+    covariance = _covariance(old_logprobs, advantages, mask)
+    is_in_range = mask & (covariance >= low) & (covariance <= high)
+    return _first_tokens(jax.random.uniform(key, mask.shape), is_in_range, mask, fraction)
+
+
+def kl_cov_tokens(
+    old_logprobs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    key: jax.Array,
+    fraction: float,
+) -> Bool[Array, "B T"]:
+    """Select the fraction of the tokens that has the largest covariance, as `clip_cov_tokens`."""
+    covariance = _covariance(old_logprobs, advantages, mask)
+    return _first_tokens(-covariance, mask, mask, fraction)
+
+
+def _covariance(old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return each token's share of Cov[log pi, A], times the number of tokens."""
+    centred = [zero_outside(x, mask) - masked_mean(x, mask) for x in (old_logprobs, advantages)]
+    return centred[0] * centred[1]
+
+
+def _first_tokens(
+    order: jax.Array, eligible: jax.Array, mask: jax.Array, fraction: float
+) -> jax.Array:
+    """Return the first eligible tokens by `order`, as many as a fraction of the mask's, not 0."""
+    count = jnp.maximum(jnp.floor(fraction * jnp.sum(mask)), 1)
+    # The rank of each token; of equal ones, the first in the array comes first.
+    ranks = jnp.argsort(jnp.argsort(jnp.where(eligible, order, jnp.inf).reshape(-1)))
+    return eligible & (ranks.reshape(mask.shape) < count)
 
 
 def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Actor, Config, Critic
@@ -21,7 +21,7 @@ from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
-from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
+from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, import_function, read_options
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
 from jax_ppo.training.networks import full_parameters
@@ -143,7 +143,7 @@ class RolloutObjective:
 
     def token_weights(self, rows: Rows, weights: tuple[Float32[Array, " B"], ...]) -> Weights:
         """Return what `weigh` returned for samples at each token of some rows."""
-        loss_B, mean_B, sequence_B = weights
+        loss_B, mean_B, sequence_B, *_ = weights
         own_share = packing.sequence_weights(self.sequences, rows)
         return Weights(
             loss=jnp.where(rows.mask, loss_B[rows.samples], 0),
@@ -165,9 +165,26 @@ class ActorObjective(RolloutObjective):
     options: ActorLossOptions
     shared_critic: Critic | None
 
-    def loss(
-        self, params: Params, rows: Rows, weights: tuple[Float32[Array, " B"], ...]
-    ) -> LossAndMetrics:
+    def weigh(self, batch: MiniBatches) -> tuple[jax.Array, ...]:
+        """Return the weights of samples, and the tokens that the policy loss selects, if any."""
+        entry = POLICY_LOSSES.lookup(self.options.actor.policy_loss)
+        weights = super().weigh(batch)
+        if not entry.selection:
+            return weights
+        experience = self.experience
+        learned_B = count_learned_tokens(experience, batch) > 0
+        # Each mini-batch has its own random choice, which depends on its members alone.
+        tokens = jnp.where(learned_B[:, None], experience.sequences.tokens, 0)
+        selected_BxT = import_function(entry.selection)(
+            experience.old_logprobs,
+            experience.advantages,
+            experience.action_mask & learned_B[:, None],
+            jax.random.fold_in(jax.random.key(0), jnp.sum(tokens, dtype=jnp.uint32)),
+            **read_options(self.options.actor, entry.selection_arguments),
+        )
+        return (*weights, selected_BxT)
+
+    def loss(self, params: Params, rows: Rows, weights: tuple[jax.Array, ...]) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics.
 
         Args:
@@ -193,7 +210,7 @@ class ActorObjective(RolloutObjective):
         if not actor.entropy_coeff:
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy = jax.lax.stop_gradient(entropy)
-        batch = policy_batch(logprobs, rows, experience, options.is_on_policy)
+        batch = policy_batch(logprobs, rows, experience, options.is_on_policy, *weights[3:])
         policy, plugin_metrics = compute_policy_loss(actor, batch)
         # Weights for tokens that an older policy or another program sampled.
         importance: int | jax.Array = 1
@@ -283,9 +300,13 @@ def needs_reference_pass(options: Actor) -> bool:
 
 
 def policy_batch(
-    logprobs: Float[Array, "R L"], rows: Rows, experience: Experience, is_on_policy: bool
+    logprobs: Float[Array, "R L"],
+    rows: Rows,
+    experience: Experience,
+    is_on_policy: bool,
+    selected_BxT: Bool[Array, "B T"] | None = None,
 ) -> PolicyBatch:
-    """Return what a policy loss reads of some rows; see `ActorLossOptions`."""
+    """Return what a policy loss reads of some rows; see `ActorLossOptions` and `PolicyBatch`."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
     return PolicyBatch(
@@ -300,6 +321,7 @@ def policy_batch(
         mask=rows.mask,
         action_counts=action_counts_B[rows.samples],
         sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
+        selected=None if selected_BxT is None else packing.to_rows(selected_BxT, rows),
     )
 
 

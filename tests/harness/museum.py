@@ -1368,6 +1368,21 @@ UPDATES = [
         ),
     ),
     Exhibit(
+        name="tokens_are_selected_from_each_micro_batch",
+        source=(
+            "verl#7829: KL-Cov selected the tokens of the largest covariance in each micro-batch, "
+            "so that the micro-batch size changed the update"
+        ),
+        holds="tokens are selected from the whole mini-batch",
+        test="tests/ppo/test_update.py::test_tokens_are_selected_from_the_whole_mini_batch",
+        where="objectives.policy_batch",
+        old="packing.to_rows(selected_BxT, rows)",
+        new=(
+            "rows.mask & (logprobs * packing.to_rows(experience.advantages, rows) >= jnp.quantile("
+            "logprobs * packing.to_rows(experience.advantages, rows), 0.8))"
+        ),
+    ),
+    Exhibit(
         name="the_router_loss_counts_once_per_micro_batch",
         source=(
             "NVIDIA-NeMo/Automodel#3359: each model-provided loss of MoE routers entered every "

@@ -11,6 +11,7 @@ import pytest
 from jax.typing import ArrayLike
 
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, padded_batch
+from jax_ppo.kernels.policy_losses import clip_cov_tokens, kl_cov_tokens
 from jax_ppo.registries import POLICY_LOSSES
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
@@ -86,6 +87,9 @@ def run(
         # 2 * 4 sigmoid(1) sigmoid(-1) = 1.573; at rho = 1 it is 4 / 2 with slope 1.
         ("sapo", 1.0, (-2.9242343, -2), (-1.5728955, -1), (2, 1), (0, 0)),
         ("sapo", -1.0, (2.8219996, 2 / 1.05), (1.5362196, 1), (2, 1), (0, 0)),
+        # Without selected tokens.
+        ("clip_cov", 1.0, (-1.3, -1), (0, -1), (2, 1), (1, 0)),
+        ("kl_cov", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
         # From 0.135 to 0.271: neither divergence exceeds 0.2 or 0.3.
         ("dppo_tv", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
         ("dppo_kl", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
@@ -124,6 +128,44 @@ def test_a_divergence_stops_tokens_that_moved_far_on_their_way(
     np.testing.assert_allclose(slope, 0 if is_stopped else result.loss, rtol=1e-6)
 
 
+def test_selected_tokens_are_left_out_or_held_back():
+    """Four tokens with ratios 2, 1, 1/2 and 2; the first three are selected."""
+    log_ratios = jnp.array([[LN2, 0, -LN2, LN2]])
+    selected = jnp.array([[True, True, True, False]])
+
+    def run_selected(name):
+        def loss(x):
+            batch = padded_batch(x, jnp.zeros((1, 4)) - 2, jnp.ones((1, 4)), jnp.ones((1, 4)))
+            return POLICY_LOSSES[name].function(batch._replace(selected=selected), Clip(0.2, 0.3))
+
+        return loss(log_ratios - 2), jax.grad(lambda x: loss(x).loss.sum())(log_ratios - 2)
+
+    result, slope = run_selected("clip_cov")
+    np.testing.assert_allclose(result.loss, [[0, 0, 0, -1.3]], rtol=1e-6)
+    np.testing.assert_array_equal(result.clipped, [[1, 1, 1, 1]])
+    np.testing.assert_array_equal(slope, 0)
+    result, slope = run_selected("kl_cov")
+    np.testing.assert_allclose(result.loss, [[LN2 - 2, -1, LN2 - 0.5, -2]], rtol=1e-6)
+    np.testing.assert_allclose(slope, [[1 - 2, -1, -1 - 0.5, -2]], rtol=1e-6)
+
+
+def test_the_tokens_of_large_covariance_are_selected(poison):
+    """Means of log pi -2 and of A 0.5: covariances 1.5, 0.5, 1.5, -0.5, 0 and -3 by hand."""
+    mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0]]) == 1
+    logprobs = np.array([[-1.0, -1, -3], [-1, -2, 0], [-4, 0, 0]], np.float32)
+    advantages = np.array([[2.0, 1, -1], [0, -1, 0], [2, 0, 0]], np.float32)
+    arrays = [poison(x, mask) for x in (logprobs, advantages)]
+    keys = jax.random.split(jax.random.key(0), 20)
+    for fraction, expected in ((0.1, [0]), (0.4, [0, 2]), (0.5, [0, 1, 2])):
+        selected = kl_cov_tokens(*arrays, mask, keys[0], fraction)
+        assert np.flatnonzero(selected).tolist() == expected
+    choices = [clip_cov_tokens(*arrays, mask, key, 0.2, 0.4, 1.4) for key in keys]
+    assert {tuple(np.flatnonzero(x)) for x in choices} == {(1,)}
+    choices = [clip_cov_tokens(*arrays, mask, key, 0.2, 1.0, 5.0) for key in keys]
+    assert {tuple(np.flatnonzero(x)) for x in choices} == {(0,), (2,)}
+    assert not clip_cov_tokens(*arrays, mask, keys[0], 0.9, 2.0, 5.0).any()
+
+
 def test_dual_clip_of_a_whole_response():
     """rho = 16 and 1, s = 4 > 3, A < 0: gspo caps at 3, like vanilla for one token of ratio 4."""
     result, (slope, *_) = run("gspo", [[4 * LN2 - 4, -4]], [[-4, -4]], [[-1, -1]], np.ones((1, 2)))
@@ -145,11 +187,11 @@ def oracle(name, logprobs, log_ratios, advantages):
     g = math.exp(sum(gmpo) / len(gmpo))
     for logprob, d, a, d_cut in zip(logprobs, log_ratios, advantages, gmpo, strict=True):
         rho = math.exp(mean if name == "gspo" else d)
-        if name in ("vanilla", "gspo"):
+        if name in ("vanilla", "gspo", "clip_cov"):
             loss = max(-rho * a, -cut(rho) * a)
             slope = -rho * a if loss == -rho * a else 0
             yield (loss, slope) if a > 0 or loss <= -3 * a else (-3 * a, 0)
-        elif name == "importance":
+        elif name in ("importance", "kl_cov"):
             yield -rho * a, -rho * a
         elif name == "gmpo":
             yield -g * a, -g * a if d_cut == d else 0

@@ -137,6 +137,34 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed,
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"actor__policy_loss": "kl_cov", "actor__kl_cov_ratio": 0.2},
+        {
+            "actor__policy_loss": "clip_cov",
+            "actor__clip_cov_ratio": 0.2,
+            "actor__clip_cov_lb": 0.0,
+        },
+    ],
+    ids=lambda options: options["actor__policy_loss"],
+)
+def test_tokens_are_selected_from_the_whole_mini_batch(options):
+    config = tiny.config(**options)
+    whole, some = (
+        run_gradients(config, tiny.make_mesh(), rows, roles=("actor",))[0] for rows in (8, 1)
+    )
+    assert_close(whole, some)
+    plain = tiny.config(
+        actor__policy_loss={"kl_cov": "importance"}.get(config.actor.policy_loss, "vanilla")
+    )
+    without, _ = run_gradients(plain, tiny.make_mesh(), 8, roles=("actor",))
+    assert any(
+        not np.allclose(a, b, rtol=1e-3)
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(without), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
     "shape",
     [
         {"data": 2, "fsdp": 2, "model": 2},
