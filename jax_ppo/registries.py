@@ -486,9 +486,50 @@ AGGREGATIONS = Registry(
     ),
 )
 
+IMPORTANCE_WEIGHTS = Registry(
+    Entry,
+    "Importance weights",
+    ("algorithm.rollout_is",),
+    Entry(
+        name="none",
+        path="jax_ppo.kernels.importance:unweighted",
+        summary="all weights are 1",
+        when="sampler and trainer agree: `rollout/logprob_difference` below 0.01",
+    ),
+    Entry(
+        name="token",
+        path="jax_ppo.kernels.importance:of_token",
+        summary="ratio of each token",
+        when="sampler and trainer round differently; masked from 0.5 to 5 it is IcePop",
+        source="Espeholt et al. 2018, arXiv 1802.01561; IcePop: Ling team 2025, arXiv 2510.18855",
+    ),
+    Entry(
+        name="sequence",
+        path="jax_ppo.kernels.importance:of_sequence",
+        summary="product over the response, the one without bias where nothing is bounded",
+        when="responses are short, or the sampler's weights are older",
+        source="Hilton et al. 2022, arXiv 2110.00641; masked: https://richardli.xyz/rl-collapse",
+    ),
+    Entry(
+        name="geometric",
+        path="jax_ppo.kernels.importance:of_sequence_mean",
+        summary="geometric mean over the response",
+        when="whole responses should be rejected, masked with bounds close to 1",
+        source="Liu et al. 2025, https://richardli.xyz/rl-collapse",
+    ),
+    Entry(
+        name="turn",
+        path="jax_ppo.kernels.importance:of_turn",
+        summary="product over the token's turn",
+        when="an environment interrupts responses",
+        source="Hilton et al. 2022, arXiv 2110.00641, for the actions of one turn",
+    ),
+)
+
 REGISTRIES: tuple[Registry[Any], ...] = (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
     KL_ESTIMATORS,
     AGGREGATIONS,
+    IMPORTANCE_WEIGHTS,
 )

@@ -171,7 +171,7 @@ def verl_averages_and_divergences(case, options):
         yield f"KL {kind}", Row(kl_divergence(case, kind, "ref_logprobs"))
         yield f"KL {kind}, log-ratios beyond 20", Row(kl_divergence(case, kind, "far_logprobs"))
     yield "adaptive KL coefficient", adaptive_kl_row(case, options)
-    for level in importance.LEVELS:
+    for level in ("token", "sequence"):
         yield (
             f"importance weights, {level}",
             importance_weights_row(case, level, "wide_logprobs", options),
@@ -339,7 +339,7 @@ def trl_rollouts(case, options):
         ),
     )
     yield "GRPOTrainer: advantages, scale_rewards none", Row(Result(deviations))
-    for level in importance.LEVELS:
+    for level in ("token", "sequence"):
         yield (
             f"GRPOTrainer: importance weights, {level}",
             importance_weights_row(case, level, "wide_logprobs", options),
@@ -423,7 +423,7 @@ def openrlhf(case, options):
         "PPO: policy loss, log-ratios beyond 20",
         Row(policy_loss(case, "vanilla", TOKENS, clip, old="far_logprobs")),
     )
-    corrected = importance.truncated_weights(
+    corrected = importance.importance_weights(
         case["old_logprobs"], case["wide_logprobs"], mask, "token", options["threshold"]
     )
     yield (

@@ -209,7 +209,7 @@ def adaptive_kl_row(case, options):
 def importance_weights_row(case, level, old, options):
     return Row(
         Result(
-            importance.truncated_weights(
+            importance.importance_weights(
                 case["logprobs"], case[old], case["mask"], level, options["threshold"]
             )
         )

@@ -13,6 +13,7 @@ from jax_ppo.config.option import Condition, Option, Requirement, iterate_option
 from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
+    IMPORTANCE_WEIGHTS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageEstimator,
@@ -61,6 +62,7 @@ CRITIC_HAS_TRUNK = Requirement(lambda c: not c.critic.shared_trunk, "`critic.sha
     "config.critic.shared_trunk=False")
 CRITIC_HAS_PATH = Requirement(lambda c: bool(c.critic.path), "`critic.path` is set",
     "needs a config.critic.path that has a head")
+WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 HAS_LOCAL_DIR = Condition(lambda c: bool(c.trainer.local_dir), "`trainer.local_dir` is set")
 SAMPLES_WITHIN_STEP = Requirement(lambda c: not c.rollout.one_step_off,
     "`rollout.one_step_off` is off",
@@ -524,10 +526,17 @@ class Algorithm:
     kl_ctrl: KLControl = section(KLControl)
     filter_groups: FilterGroups = section(FilterGroups)
     rollout_is: str = option("none",
-        "importance weights of the policy loss, per token or per sequence, for samples of older "
-        "weights (rollout.one_step_off) or with the sampler's rounding",
-        choices=("none", "token", "sequence"))
-    rollout_is_threshold: float = option(2.0, "upper bound of importance weights", at_least=1)
+        "importance weights of the policy loss for samples of older weights "
+        "(rollout.one_step_off) or with the sampler's rounding",
+        choices=tuple(IMPORTANCE_WEIGHTS))
+    rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
+        at_least=1, effective_when=(WEIGHS,))
+    rollout_is_lower: float = option(0.0, "lower bound of importance weights",
+        at_least=0, below=1, effective_when=(WEIGHS,))
+    rollout_is_masks: bool = option(False,
+        "tokens whose weight is outside the bounds weigh 0, as in IcePop; off: weights are "
+        "truncated to the bounds",
+        effective_when=(WEIGHS,))
 
 
 @dataclasses.dataclass(frozen=True)

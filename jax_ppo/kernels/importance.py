@@ -12,39 +12,47 @@ from jax_ppo.kernels.masked import (
     masked_variance,
     zero_outside,
 )
+from jax_ppo.registries import IMPORTANCE_WEIGHTS
 
-LEVELS = ("token", "sequence")
 
-
-def truncated_weights(
+def importance_weights(
     logprobs: Float[Array, " *batch T"],
     sampled_logprobs: Float[Array, " *batch T"],
     mask: Shaped[Array, " *batch T"],
     level: str,
-    threshold: float,
+    upper: float,
+    lower: float = 0.0,
+    masks: bool = False,
 ) -> Float[Array, " *batch T"]:
-    """Return min(pi / mu, C) for tokens that mu sampled.
+    """Return w = pi / mu for tokens that mu sampled, bounded.
+
+        truncated   min(max(w, lower), upper)
+        masked      w where lower <= w <= upper, 0 elsewhere
 
     pi is the policy that PPO's ratio starts from. Multiplied by the clipped surrogate, whose ratio
     remains that of the trained policy to pi, these weights give decoupled PPO (Hilton et al. 2022,
-    arXiv 2110.00641, eq. 5) with the truncation of IMPALA (Espeholt et al. 2018, arXiv 1802.01561,
-    eq. 1).
+    arXiv 2110.00641, eq. 5). Truncation is IMPALA's (Espeholt et al. 2018, arXiv 1802.01561, eq.
+    1). Masking per token is IcePop (Ling team 2025, arXiv 2510.18855: 0.5 and 5); per token or
+    response with an upper bound alone it is masked importance sampling (Liu et al. 2025,
+    https://richardli.xyz/rl-collapse).
 
-        "token"     pi(t) / mu(t) of each token alone. Biased: the preceding tokens are still mu's.
-        "sequence"  the product of these over the response, for all its tokens. Unbiased where
-                    nothing is truncated, with a variance that grows with the length.
-
-    Truncation at C bounds the variance and takes weight from tokens that mu draws too rarely.
+    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Of all of them only that of whole
+    responses, unbounded, is unbiased. A bound changes the objective: with weights of responses, it
+    becomes that of the scores times (bounded w) / w. So a mask leaves out what it masks and keeps
+    the rest unbiased; truncation takes weight from what mu draws too rarely, and a lower bound
+    gives weight to what pi hardly draws.
 
     Args:
       logprobs: log-probabilities under pi, one response per row.
       sampled_logprobs: those under mu, at the same temperature.
       mask: 1 on the tokens that mu chose, in any pattern; products run over these alone.
-      level: one of LEVELS.
-      threshold: C, at least 1.
+      level: a name in IMPORTANCE_WEIGHTS.
+      upper: at least 1.
+      lower: in [0, 1).
+      masks: mask instead of truncating.
 
     Returns:
-      float32 in [0, C]; 0 where mask is 0. A constant: no gradient flows through it.
+      float32 in [0, upper]; 0 where mask is 0. A constant: no gradient flows through it.
 
     Raises:
       ValueError: `level` is unknown.
@@ -54,14 +62,73 @@ def truncated_weights(
         sampled_logprobs.shape,
         mask.shape,
     )
-    log_weights = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
-    if level == "sequence":
-        # A product of ratios is a sum of logs; every token of the response gets it.
-        log_weights = jnp.broadcast_to(log_weights.sum(-1, keepdims=True), mask.shape)
-    elif level != "token":
-        raise ValueError(f"importance weights of {level!r} are not one of {LEVELS}")
-    # exp may overflow to infinity, which the threshold cuts off.
-    return jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask))
+    if level not in IMPORTANCE_WEIGHTS:
+        raise ValueError(f"importance weights {level!r} are not one of {tuple(IMPORTANCE_WEIGHTS)}")
+    log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
+    # exp may overflow to infinity, which the bounds cut off.
+    weights = jnp.exp(IMPORTANCE_WEIGHTS[level].function(log_ratios, mask))
+    if masks:
+        weights = jnp.where((weights >= lower) & (weights <= upper), weights, 0.0)
+    else:
+        weights = jnp.clip(weights, lower, upper)
+    return jax.lax.stop_gradient(zero_outside(weights, mask))
+
+
+# What a weight is the ratio of: functions of the tokens' log-ratios, 0 under the mask.
+
+
+def unweighted(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return 0: all weights are 1."""
+    return jnp.zeros_like(log_ratios)
+
+
+def of_token(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return each token's log-ratio. Biased: the preceding tokens are still mu's."""
+    return log_ratios
+
+
+def of_sequence(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the sum over the response: the log of the product, whose variance grows with T."""
+    return jnp.broadcast_to(log_ratios.sum(-1, keepdims=True), mask.shape)
+
+
+def of_sequence_mean(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the mean over the response: the log of the geometric mean.
+
+    Biased like the ratio of GSPO (arXiv 2507.18071), but of the same size for all lengths, so that
+    narrow bounds reject responses as a whole.
+    """
+    counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    return of_sequence(log_ratios, mask) / counts
+
+
+def of_turn(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the sum over the token's turn: chosen tokens that nothing interrupts.
+
+    Biased like that of a token, by the preceding turns, with a variance between the two others.
+    """
+    mask = mask.astype(bool)
+    starts = mask & ~jnp.pad(mask, [*[(0, 0)] * (mask.ndim - 1), (1, 0)])[..., :-1]
+    # Tokens between turns have the number of the turn before, and log-ratios of 0.
+    turns = jnp.cumsum(starts, axis=-1)
+    length = mask.shape[-1]
+
+    def sum_over_turn(x_T: jax.Array, turns_T: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(x_T, turns_T, num_segments=length + 1)[turns_T]
+
+    rows = (x.reshape(-1, length) for x in (log_ratios, turns))
+    return jax.vmap(sum_over_turn)(*rows).reshape(mask.shape)
+
+
+def effective_sample_size(
+    weights: Float[Array, " *shape"], mask: Shaped[Array, " *shape"]
+) -> Float[Array, ""]:
+    """Return (mean w)^2 / mean w^2 over the mask, in [0, 1].
+
+    The share of samples of equal weights that estimate a mean as well (Kong 1992). 0 if all are 0.
+    """
+    second_moment = masked_mean(jnp.square(weights), mask)
+    return jnp.square(masked_mean(weights, mask)) / jnp.where(second_moment > 0, second_moment, 1.0)
 
 
 def mismatch(

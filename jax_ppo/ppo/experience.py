@@ -138,15 +138,22 @@ def weight_by_importance(
         metrics = {f"rollout/{name}": value for name, value in mismatch.items()}
     if algorithm.rollout_is == "none":
         return None, metrics
-    threshold = algorithm.rollout_is_threshold
-    weights = importance.truncated_weights(
-        old_logprobs, sampled_logprobs, actions, algorithm.rollout_is, threshold
+    upper, lower = algorithm.rollout_is_threshold, algorithm.rollout_is_lower
+    weights = importance.importance_weights(
+        old_logprobs,
+        sampled_logprobs,
+        actions,
+        algorithm.rollout_is,
+        upper=upper,
+        lower=lower,
+        masks=algorithm.rollout_is_masks,
     )
-    # A weight at the threshold was truncated.
-    is_cut = (weights >= threshold).astype(jnp.float32)
+    # A weight at a bound was truncated to it; one of 0 was masked.
+    is_cut = ((weights >= upper) | (weights <= lower)).astype(jnp.float32)
     return weights, metrics | {
         "rollout/importance_mean": masked.masked_mean(weights, actions),
         "rollout/importance_cut_share": masked.masked_mean(is_cut, actions),
+        "rollout/effective_sample_size": importance.effective_sample_size(weights, actions),
     }
 
 

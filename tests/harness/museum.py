@@ -1318,16 +1318,28 @@ LOSSES_AND_RATIO = [
         new="-policy.log_ratio",
     ),
     Exhibit(
+        name="masked_weights_miss_some_aggregations",
+        source=(
+            "arcee-ai/NeMo-RL#24: IcePop's mask was applied to the loss per token and silently "
+            "ignored by the loss per sequence"
+        ),
+        holds="importance weights multiply the loss of each token, however it is averaged",
+        test=(
+            "tests/ppo/test_masked_losses.py::"
+            "test_packed_losses_equal_those_computed_token_by_token"
+        ),
+        where="ActorObjective.loss",
+        old="jnp.sum(token_weights.loss * importance * policy.loss)",
+        new="jnp.sum(token_weights.loss * policy.loss)",
+    ),
+    Exhibit(
         name="importance_weights_have_a_gradient",
         source="verl#4105, unsloth-zoo#343: weights for the sampler's mismatch were not detached",
         holds="importance weights are constants",
         test="tests/kernels/test_importance.py::test_no_gradient_and_no_overflow",
-        where="truncated_weights",
-        old=(
-            "jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), "
-            "threshold), mask))"
-        ),
-        new="zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask)",
+        where="importance_weights",
+        old="jax.lax.stop_gradient(zero_outside(weights, mask))",
+        new="zero_outside(weights, mask)",
     ),
 ]
 

@@ -20,7 +20,7 @@ from jax_ppo.kernels import (
     vocabulary_kl,
 )
 from jax_ppo.kernels.losses import Clip, padded_batch
-from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
+from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
 
 MASK = np.array(
     [
@@ -49,9 +49,10 @@ def kernels(batch, unembedding, mask):
     to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))
     results["reward_to_go"] = to_go(rewards, mask, 0.9)
 
-    for level in importance.LEVELS:
-        weights = importance.truncated_weights(now, old, mask, level=level, threshold=3.0)
-        results[f"truncated_weights {level}"] = weights
+    # Holes separate turns.
+    for level in IMPORTANCE_WEIGHTS.keys() - {"none", "turn"}:
+        weights = importance.importance_weights(now, old, mask, level=level, upper=3.0)
+        results[f"importance_weights {level}"] = weights
     results |= importance.mismatch(now, old, mask)
     for kind in kl.KL_KINDS:
         results[f"kl {kind}"] = kl.kl_estimate(now, old, mask, kind)
@@ -186,7 +187,7 @@ def test_weights_and_sequence_ratios_by_hand():
     mask = jnp.array([[1, 0, 1]])
     now = jnp.log(jnp.array([[0.8, jnp.nan, 0.5]]))
     old = jnp.log(jnp.array([[0.2, 0.9, 0.5]]))
-    weights = importance.truncated_weights(now, old, mask, level="sequence", threshold=9.0)
+    weights = importance.importance_weights(now, old, mask, level="sequence", upper=9.0)
     np.testing.assert_allclose(weights, [[4, 0, 4]], rtol=1e-5)
     batch = padded_batch(now, old, jnp.ones((1, 3)), mask)
     np.testing.assert_array_equal(batch.action_counts, 2)

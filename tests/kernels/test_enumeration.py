@@ -134,7 +134,7 @@ def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
 
 def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another_sampler():
     """Decoupled PPO: sampled by OLD, and the ratio of the clipped surrogate starts from THETA."""
-    weights = importance.truncated_weights(
+    weights = importance.importance_weights(
         WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9
     )
     for name in POLICY_LOSSES:
@@ -145,13 +145,49 @@ def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another
             ),
             return_gradient(THETA),
         )
-    tokens = importance.truncated_weights(
+    tokens = importance.importance_weights(
         WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1e9
     )
     differs(
         -WORLD.expected_gradient(THETA, lambda theta: tokens * loss(theta), sampler=OLD),
         return_gradient(THETA),
     )
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@pytest.mark.parametrize(
+    ("lower", "upper", "masks"), [(0.6, 1.5, True), (0.0, 1.2, False), (0.8, 1e9, False)]
+)
+def test_bounded_weights_of_responses_ascend_scores_times_what_is_left_of_the_ratio(
+    level, lower, upper, masks
+):
+    ratio = WORLD.probabilities(THETA) / WORLD.probabilities(OLD)
+    base = ratio if level == "sequence" else ratio ** (1 / WORLD.lengths)
+    is_inside = (base >= lower) & (base <= upper)
+    assert {*np.asarray(is_inside)} == {True, False}
+    bounded = jnp.where(is_inside, base, 0) if masks else jnp.clip(base, lower, upper)
+    weights = importance.importance_weights(
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, level, upper, lower=lower, masks=masks
+    )
+    loss = loss_of("vanilla", spread(SCORES), old=THETA)
+    gradient = -WORLD.expected_gradient(THETA, lambda theta: weights * loss(theta), sampler=OLD)
+    same(gradient, return_gradient(THETA, SCORES * bounded / ratio))
+    differs(gradient, return_gradient(THETA))
+
+
+def test_icepop_keeps_the_tokens_whose_ratio_is_inside_its_bounds():
+    """In the states that the sampler visits, and with its continuations."""
+    weights = importance.importance_weights(
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1.5, lower=0.7, masks=True
+    )
+    ratio = jax.nn.softmax(THETA) / jax.nn.softmax(OLD)
+    kept = jnp.where((ratio >= 0.7) & (ratio <= 1.5), ratio, 0)
+    loss = loss_of("vanilla", spread(SCORES), old=THETA)
+    factor = jax.nn.softmax(OLD) * kept * q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
+    closed = jax.grad(
+        lambda theta: WORLD.visits(OLD) @ jnp.sum(factor * jax.nn.log_softmax(theta), -1)
+    )(THETA)
+    same(-WORLD.expected_gradient(THETA, lambda x: weights * loss(x), sampler=OLD), closed)
 
 
 def test_the_clipped_surrogate_off_policy_is_the_unclipped_one_without_the_clipped_tokens():

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels import importance
+from jax_ppo.registries import IMPORTANCE_WEIGHTS
+
+LEVELS = tuple(name for name in IMPORTANCE_WEIGHTS if name != "none")
 
 
 def test_by_hand():
@@ -19,36 +22,70 @@ def test_by_hand():
         jnp.log(jnp.array([[0.25, 0.4, 0.1]])),
     )
     mask = jnp.ones((1, 3), bool)
-    token = importance.truncated_weights(logprobs, sampled, mask, "token", 2.0)
+    token = importance.importance_weights(logprobs, sampled, mask, "token", 2.0)
     np.testing.assert_allclose(token, [[2, 0.5, 2]], rtol=1e-6)  # the last is 9, cut off
-    sequence = importance.truncated_weights(logprobs, sampled, mask, "sequence", 10.0)
+    sequence = importance.importance_weights(logprobs, sampled, mask, "sequence", 10.0)
     np.testing.assert_allclose(sequence, [[9, 9, 9]], rtol=1e-5)  # 2 x 0.5 x 9
+    geometric = importance.importance_weights(logprobs, sampled, mask, "geometric", 10.0)
+    np.testing.assert_allclose(geometric, [[9 ** (1 / 3)] * 3], rtol=1e-5)
+    for lower, masks, expected in (
+        (0.6, False, [2, 0.6, 4]),
+        (0.6, True, [2, 0, 0]),
+        (0.0, True, [2, 0.5, 0]),
+        (0.4, True, [2, 0.5, 0]),
+    ):
+        bounded = importance.importance_weights(
+            logprobs, sampled, mask, "token", 4.0, lower=lower, masks=masks
+        )
+        np.testing.assert_allclose(bounded, [expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("level", importance.LEVELS)
+def test_turns_by_hand():
+    """Two turns of ratios 2, 3 and 5, with a tool's output before, between and after them."""
+    mask = jnp.array([[0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 1, 1, 1]])
+    ratios = jnp.array([[np.nan, 2, 3, 7, np.inf, 5, 9], [2, 9, 3, 9, 5, 7, 1]])
+    weights = importance.importance_weights(
+        jnp.log(ratios), jnp.zeros(mask.shape), mask, "turn", 99.0
+    )
+    expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 35]]
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+def test_effective_sample_size_by_hand():
+    """Weights 1, 1, 1, 3 and a masked NaN: (6 / 4)^2 / (12 / 4) = 3 / 4."""
+    size = importance.effective_sample_size
+    assert float(size(jnp.array([1, 1, 1, 3, np.nan]), jnp.array([1, 1, 1, 1, 0]))) == 0.75
+    assert float(size(jnp.full(5, 2.0), jnp.ones(5))) == 1
+    assert float(size(jnp.array([4.0, 0, 0, 0]), jnp.ones(4))) == 0.25
+    assert float(size(jnp.zeros(3), jnp.ones(3))) == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_masked_counts_nowhere(level):
     logprobs, sampled = jnp.array([[-1.0, np.nan]]), jnp.array([[-2.0, np.inf]])
-    weights = importance.truncated_weights(logprobs, sampled, jnp.array([[1, 0]]), level, 9.0)
+    weights = importance.importance_weights(logprobs, sampled, jnp.array([[1, 0]]), level, 9.0)
     np.testing.assert_allclose(weights, [[np.e, 0]], rtol=1e-6)
 
 
 def test_the_same_policy_weighs_1():
     logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
-    for level in importance.LEVELS:
+    for level in LEVELS:
         np.testing.assert_array_equal(
-            importance.truncated_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0
+            importance.importance_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0
         )
 
 
 def test_no_gradient_and_no_overflow():
-    weigh = lambda x: importance.truncated_weights(x, -1e4 * jnp.ones(2), jnp.ones(2), "token", 2.0)  # noqa: E731
+    def weigh(x):
+        return importance.importance_weights(x, -1e4 * jnp.ones(2), jnp.ones(2), "token", 2.0)
+
     np.testing.assert_array_equal(jax.grad(lambda x: weigh(x).sum())(jnp.zeros(2)), 0.0)
     np.testing.assert_array_equal(weigh(jnp.zeros(2)), 2.0)
 
 
 def test_another_level_is_refused():
     with pytest.raises(ValueError, match="'word'.*token"):
-        importance.truncated_weights(jnp.zeros(2), jnp.zeros(2), jnp.ones(2), "word", 2.0)
+        importance.importance_weights(jnp.zeros(2), jnp.zeros(2), jnp.ones(2), "word", 2.0)
 
 
 def responses(policy):
@@ -70,7 +107,7 @@ def weighted_and_on_policy_means(level, threshold=1e9):
         p
         * advantage[tokens]
         * np.asarray(
-            importance.truncated_weights(
+            importance.importance_weights(
                 jnp.log(jnp.array([pi[0][tokens[0]], pi[1][tokens]])),
                 jnp.asarray(log_mu),
                 jnp.ones(2),

@@ -26,7 +26,7 @@ from jax_ppo.kernels import (
     vocabulary_kl,
 )
 from jax_ppo.kernels.losses import Clip, padded_batch
-from jax_ppo.registries import POLICY_LOSSES
+from jax_ppo.registries import IMPORTANCE_WEIGHTS, POLICY_LOSSES
 from jax_ppo.training import packing
 from jax_ppo.types import Sequences
 
@@ -88,7 +88,7 @@ rloo, group_mean_baseline = (
 grpo = compiled(advantages.grpo, static_argnums=(1, 2))
 loss_weights = compiled(losses.loss_weights, static_argnums=1)
 value_loss = gradient_and_result(losses.value_loss, 0)
-truncated_weights = compiled(importance.truncated_weights, static_argnums=3)
+importance_weights = compiled(importance.importance_weights, static_argnums=3)
 mismatch = compiled(importance.mismatch)
 add_moments, std_of_moments = compiled(moments.update_moments), compiled(moments.moments_std)
 
@@ -267,12 +267,12 @@ def test_kl_estimates(kind, mask, now, reference):
     masks,
     tokens(log_probabilities),
     tokens(log_probabilities),
-    st.sampled_from(importance.LEVELS),
+    st.sampled_from(tuple(IMPORTANCE_WEIGHTS)),
     st.floats(1, 100),
 )
 def test_importance_weights_and_mismatch(mask, now, sampled, level, threshold):
     arguments = (*poisoned(mask, now, sampled), mask)
-    weights = truncated_weights(*arguments, level, threshold)
+    weights = importance_weights(*arguments, level, threshold)
     assert (
         (weights >= 0).all()
         and (weights <= np.float32(threshold)).all()
