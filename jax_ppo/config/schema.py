@@ -96,6 +96,8 @@ REFERENCE_IS_SEPARATE = Requirement(lambda c: c.algorithm.use_reference and not 
     "`algorithm.use_reference` is on, without adapters",
     "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
     "adapters (config.model.lora)")
+HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set",
+    "there is no teacher; set config.teacher.path")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
@@ -388,6 +390,30 @@ class Reference:
         "folder or hub name of the reference, with the actor's architecture; empty: the policy "
         "that the run starts from",
         requires=(REFERENCE_IS_SEPARATE,), fixed_on_resume=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A policy whose distribution the actor learns on its own responses."""
+
+    path: str = option("",
+        "folder or hub name of the teacher, any policy with the actor's vocabulary; with "
+        "model.lora also adapters in PEFT's format on model.path; empty: there is none",
+        fixed_on_resume=True)
+    reward_coef: float = option(1.0,
+        "subtract this times log actor - log teacher of each sampled token from the token's "
+        "reward; 0: the teacher gives no rewards",
+        at_least=0, requires=(HAS_TEACHER,))
+    loss_coef: float = option(0.0,
+        "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
+        "of the teacher per micro-batch",
+        at_least=0, requires=(HAS_TEACHER,))
+    use_task_rewards: bool = option(True,
+        "also learn from the rewards of rules and reward model; off: they are only reported",
+        requires=(HAS_TEACHER,))
+    param_offload: bool = option(False,
+        "keep the teacher in the host's memory when it does not compute",
+        requires=(HAS_TEACHER,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -948,6 +974,7 @@ class Config:
     actor: Actor = section(Actor, read_by=PPO)
     critic: Critic = section(Critic, read_by=PPO)
     reference: Reference = section(Reference, read_by=PPO)
+    teacher: Teacher = section(Teacher, read_by=PPO)
     algorithm: Algorithm = section(Algorithm, read_by=PPO)
     rollout: RolloutOptions = section(RolloutOptions, read_by=PPO)
     reward: Reward = section(Reward, read_by=PPO)
@@ -971,6 +998,11 @@ class Config:
     def has_adapters(self) -> bool:
         """Return whether adapters are trained; their frozen base is kept as the reference."""
         return bool(self.model.lora.rank or self.model.lora.path)
+
+    @property
+    def teacher_gives_rewards(self) -> bool:
+        """Return whether the tokens' rewards contain the KL to a teacher."""
+        return bool(self.teacher.path and self.teacher.reward_coef)
 
     @property
     def keeps_reference(self) -> bool:

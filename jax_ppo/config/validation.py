@@ -34,6 +34,7 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     model.require_known_lora_targets(lora)
     model.require_lora_path_alone(lora)
     algorithm.reject_reuse_with_importance_weights(rollout, config.algorithm.rollout_is)
+    algorithm.require_teacher_to_teach(config.teacher)
     algorithm.require_horizon_holds_step(config.algorithm.kl_ctrl, samples)
     _validate_machine(config)
     model.require_model_or_arithmetic(config.model, data)

@@ -140,7 +140,11 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _scoring_temporaries(step, step.role(program.role))
         case "update":
             role = step.role(program.role)
-            return _update_temporaries(step, role, step.packed.of_role(program.role))
+            batches = step.packed.of_role(program.role)
+            others = [step.role(name) for name in program.reads(step.programs.config)]
+            return _update_temporaries(step, role, batches) + sum(
+                _other_policy_temporaries(step, other, batches) for other in others
+            )
         case "elementwise":
             return 0
 
@@ -250,6 +254,14 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     if target_platform() == "cpu":
         return max(backward, _optimizer_temporaries(role))
     return backward
+
+
+def _other_policy_temporaries(step: AbstractStep, other: Role, batches: MiniBatches) -> int:
+    """Return the bytes of a frozen policy's pass over a micro-batch, to which a loss has a KL."""
+    shape = batches.packing.sample.shape[2:]
+    # Its hidden states stay until the backward pass over the vocabulary.
+    hidden = device_tokens(step, shape) * other.architecture.hidden_size * other.itemsize
+    return hidden + forward_bytes(step, other, shape) + head_weight_bytes(step, other)
 
 
 def _optimizer_temporaries(role: Role) -> int:

@@ -205,7 +205,10 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
         case "update":
             batches = step.packed.of_role(program.role)
-            return _update(step, step.role(program.role), batches, passes)
+            work = _update(step, step.role(program.role), batches, passes)
+            for name in program.reads(step.programs.config):
+                work += _score(step, step.role(name)) * passes
+            return work
 
 
 def predict_seconds(

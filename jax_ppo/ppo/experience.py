@@ -35,7 +35,8 @@ def estimate_experience(
 
         r_t = [t is the last action] * score + step reward - kl_coef * KL_t
 
-    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`.
+    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`. A
+    teacher adds `reward_shaping.add_teacher_rewards`.
     Returns are computed before advantages are whitened over the whole rollout.
 
     Args:
@@ -63,6 +64,9 @@ def estimate_experience(
     # Rewards per token: the score on the last action, step rewards, and the KL penalty.
     token_rewards, metrics = reward_shaping.shape_rewards(
         options, reward_moments, sequences, masks, rewards, step_rewards
+    )
+    token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
+        options.teacher, token_rewards, old_logprobs, outputs, masks.actions
     )
     kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, outputs, masks.actions)
     token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
@@ -100,7 +104,8 @@ def estimate_experience(
             {"rewards": reward_moments, "returns": return_moments},
         ),
     )
-    return experience, metrics | kl_metrics | advantage_metrics | weight_metrics
+    metrics |= teacher_metrics | kl_metrics | advantage_metrics | weight_metrics
+    return experience, metrics
 
 
 def select_old_logprobs(outputs: ForwardOutputs, sampled_logprobs: Tokens) -> Tokens:

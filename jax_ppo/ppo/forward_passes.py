@@ -22,7 +22,7 @@ from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
 
-Part = Literal["policy", "critic"]
+Part = Literal["policy", "critic", "teacher"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class ForwardOptions:
       full_kl: compute the KL to the reference over the whole vocabulary.
       values: compute the critic's values.
       last_values: compute the values of final states, for bootstrapping.
+      teacher: compute the teacher's log-probs.
       shared_trunk: the critic is a head of the actor's.
     """
 
@@ -47,6 +48,7 @@ class ForwardOptions:
     full_kl: bool
     values: bool
     last_values: bool
+    teacher: bool
     shared_trunk: bool
 
     @classmethod
@@ -66,6 +68,7 @@ class ForwardOptions:
             values=config.has_critic,
             # Only truncated responses have a final state whose value is not 0.
             last_values=config.has_critic and algorithm.bootstrap_truncated,
+            teacher=config.teacher_gives_rewards,
             shared_trunk=config.shares_trunk,
         )
 
@@ -83,6 +86,8 @@ class ForwardOptions:
             parts.append("policy")
         if self.values and not self.shared_trunk:
             parts.append("critic")
+        if self.teacher:
+            parts.append("teacher")
         return tuple(parts)
 
 
@@ -97,6 +102,7 @@ class ForwardOutputs:
       kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
       values: the critic's output for the state before each token; `None` without a critic.
       last_values: the critic's output for the final state; `None` without bootstrapping.
+      teacher_logprobs: log-probs under the teacher; `None` if it gives no rewards.
     """
 
     old_logprobs: Float32[Array, "B T"] | None = None
@@ -104,6 +110,7 @@ class ForwardOutputs:
     kl: Float32[Array, "B T"] | None = None
     values: Float32[Array, "B T"] | None = None
     last_values: Float32[Array, " B"] | None = None
+    teacher_logprobs: Float32[Array, "B T"] | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -147,7 +154,7 @@ def reuses_logprobs(config: Config) -> bool:
     platforms float32 products are rounded to fewer bits, and differently from program to program.
     If the update takes one optimizer step per rollout, it uses the log-probs that it differentiates
     as the old ones (a ratio of 1), and those of the sampler are only reported, unless the reward
-    contains a KL or a controller follows it.
+    contains a KL, to reference or teacher, or a controller follows it.
     """
     if config.algorithm.rollout_is != "none":
         return False  # importance weights compare the two
@@ -157,7 +164,8 @@ def reuses_logprobs(config: Config) -> bool:
         and config.rollout.quantization == "none"
     )
     adapts = config.algorithm.kl_ctrl.type == "adaptive"
-    is_unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
+    in_reward = config.algorithm.use_kl_in_reward or config.teacher_gives_rewards
+    is_unused = config.updates_once and not in_reward and not adapts
     # Reused where they differ by rounding at most, or are only reported.
     if config.rollout.reuse_logprobs == "auto":
         return is_exact or is_unused
@@ -194,7 +202,7 @@ def forward_programs(
     plan: Packing,
     micro_batches: Int32[Array, ""],
 ) -> list[dispatch.Program]:
-    """Return the programs of `run_forward_passes`: the policy's, and that of a separate critic."""
+    """Return the programs of `run_forward_passes`, one for each part."""
     return [
         (forward_part, (options, nets, part, state, sequences, plan, micro_batches))
         for part in options.parts
@@ -226,7 +234,7 @@ def forward_part(
       options: what to compute.
       nets: the roles' models.
       part: "policy" for actor and reference, and for the values if they share the actor's trunk;
-        "critic" for the values otherwise.
+        "critic" for the values otherwise; "teacher" for the teacher's log-probs.
       state: the roles' parameters.
       sequences: the rollout.
       plan: arrays of [A, R, L].
@@ -240,6 +248,10 @@ def forward_part(
         rows = _gather_micro_batch(sequences, plan, i)
         if part == "policy":
             return _run_policy(options, nets, state, sequences, rows, outputs)
+        if part == "teacher":
+            net, params = nets["teacher"], state.role_params("teacher", nets)
+            hidden = forward.hidden_states(net, params, rows)
+            return _write_logprobs("teacher_logprobs", net, params, hidden, rows, options, outputs)
         assert nets.critic is not None, "there is no critic to score"
         critic = state.role_params("critic", nets)
         values = forward.scalar_outputs(nets.critic, critic, rows)
@@ -251,7 +263,7 @@ def forward_part(
 def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> ForwardOutputs:
     """Return zeros for the fields that a part computes, and `None` for the others."""
     is_policy = part == "policy"
-    has_values = options.values and options.shared_trunk == is_policy
+    has_values = options.values and part == ("policy" if options.shared_trunk else "critic")
     length = options.max_response_length
 
     # The program computes the fields that are not `None` here.
@@ -266,6 +278,7 @@ def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> Forward
         kl=zeros_if(is_policy and options.full_kl, samples, length),
         values=zeros_if(has_values, samples, length),
         last_values=zeros_if(has_values and options.last_values, samples),
+        teacher_logprobs=zeros_if(part == "teacher", samples, length),
     )
 
 
@@ -279,33 +292,45 @@ def _run_policy(
 ) -> ForwardOutputs:
     """Return `scores` with the policy's and the reference's numbers of these rows."""
     net = nets.actor
-    temperature = options.temperature
     actor = state.role_params("actor", nets)
-
-    def compute_logprobs(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
-        return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if options.runs_policy:
         hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
     if outputs.old_logprobs is not None:
-        logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, outputs.old_logprobs)
-        outputs = dataclasses.replace(outputs, old_logprobs=logprobs)
+        outputs = _write_logprobs("old_logprobs", net, actor, hidden, rows, options, outputs)
     if outputs.ref_logprobs is not None:
         # The frozen reference routes by itself: no routing is replayed.
         ref_hidden = forward.hidden_states(net, state.reference, rows)
-        # The reference is divided by the same temperature: equal policies have a KL of exactly 0.
-        logprobs = compute_logprobs(state.reference, ref_hidden)
-        logprobs = packing.to_samples(logprobs, rows, outputs.ref_logprobs)
-        outputs = dataclasses.replace(outputs, ref_logprobs=logprobs)
+        outputs = _write_logprobs(
+            "ref_logprobs", net, state.reference, ref_hidden, rows, options, outputs
+        )
     if outputs.kl is not None:
         kl = forward.reference_kl(
-            net, actor, hidden, state.reference, ref_hidden, rows, temperature
+            net, actor, hidden, net, state.reference, ref_hidden, rows, options.temperature
         )
         outputs = dataclasses.replace(outputs, kl=packing.to_samples(kl, rows, outputs.kl))
     if options.shared_trunk:
         outputs = _write_values(compute_scalars(actor, hidden), sequences, rows, outputs)
     return outputs
+
+
+def _write_logprobs(
+    field: str,
+    net: Transformer,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    rows: Rows,
+    options: ForwardOptions,
+    outputs: ForwardOutputs,
+) -> ForwardOutputs:
+    """Return `outputs` with a model's log-probs of these rows in one of the fields."""
+    # All models are divided by the same temperature: equal policies have a KL of exactly 0.
+    logprobs, _ = forward.token_logprobs(
+        net, params, hidden, rows, options.temperature, with_entropy=False
+    )
+    written = packing.to_samples(logprobs, rows, getattr(outputs, field))
+    return dataclasses.replace(outputs, **{field: written})
 
 
 def _write_values(

@@ -66,12 +66,14 @@ class ActorLossOptions:
     Attributes:
       actor: the section of the config.
       temperature: divides the logits, as in sampling.
+      teacher_coef: the coefficient of the KL to the teacher over the vocabulary; 0 without one.
       is_on_policy: whether the log-probs being differentiated are also the old ones. This is the
         case if the rollout gets one optimizer step and its log-probs were not computed again.
     """
 
     actor: Actor
     temperature: float
+    teacher_coef: float
     is_on_policy: bool
 
     @classmethod
@@ -80,6 +82,7 @@ class ActorLossOptions:
         return cls(
             actor=config.actor,
             temperature=config.rollout.temperature,
+            teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
             is_on_policy=config.updates_once and reuses_logprobs(config),
         )
 
@@ -160,10 +163,12 @@ class ActorObjective(RolloutObjective):
       options: see `ActorLossOptions`.
       shared_critic: the critic's section if its head shares the actor's trunk: the value loss is
         then added, from the same pass.
+      teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
     """
 
     options: ActorLossOptions
     shared_critic: Critic | None
+    teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[jax.Array, ...]:
         """Return the weights of samples, and the tokens that the policy loss selects, if any."""
@@ -220,7 +225,12 @@ class ActorObjective(RolloutObjective):
         kl_loss = self._kl_loss(params, hidden, logprobs, rows, token_weights)
         entropy_bonus = jnp.sum(token_weights.loss * entropy)
         loss = pg_loss + actor.kl_loss_coef * kl_loss - actor.entropy_coeff * entropy_bonus
-        metrics = {"actor/loss": loss, "actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
+        metrics = {"actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
+        if self.teacher is not None:
+            teacher_kl = self._kl_over_vocabulary(params, hidden, *self.teacher, rows)
+            loss += options.teacher_coef * jnp.sum(token_weights.loss * teacher_kl)
+            metrics["actor/teacher_kl"] = jnp.sum(token_weights.mean * teacher_kl)
+        metrics["actor/loss"] = loss
         for name, per_token in plugin_metrics.items():
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
         result = (loss, metrics | _policy_metrics(policy, entropy, token_weights))
@@ -250,16 +260,34 @@ class ActorObjective(RolloutObjective):
         if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
             assert self.reference is not None, "a KL loss needs a reference"
-            ref_hidden = forward.hidden_states(net, self.reference, rows)
-            kl_tokens = forward.reference_kl(
-                net, params, hidden, self.reference, ref_hidden, rows, options.temperature
-            )
+            kl_tokens = self._kl_over_vocabulary(params, hidden, net, self.reference, rows)
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)
             kind = get_kl_estimator(name, "actor.kl_loss_type")
             kl_tokens = kl.kl_estimate(logprobs, ref_logprobs, rows.mask, kind)
         return jnp.sum(weights.loss * kl_tokens)
+
+    def _kl_over_vocabulary(
+        self,
+        params: Params,
+        hidden: Float[Array, "R L D"],
+        other_net: Transformer,
+        other: Params,
+        rows: Rows,
+    ) -> Float[Array, "R L"]:
+        """Return KL(actor || other) of each token, with another frozen policy."""
+        other_hidden = forward.hidden_states(other_net, other, rows)
+        return forward.reference_kl(
+            self.net,
+            params,
+            hidden,
+            other_net,
+            other,
+            other_hidden,
+            rows,
+            self.options.temperature,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -161,9 +161,8 @@ def _count_policy_passes(config: Config, nets: Networks) -> int:
     return options.runs_policy + options.reference
 
 
-def _count_critic_passes(config: Config, nets: Networks) -> int:
-    options = forward_passes.ForwardOptions.from_config(config)
-    return int("critic" in options.parts)
+def _count_part(part: forward_passes.Part, config: Config, nets: Networks) -> int:
+    return int(part in forward_passes.ForwardOptions.from_config(config).parts)
 
 
 def _count_reward_passes(config: Config, nets: Networks) -> int:
@@ -251,9 +250,9 @@ def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
 
 
 def _read_by_actor(config: Config) -> tuple[str, ...]:
-    if needs_reference_pass(config.actor):
-        return ("reference",)
-    return ()
+    reference = ("reference",) if needs_reference_pass(config.actor) else ()
+    teacher = ("teacher",) if config.teacher.path and config.teacher.loss_coef else ()
+    return reference + teacher
 
 
 # All programs of a step, in their order. What compiles, plans or checks programs reads this table.
@@ -292,8 +291,17 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="scoring, critic",
         kind="forward pass",
         role="critic",
-        passes=_count_critic_passes,
+        passes=functools.partial(_count_part, "critic"),
         compile=functools.partial(_compile_forward, "critic"),
+        group="scoring",
+    ),
+    StepProgram(
+        name="score_teacher",
+        label="scoring, teacher",
+        kind="forward pass",
+        role="teacher",
+        passes=functools.partial(_count_part, "teacher"),
+        compile=functools.partial(_compile_forward, "teacher"),
         group="scoring",
     ),
     StepProgram(

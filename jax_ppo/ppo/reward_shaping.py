@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Algorithm, Config, Reward
+from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, masked, shaping
 from jax_ppo.kernels import moments as running_moments
@@ -33,6 +33,7 @@ class ExperienceOptions:
     Attributes:
       algorithm: the section of the config.
       reward: the section of the config.
+      teacher: the section of the config.
       max_response_length: T, the length beyond which responses are cut off.
       responses_per_prompt: n, the size of the groups that are compared without a critic.
       has_critic: advantages come from a critic.
@@ -42,6 +43,7 @@ class ExperienceOptions:
 
     algorithm: Algorithm
     reward: Reward
+    teacher: Teacher
     max_response_length: int
     responses_per_prompt: int
     has_critic: bool
@@ -54,6 +56,7 @@ class ExperienceOptions:
         return cls(
             algorithm=config.algorithm,
             reward=config.reward,
+            teacher=config.teacher,
             max_response_length=config.data.max_response_length,
             responses_per_prompt=config.responses_per_prompt,
             has_critic=config.has_critic,
@@ -180,6 +183,28 @@ def move_to_actions(rewards_BxT: Tokens, mask_BxT: Mask) -> Tokens:
         return jnp.zeros_like(rewards_T).at[target_T].add(rewards_T)
 
     return jax.vmap(move)(rewards_BxT, target_BxT)
+
+
+def add_teacher_rewards(
+    options: Teacher,
+    token_rewards: Tokens,
+    old_logprobs: Tokens,
+    outputs: ForwardOutputs,
+    actions: Mask,
+) -> tuple[Tokens, Metrics]:
+    """Subtract the KL to the teacher, estimated from each sampled token, from the token's reward.
+
+    With d = log actor(token) - log teacher(token) the reward -d follows the gradient of -KL(actor
+    || teacher) of whole responses with gamma = 1; with gamma = 0 it follows that of each token's
+    KL, as in Lu & Thinking Machines 2025 (https://thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    if not options.use_task_rewards:
+        token_rewards = jnp.zeros_like(token_rewards)
+    if outputs.teacher_logprobs is None:
+        return token_rewards, {}
+    kl_tokens = kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, "k1")
+    metrics = {"teacher/kl": masked.masked_mean(kl_tokens, actions)}
+    return token_rewards - options.reward_coef * kl_tokens, metrics
 
 
 def reference_kl(

@@ -163,18 +163,18 @@ def update_programs(
     shared_args = (state.without_trained(), experience)
     actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
     programs: list[dispatch.Program] = [
-        (update_actor, (options.actor, nets.actor, total_steps, *actor_args))
+        (update_actor, (options.actor, nets, total_steps, *actor_args))
     ]
     if critic_batches is not None:
         critic_args = (state.critic, state.optimizers["critic"], *shared_args, critic_batches)
-        programs.append((update_critic, (options.critic, nets.critic, total_steps, *critic_args)))
+        programs.append((update_critic, (options.critic, nets, total_steps, *critic_args)))
     return programs
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state.
 _compiled = functools.partial(
     jax.jit,
-    static_argnames=("options", "net", "total_steps"),
+    static_argnames=("options", "nets", "total_steps"),
     donate_argnames=("params", "optimizer_state"),
 )
 
@@ -182,7 +182,7 @@ _compiled = functools.partial(
 @_compiled
 def update_actor(
     options: ActorOptions,
-    net: Transformer,
+    nets: Networks,
     total_steps: int,
     params: Params,
     optimizer_state: optax.OptState,
@@ -194,7 +194,7 @@ def update_actor(
 
     Args:
       options: see `ActorOptions`.
-      net: the actor's model.
+      nets: the roles' models.
       total_steps: number of steps of the whole run.
       params: donated.
       optimizer_state: donated.
@@ -213,7 +213,11 @@ def update_actor(
     update_enabled = step >= warmup
     reference = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
-    learner = actor_learner(options, net, experience, reference)
+    teacher = None
+    if options.loss.teacher_coef:
+        state = dataclasses.replace(fixed_state, models=placement.to_device(fixed_state.models))
+        teacher = (nets["teacher"], state.role_params("teacher", nets))
+    learner = actor_learner(options, nets.actor, experience, reference, teacher)
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, update_enabled, batches
     )
@@ -227,7 +231,7 @@ def update_actor(
 @_compiled
 def update_critic(
     options: CriticOptions,
-    net: Transformer,
+    nets: Networks,
     total_steps: int,
     params: Params,
     optimizer_state: optax.OptState,
@@ -245,7 +249,8 @@ def update_critic(
     # Only adapters need the base here, and with adapters it is on the device already.
     reference = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
-    learner = critic_learner(options, net, experience, reference)
+    assert nets.critic is not None, "there is no separate critic"
+    learner = critic_learner(options, nets.critic, experience, reference)
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, True, batches
     )
@@ -265,7 +270,11 @@ def _constrain_to_train_layout(*trees: Any) -> Any:
 
 
 def actor_learner(
-    options: ActorOptions, net: Transformer, experience: Experience, reference: Params | None
+    options: ActorOptions,
+    net: Transformer,
+    experience: Experience,
+    reference: Params | None,
+    teacher: tuple[Transformer, Params] | None = None,
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.loss.actor
@@ -273,6 +282,8 @@ def actor_learner(
     metrics = {**ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
     if actor.router_aux_loss_coef:
         metrics["actor/router_loss"] = Metric.MEAN
+    if teacher is not None:
+        metrics["actor/teacher_kl"] = Metric.MEAN
     if options.shared_critic is not None:
         metrics |= CRITIC_METRICS
     early_stop = None
@@ -284,6 +295,7 @@ def actor_learner(
         objective=ActorObjective(
             options=options.loss,
             shared_critic=options.shared_critic,
+            teacher=teacher,
             metrics=metrics,
             aggregation=actor.loss_agg_mode,
             loss_scale=options.loss_scale,

@@ -67,7 +67,7 @@ def predict_returns(
     sequences = join_sequences(rollout, options.sequence_length)
     packed = run.packer.pack_rows(sample_lengths(batch, rollout))
     forward = options.forward
-    if not options.experience.algorithm.use_kl_in_reward:
+    if not (options.experience.algorithm.use_kl_in_reward or forward.teacher):
         # Only a KL in the reward needs more than values.
         forward = dataclasses.replace(forward, old_logprobs=False, reference=False, full_kl=False)
     outputs = run_forward_passes(forward, run.nets, state, sequences, *packed)

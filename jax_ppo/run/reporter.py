@@ -66,6 +66,11 @@ PANELS = (
         },
     ),
     Panel(title="KL to the reference", unit="nats per token", curves={"KL": "kl/reference"}),
+    Panel(
+        title="KL to the teacher",
+        unit="nats per token",
+        curves={"sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"},
+    ),
     Panel(title="entropy", unit="nats per token", curves={"entropy": "actor/entropy"}),
     Panel(
         title="response length",

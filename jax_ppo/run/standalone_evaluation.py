@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.reporting import console
@@ -85,6 +85,7 @@ def _without_critic(config: Config) -> Config:
         config,
         model=model,
         algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
+        teacher=Teacher(),
     )
 
 
@@ -114,6 +115,7 @@ def _read_run(config: Config, checkpoint: Path) -> Config:
         model=dataclasses.replace(run.model, path=path),
         critic=run.critic,
         algorithm=dataclasses.replace(run.algorithm, use_reference=False),
+        teacher=Teacher(),
     )
 
 

@@ -113,22 +113,28 @@ def reference_kl(
     model: Transformer,
     params: Params,
     hidden: Float[Array, "R L D"],
+    ref_model: Transformer,
     reference: Params,
-    ref_hidden: Float[Array, "R L D"],
+    ref_hidden: Float[Array, "R L E"],
     rows: Rows,
     temperature: float,
 ) -> Float[Array, "R L"]:
     """Return KL(actor || reference) over the vocabulary for each target, in float32 nats.
 
     Args:
-      model: the decoder of both.
+      model: the actor's decoder.
       params: the actor's, with the output embedding.
       hidden: the actor's output for these rows.
-      reference: the reference's parameters.
-      ref_hidden: the reference's output for these rows.
+      ref_model: the decoder of the reference, or of a teacher in its place, with the same
+        vocabulary and soft cap.
+      reference: its parameters.
+      ref_hidden: its output for these rows.
       rows: the micro-batch; the result is 0 where its mask is False.
       temperature: divides the logits of both, > 0.
     """
+    divisors = [x.architecture.logit_divisor for x in (model, ref_model)]
+    if divisors[0] != divisors[1]:
+        ref_hidden = ref_hidden * (divisors[0] / divisors[1])
     temperature, cap = product_scaling(model.architecture, temperature)
     return vocabulary_kl.full_kl(
         split_by_device(hidden),

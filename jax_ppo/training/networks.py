@@ -255,6 +255,29 @@ def read_reward_model(
     return build_decoder(architecture, config.model, packed_row_length(config))
 
 
+def read_teacher(
+    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
+) -> Transformer:
+    """Return the teacher's model: a decoder, or the actor's model with other adapters."""
+    folder = folders["teacher"]
+    option = "config.teacher.path"
+    if config.has_adapters and holds_adapters(folder):
+        return _with_adapters(actor, config, folders, "teacher", option, "lm")
+    _refuse_adapters(folder, f"{option}={config.teacher.path!r}")
+    architecture = read_architecture(folder, needs_weights)
+    # Log-probs of tokens need no more than the tokens; the sum over a vocabulary needs the same.
+    fields = ("vocab_size", "logit_softcap") if config.teacher.loss_coef else ()
+    for field in fields:
+        teachers, actors = (getattr(x, field) for x in (architecture, actor.architecture))
+        if teachers != actors:
+            raise UserError(
+                f"config.teacher.loss_coef={config.teacher.loss_coef}: sums over the vocabulary, "
+                f"for which the teacher's {field} {teachers} must be the actor's {actors}; use "
+                "config.teacher.reward_coef alone"
+            )
+    return build_decoder(architecture, config.model, packed_row_length(config))
+
+
 def _with_adapters(
     actor: Transformer, config: Config, folders: Folders, role: str, option: str, head: str
 ) -> Transformer:

@@ -24,6 +24,7 @@ from jax_ppo.training.networks import (
     read_actor,
     read_critic,
     read_reward_model,
+    read_teacher,
     validate_reference,
 )
 from jax_ppo.training.random_streams import Stream
@@ -199,6 +200,16 @@ ROLES: tuple[ModelRole, ...] = (
         read_net=read_reward_model,
         head=lambda config: "reward",
         param_offload="reward.param_offload",
+    ),
+    ModelRole(
+        name="teacher",
+        title="teacher",
+        is_used=lambda config: bool(config.teacher.path),
+        path_option="teacher.path",
+        read_net=read_teacher,
+        head=lambda config: "lm",
+        reads_actors_tokens=True,
+        param_offload="teacher.param_offload",
     ),
 )
 

@@ -14,7 +14,9 @@ from jax_ppo.run import critic_quality, evaluation_statistics
 from jax_ppo.run.reporter import COLUMNS, PANELS
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 
-GROUPS = "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds"
+GROUPS = (
+    "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds|teacher"
+)
 NAME = re.compile(rf"({GROUPS}|train|update)/[a-z_]+(/[a-z_]+)?")
 TEMPLATE = re.compile(rf"(({GROUPS}|train|update|\{{role\}})/|\{{self\.prefix\}})[\w{{}}.]+")
 PRODUCERS = ("memory", "ppo", "reporting", "run", "runtime", "supervised", "training")

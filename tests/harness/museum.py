@@ -1046,6 +1046,30 @@ REWARD_AND_KL = [
         new="'k1'",
     ),
     Exhibit(
+        name="the_teacher_in_the_students_place",
+        source=(
+            "trl#3043, twinkle#112: GKD's two KL divergences were exchanged: the student was "
+            "trained by the other direction than the one asked for"
+        ),
+        holds="rewards follow KL(actor || teacher), which the actor can lower by its choices",
+        test="tests/ppo/test_teacher.py::test_its_rewards_follow_the_reverse_kl",
+        where="add_teacher_rewards",
+        old="kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, 'k1')",
+        new="kl.kl_estimate(outputs.teacher_logprobs, old_logprobs, actions, 'k1')",
+    ),
+    Exhibit(
+        name="the_teachers_logits_are_those_of_another_token",
+        source="ms-swift#8436: the logits of the teacher were not shifted against the labels",
+        holds="teacher and actor are compared at the token that was sampled",
+        test=(
+            "tests/ppo/test_teacher.py::"
+            "test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature"
+        ),
+        where="forward_part",
+        old="forward.hidden_states(net, params, rows)",
+        new="jnp.roll(forward.hidden_states(net, params, rows), 1, axis=1)",
+    ),
+    Exhibit(
         name="the_reference_at_another_temperature",
         source=(
             "tunix at T = 0.9: policy log-probs at T = 1, the reference's at T, so the KL of a "
@@ -1057,10 +1081,13 @@ REWARD_AND_KL = [
         ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_run_policy",
-        old="compute_logprobs(state.reference, ref_hidden)",
+        old=(
+            "_write_logprobs('ref_logprobs', net, state.reference, ref_hidden, rows, options, "
+            "outputs)"
+        ),
         new=(
-            "forward.token_logprobs(net, state.reference, ref_hidden, rows, 1.0, "
-            "with_entropy=False)[0]"
+            "_write_logprobs('ref_logprobs', net, state.reference, ref_hidden, rows, "
+            "dataclasses.replace(options, temperature=1.0), outputs)"
         ),
     ),
     Exhibit(
@@ -1238,9 +1265,9 @@ LOSSES_AND_RATIO = [
         source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
         holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
-        where="_run_policy",
-        old="forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)",
-        new="forward.token_logprobs(net, params, hidden, rows, 1.0, with_entropy=False)",
+        where="_write_logprobs",
+        old="options.temperature",
+        new="1.0",
     ),
     Exhibit(
         name="the_ratio_is_always_1",

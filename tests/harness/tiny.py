@@ -251,10 +251,10 @@ def update_programs(config, *arguments):
     return update.update_programs(update.UpdateOptions.from_config(config), *arguments)
 
 
-def actor_learner(config, nets, experience, reference=None):
+def actor_learner(config, nets, experience, reference=None, teacher=None):
     """Return the learner of the actor, or of actor and critic on a shared trunk."""
     options = update.UpdateOptions.from_config(config).actor
-    return update.actor_learner(options, nets.actor, experience, reference)
+    return update.actor_learner(options, nets.actor, experience, reference, teacher)
 
 
 def critic_learner(config, nets, experience, reference=None):

@@ -1,7 +1,7 @@
 """Rules of sampling, rewards and the algorithm."""
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import Actor, Config, KLControl, Reward, RolloutOptions
+from jax_ppo.config.schema import Actor, Config, KLControl, Reward, RolloutOptions, Teacher
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
@@ -113,6 +113,15 @@ def require_overlong_buffer_within_response(reward: Reward, longest: int) -> Non
         raise UserError(
             f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
             f"config.data.max_response_length={longest}"
+        )
+
+
+def require_teacher_to_teach(teacher: Teacher) -> None:
+    """Raise `UserError` for a teacher that neither rewards nor loss read."""
+    if teacher.path and not (teacher.reward_coef or teacher.loss_coef):
+        raise UserError(
+            "config.teacher.reward_coef=0.0: expected more than 0, or a config.teacher.loss_coef "
+            "above 0; otherwise nothing reads config.teacher.path"
         )
 
 
