@@ -194,7 +194,7 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
     for name, field in fields.items():
         if name not in values:
             continue  # a configuration written before the option existed means its default
-        value = _resolve(values, name)
+        value = values[name]  # a ConfigDict resolves references here
         if not dataclasses.is_dataclass(field.type):
             facts = field.metadata["facts"]
             built[name] = _validate_value(f"config.{prefix}{name}", value, field.type, facts)
@@ -204,13 +204,6 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
         else:
             raise UserError(f"config.{prefix}{name}: expected a section of options, got {value!r}")
     return cls(**built)
-
-
-def _resolve(values: Any, name: str) -> Any:
-    """Return a value of a ConfigDict, with references resolved, or of a dict."""
-    if hasattr(values, "get_oneway_ref"):
-        return values.get_oneway_ref(name).get()
-    return values[name]
 
 
 def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any:
