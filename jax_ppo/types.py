@@ -10,7 +10,7 @@ import typing
 from typing import Any
 
 import jax
-from jaxtyping import Bool, Float32, Int32, UInt
+from jaxtyping import Bool, Float32, Int32, UInt, UInt8
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
@@ -80,7 +80,7 @@ class Rollout:
         ended it.
       lengths: number of response tokens, 1..T.
       logprobs: log-probability of each token under the distribution it was drawn from, before
-        top-k and top-p: log_softmax(logits / temperature). 0 past the length.
+        filters such as top-p: log_softmax(logits / temperature). 0 past the length.
       truncated: True if T tokens were drawn without an EOS; with an environment, if the dialogue
         had not ended by then.
       action_mask: True on the response tokens that the policy chose. False past the length, and on
@@ -93,6 +93,9 @@ class Rollout:
       routed_experts: the experts that each token of prompt and response, joined without a gap,
         passed through in each layer; the number of experts for tokens that were not run, such as
         the last one. `None` unless the sampling options request it.
+      kept_tokens: the tokens among which each one was drawn, a bit for each of the vocabulary, as
+        `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
+        over these. `None` unless the sampling options request it.
     """
 
     prompts: Prompts
@@ -104,6 +107,7 @@ class Rollout:
     slot_steps: Int32[Array, " queues"] | None = None
     turn_rewards: Float32[Array, "B T"] | None = None
     routed_experts: UInt[Array, "B S layers k"] | None = None
+    kept_tokens: UInt8[Array, "B T bytes"] | None = None
 
 
 @pytree
@@ -117,6 +121,8 @@ class Sequences:
       truncated: True if the response was cut off at its maximum length.
       action_mask: as in `Rollout`; column t is the response's token t.
       routed_experts: as in `Rollout`; column i is the token at position i.
+      kept_tokens: as in `Rollout`; all log-probs, entropies and KLs are of the distributions over
+        these tokens.
     """
 
     tokens: Int32[Array, "B S"]
@@ -125,6 +131,7 @@ class Sequences:
     truncated: Bool[Array, " B"]
     action_mask: Bool[Array, "B T"]
     routed_experts: UInt[Array, "B S layers k"] | None = None
+    kept_tokens: UInt8[Array, "B T bytes"] | None = None
 
 
 @pytree

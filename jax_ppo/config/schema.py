@@ -124,6 +124,15 @@ HAS_ENVIRONMENT = Condition(lambda c: bool(c.rollout.multi_turn.environment),
 ENGINE_RECORDS_ROUTING = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine")
+ENGINE_RECORDS_KEPT_TOKENS = Requirement(lambda c: c.rollout.engine == "built-in",
+    "`rollout.engine` is built-in",
+    "config.rollout.engine={config.rollout.engine!r} does not record them; use the built-in engine")
+HAS_NO_LOGIT_BIAS = Requirement(lambda c: not c.rollout.logit_bias,
+    "`rollout.logit_bias` is empty",
+    "a bias changes the probabilities of the tokens that are left, which training does not know; "
+    "unset config.rollout.logit_bias, or forbid strings by config.rollout.bad_words")
+FILTERS_TOKENS = Condition(lambda c: c.rollout.filters_tokens,
+    "`rollout.top_k`, `top_p`, `min_p`, `min_new_tokens` or `bad_words` leaves out tokens")
 ENVIRONMENT_HAS_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} has no environment; use the built-in engine")
@@ -574,6 +583,9 @@ class Sampling:
     top_p: float = option(1.0,
         "draw from the most likely tokens that together have this probability",
         above=0, at_most=1)
+    min_p: float = option(0.0,
+        "draw from the tokens at least this fraction as likely as the most likely one",
+        at_least=0, at_most=1)
     n: int = option(1, "responses per prompt", unit="responses", at_least=1)
 
 
@@ -665,6 +677,11 @@ class RolloutOptions(Sampling):
     logit_bias: str = option("",
         "TOKEN:BIAS pairs, TOKEN an id: what is added to the logits of tokens before a draw",
         is_list=True)
+    exact_filters: bool = option(False,
+        "record which tokens top_k, top_p, min_p, min_new_tokens and bad_words left for each draw, "
+        "and train the distribution over these (DeepSeek-V3.2's keep sampling mask), instead of "
+        "the one over all tokens; takes a bit per token of the vocabulary for each response token",
+        requires=(ENGINE_RECORDS_KEPT_TOKENS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,))
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
@@ -695,6 +712,12 @@ class RolloutOptions(Sampling):
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: EvaluationSampling = section(EvaluationSampling)
+
+    @property
+    def filters_tokens(self) -> bool:
+        """Return whether some tokens may be left out of a draw."""
+        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return truncates or self.min_new_tokens > 0 or bool(self.bad_words)
 
 
 @dataclasses.dataclass(frozen=True)

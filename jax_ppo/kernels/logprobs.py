@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Integer, Shaped
+from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt8
 
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.platform import target_platform
@@ -24,6 +24,7 @@ from jax_ppo.kernels.vocabulary_chunks import (
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
+    keep_tokens,
 )
 
 
@@ -37,6 +38,7 @@ def token_logprobs(
     with_entropy: bool = True,
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
+    kept_GxNxW: UInt8[Array, " G N W"] | None = None,
 ) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
     """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
 
@@ -70,6 +72,8 @@ def token_logprobs(
       with_entropy: whether to compute the entropy.
       logit_softcap: c > 0, or None for no soft cap.
       layout: how an unembedding that is split over devices is gathered.
+      kept_GxNxW: the tokens that could be drawn at each position (`keep_tokens`), to which p is
+        restricted; `None`: all.
 
     Returns:
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
@@ -92,6 +96,7 @@ def token_logprobs(
         unembedding_VxD,
         targets_GxN,
         mask_GxN.astype(bool),
+        kept_GxNxW,
         temperature,
         min(chunk_size, hidden_GxNxD.shape[1]),
         with_entropy,
@@ -103,22 +108,21 @@ def token_logprobs(
     return logprobs, entropy
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
 def _token_logprobs(
     hidden: jax.Array,
     unembedding: jax.Array,
     targets: jax.Array,
     mask: jax.Array,
+    kept: jax.Array | None,
     temperature: float,
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
     layout: UnembeddingLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    logprobs, entropy, _ = _forward(
-        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap, layout
-    )
-    return logprobs, entropy
+    arrays = (hidden, unembedding, targets, mask, kept)
+    return _forward(*arrays, temperature, chunk_size, with_entropy, cap, layout)[:2]
 
 
 def _forward(
@@ -126,6 +130,7 @@ def _forward(
     unembedding: jax.Array,
     targets: jax.Array,
     mask: jax.Array,
+    kept: jax.Array | None,
     temperature: float,
     chunk_size: int,
     with_entropy: bool,
@@ -138,7 +143,8 @@ def _forward(
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Shifting by the largest logit keeps exp from overflowing.
-        z = chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature
+        logits = chunk_logits(chunks.gather(hidden, i), weight, cap)
+        z = keep_tokens(logits, chunks.gather(kept, i)) / temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
@@ -169,17 +175,19 @@ def _forward_and_residuals(
     unembedding: Any,
     targets: Any,
     mask: Any,
+    kept: Any,
     temperature: float,
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
     layout: UnembeddingLayout,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
+    arrays = (hidden, unembedding, targets, mask, None if kept is None else kept.value)
     logprobs, entropy, logsumexp = _forward(
-        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap, layout
+        *arrays, temperature, chunk_size, with_entropy, cap, layout
     )
-    return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
+    return (logprobs, entropy), (*arrays, entropy, logsumexp)
 
 
 def _backward(
@@ -190,8 +198,8 @@ def _backward(
     layout: UnembeddingLayout,
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[Any, Any],
-) -> tuple[jax.Array, jax.Array, None, None]:
-    hidden, unembedding, targets, mask, entropy, logsumexp = residuals
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+    hidden, unembedding, targets, mask, kept, entropy, logsumexp = residuals
     # A loss without an entropy bonus has no cotangent for it: that term is then left out.
     logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
     chunks = MaskedChunks(mask, chunk_size)
@@ -199,7 +207,8 @@ def _backward(
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         # The saved logsumexp spares the backward pass a reduction over the vocabulary.
-        log_p = logits / temperature - chunks.gather(logsumexp, i)[..., None]
+        z = keep_tokens(logits, chunks.gather(kept, i)) / temperature
+        log_p = z - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(logits)
         if logprobs_grad is not None:
             is_target = jnp.arange(V) == chunks.gather(targets, i)[..., None]
@@ -210,7 +219,7 @@ def _backward(
         return slope / temperature
 
     gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from jax_ppo.kernels.softcap import softcap, softcap_slope
 
@@ -17,6 +17,10 @@ CHUNK_BYTES = {"cpu": 4 * 2**20}
 CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 
 MIN_CHUNK_SIZE = 128
+
+# The logit of a token that could not be drawn. Its probability is exactly 0, and unlike that of
+# -inf, its share p log p of an entropy is 0 too.
+DROPPED = -1e30
 
 
 def _sum_groups(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -75,11 +79,13 @@ class MaskedChunks:
     def _slice(self, x: jax.Array, i: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
 
-    def gather(self, x_GxN: Shaped[Array, " G N *rest"], i: jax.Array) -> jax.Array:
-        """Return chunk i of x, [G, C, ...].
+    def gather(self, x_GxN: Any, i: jax.Array) -> Any:
+        """Return chunk i of x [G, N, ...], [G, C, ...]; `None` of `None`.
 
         It is 0 where the group has no more positions, so that the padding adds nothing to a sum.
         """
+        if x_GxN is None:
+            return None
         order = self._slice(self._order, i)
         selected = self._slice(self._selected, i)
         expand = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
@@ -105,6 +111,23 @@ def chunk_logits(
     """Return the logits of one chunk, soft-capped unless `cap` is None."""
     logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
     return softcap(logits, cap)
+
+
+def keep_tokens(
+    logits_GxCxV: Float32[Array, " G C V"], kept_GxCxW: UInt8[Array, " G C W"] | None
+) -> Float32[Array, " G C V"]:
+    """Return the logits, with those of tokens that were not kept replaced by `DROPPED`.
+
+    Args:
+      logits_GxCxV: logits.
+      kept_GxCxW: W = V / 8, rounded up; bit v % 8 of byte v // 8 is 1 if token v was kept. `None`:
+        all were.
+    """
+    if kept_GxCxW is None:
+        return logits_GxCxV
+    V = logits_GxCxV.shape[-1]
+    is_kept = jnp.unpackbits(kept_GxCxW, axis=-1, count=V, bitorder="little")
+    return jnp.where(is_kept, logits_GxCxV, DROPPED)
 
 
 def hidden_and_weight_grad(

@@ -6,10 +6,11 @@ log-probabilities, without an array over [tokens, vocabulary]. Shape letters are
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.platform import target_platform
@@ -20,6 +21,7 @@ from jax_ppo.kernels.vocabulary_chunks import (
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
+    keep_tokens,
 )
 
 
@@ -33,6 +35,7 @@ def full_kl(
     chunk_size: int | None = None,
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
+    kept_GxNxW: UInt8[Array, " G N W"] | None = None,
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
 
@@ -73,6 +76,8 @@ def full_kl(
       chunk_size: positions of each group per chunk; `default_chunk_size` if None.
       logit_softcap: c > 0, for both, or None for no soft cap.
       layout: how unembeddings that are split over devices are gathered.
+      kept_GxNxW: the tokens that could be drawn at each position (`keep_tokens`), to which p and q
+        are restricted; `None`: all.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
@@ -96,6 +101,7 @@ def full_kl(
         jax.lax.stop_gradient(ref_hidden_GxNxE),
         jax.lax.stop_gradient(ref_unembedding_VxE),
         mask_GxN.astype(bool),
+        kept_GxNxW,
         temperature,
         min(chunk_size, mask_GxN.shape[1]),
         logit_softcap,
@@ -103,13 +109,14 @@ def full_kl(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _full_kl(
     hidden: jax.Array,
     unembedding: jax.Array,
     ref_hidden: jax.Array,
     ref_unembedding: jax.Array,
     mask: jax.Array,
+    kept: jax.Array | None,
     temperature: float,
     chunk_size: int,
     cap: float | None,
@@ -122,8 +129,9 @@ def _full_kl(
     def process_chunk(i: jax.Array, kl: jax.Array) -> jax.Array:
         logits = chunk_logits(chunks.gather(hidden, i), weight, cap)
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
-        log_p = jax.nn.log_softmax(logits / temperature)
-        log_q = jax.nn.log_softmax(ref_logits / temperature)
+        kept_chunk = chunks.gather(kept, i)
+        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / temperature)
+        log_q = jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / temperature)
         p = jnp.exp(log_p)
         d = log_p - log_q
         # Far from 0, exp(-d) would overflow where p is tiny, and no digits cancel there.
@@ -145,12 +153,13 @@ def _forward(
     ref_hidden: jax.Array,
     ref_unembedding: jax.Array,
     mask: jax.Array,
+    kept: jax.Array | None,
     temperature: float,
     chunk_size: int,
     cap: float | None,
     layout: UnembeddingLayout,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    arrays = (hidden, unembedding, ref_hidden, ref_unembedding, mask)
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    arrays = (hidden, unembedding, ref_hidden, ref_unembedding, mask, kept)
     return _full_kl(*arrays, temperature, chunk_size, cap, layout), arrays
 
 
@@ -161,23 +170,24 @@ def _backward(
     layout: UnembeddingLayout,
     residuals: tuple[jax.Array, ...],
     kl_grad: jax.Array,
-) -> tuple[jax.Array, jax.Array, None, None, None]:
-    hidden, unembedding, ref_hidden, ref_unembedding, mask = residuals
+) -> tuple[jax.Array, jax.Array, None, None, None, None]:
+    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = residuals
     chunks = MaskedChunks(mask, chunk_size)
     ref_weight = layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
+        kept_chunk = chunks.gather(kept, i)
         # Recomputed from hidden states: the forward pass keeps no distribution.
-        log_p = jax.nn.log_softmax(logits / temperature)
-        d = log_p - jax.nn.log_softmax(ref_logits / temperature)
+        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / temperature)
+        d = log_p - jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / temperature)
         # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
         return p * excess * (chunks.gather(kl_grad, i) / temperature)[..., None]
 
     gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None
 
 
 _full_kl.defvjp(_forward, _backward)

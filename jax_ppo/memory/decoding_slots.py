@@ -14,7 +14,7 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.routing import record_bytes
+from jax_ppo.sampler.slots import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.training.networks import Networks
 from jax_ppo.types import Prompts
@@ -49,9 +49,9 @@ def count_decoding_slots(
     least = measure_least_memory(config, nets, mesh)
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
     queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
-    if sampling.returns_routed_experts:
-        # The previous step's record of routing stays until that step is reported.
-        resident += 2 * record_bytes(nets.actor.architecture, queue, config.sequence_length)
+    # The previous step's record stays until that step is reported.
+    longest = config.data.max_prompt_length
+    resident += 2 * record_bytes(nets.actor.architecture, sampling, queue, longest)
 
     def slot_bytes(slots: int) -> int:
         options = dataclasses.replace(sampling, slots=slots)

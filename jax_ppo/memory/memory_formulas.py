@@ -20,8 +20,7 @@ from jax_ppo.runtime import dispatch, meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
 from jax_ppo.sampler.constraints import constrains_logits
-from jax_ppo.sampler.routing import record_bytes
-from jax_ppo.sampler.slots import PREFILL_TOKENS
+from jax_ppo.sampler.slots import PREFILL_TOKENS, kept_tokens_width, record_bytes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 from jax_ppo.types import MiniBatches
 
@@ -116,16 +115,16 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     }
     packed = step.packed
     batch = bytes_per_device((step.prompts, packed.forward, packed.actor, packed.critic))
-    routing = _routing_bytes(step)
+    record = _record_bytes(step)
     phases = {
         name: dataclasses.replace(
-            resident_memory(step, name), batch=batch + routing, temporaries=value
+            resident_memory(step, name), batch=batch + record, temporaries=value
         )
         for name, value in temporaries.items()
     }
     # During sampling, the record of the step before is in memory, too.
     sample = phases["sample"]
-    phases["sample"] = dataclasses.replace(sample, batch=sample.batch + routing)
+    phases["sample"] = dataclasses.replace(sample, batch=sample.batch + record)
     return overlap_phases(phases)
 
 
@@ -149,14 +148,20 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return 0
 
 
-def _routing_bytes(step: AbstractStep) -> int:
-    """Return the bytes of the record of the experts that a step's tokens passed through."""
+def _record_bytes(step: AbstractStep) -> int:
+    """Return the bytes of the routed experts and kept tokens that are recorded of a step."""
     programs = step.programs
-    if not programs.sampling.returns_routed_experts:
-        return 0
     samples = programs.samples // meshes.row_shards(programs.mesh)
     architecture = programs.nets.actor.architecture
-    return record_bytes(architecture, samples, programs.config.sequence_length)
+    longest = programs.config.data.max_prompt_length
+    return record_bytes(architecture, programs.sampling, samples, longest)
+
+
+def _gathered_kept_bytes(step: AbstractStep, tokens: int) -> int:
+    """Return the bytes of the record of kept tokens of a micro-batch of this many tokens."""
+    if not step.programs.sampling.returns_kept_tokens:
+        return 0
+    return tokens * kept_tokens_width(step.programs.nets.actor.architecture.vocab_size)
 
 
 def _resharding_temporaries(step: AbstractStep) -> int:
@@ -207,7 +212,7 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     head = 0
     if role.has_logits:
         head = logit_chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
-        head += head_weight_bytes(step, role)
+        head += head_weight_bytes(step, role) + _gathered_kept_bytes(step, tokens)
     return cast_weight_bytes(step, role) + _join(step, layers, head)
 
 
@@ -232,7 +237,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     gathered_head = 0
     if role.has_logits:
         head = logit_chunk_bytes(role, tokens, parts) * 3 // 2
-        gathered_head = head_weight_bytes(step, role)
+        gathered_head = head_weight_bytes(step, role) + _gathered_kept_bytes(step, tokens)
         # The whole output embedding has a gradient in float32, unless only adapters are trained.
         if role.net.lora is None:
             exchanged = _exchanged_gradient_bytes(role, mesh)

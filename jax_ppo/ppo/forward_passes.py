@@ -144,6 +144,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         truncated=rollout.truncated,
         action_mask=rollout.action_mask,
         routed_experts=routed_experts,
+        kept_tokens=rollout.kept_tokens,
     )
 
 

@@ -84,6 +84,7 @@ def sampling_options(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        min_p=options.min_p,
         n=options.n,
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         slots=config.rollout.max_num_seqs or None,
@@ -98,5 +99,8 @@ def sampling_options(
         # Evaluations are not learned from.
         returns_routed_experts=(
             options is config.rollout and config.actor.router_replay.mode == "R3"
+        ),
+        returns_kept_tokens=(
+            options is config.rollout and config.rollout.exact_filters and options.filters_tokens
         ),
     )

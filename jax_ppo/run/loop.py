@@ -207,7 +207,8 @@ def restore_sampled_batch(
 
     Returns:
       The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of this
-      run's data and size, or one that records routing although this run does not, or the reverse.
+      run's data and size, or one that records routing or kept tokens although this run does not,
+      or the reverse.
     """
     config = run.config
     step = progress.step
@@ -219,7 +220,8 @@ def restore_sampled_batch(
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
         return None
-    if ("routed_experts" in saved) != run.sampling.returns_routed_experts:
+    records = ("routed_experts" in saved, "kept_tokens" in saved)
+    if records != (run.sampling.returns_routed_experts, run.sampling.returns_kept_tokens):
         return None
     rows = sharding.batch_rows(run.mesh, samples)
     # One number per decoder queue; this mesh may have more or fewer queues.

@@ -98,7 +98,7 @@ def generate_responses(
         )
     if state.routing is not None:
         rollout = dataclasses.replace(rollout, routed_experts=state.routing.sequences)
-    return rollout
+    return dataclasses.replace(rollout, kept_tokens=state.kept)
 
 
 def _first_state(
@@ -242,7 +242,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     uniforms_Bx2 = sampling.token_uniforms(job.keys_N[sample_B], slots.drawn)
     forbidden_B = state.forbidden_states[sample_B]
     added_BxV = constrain_logits(options, logits_BxV.shape[1], slots.drawn, forbidden_B)
-    tokens_B, logprobs_B = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
+    tokens_B, logprobs_B, kept_BxW = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
     written_B = slots.sample
     if state.dialogues is not None:
         # Observations take the place of what is drawn; slots that wait write nothing.
@@ -272,6 +272,9 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         slot_steps=state.slot_steps + len(busy_B),
         routing=_record_routing(state, decoded, positions_B),
     )
+    if state.kept is not None:
+        kept = state.kept.at[written_B, slots.drawn].set(kept_BxW, mode="drop")
+        recorded = recorded._replace(kept=kept)
     if state.dialogues is not None:
         return dialogues.end_turns(job, slots, recorded, is_observed_B, finishes_B)
     # An ended sample leaves its slot at once: N marks the slot as idle.
@@ -296,21 +299,23 @@ def _sample_tokens(
     logits_BxV: jax.Array,
     uniforms_Bx2: jax.Array,
     added_BxV: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the next token of each row and its log-prob; logits stay split over devices."""
+) -> sampling.Draws:
+    """Draw the next token of each row; logits stay split over devices."""
 
     def sample(
         logits_BxV: jax.Array,
         uniforms_Bx2: jax.Array,
         *added_BxV: jax.Array,
         axis: str | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> sampling.Draws:
         return sampling.sample_tokens(
             logits_BxV,
             uniforms_Bx2,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            min_p=options.min_p,
+            returns_kept=options.returns_kept_tokens,
             shards=sampling.VocabularyShards(axis),
             added_BxV=next(iter(added_BxV), None),
         )

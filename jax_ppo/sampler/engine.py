@@ -23,6 +23,7 @@ class SamplingOptions:
       temperature: 0 is greedy.
       top_k: draw among the k likeliest tokens; -1 draws among all.
       top_p: draw among the likeliest tokens that together hold this probability, in (0, 1].
+      min_p: draw among the tokens at least this fraction as likely as the likeliest, in [0, 1].
       n: responses per prompt.
       eos_ids: tokens that end a response; the response includes it.
       slots: B, the most samples decoded together (on each device that rows are split over); `None`
@@ -39,12 +40,15 @@ class SamplingOptions:
       max_turns: turns of the policy after which a response ends; `None`: no limit.
       max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
       returns_routed_experts: the rollout holds the experts that each token passed through.
+      returns_kept_tokens: the rollout holds the tokens among which each was drawn, and log-probs
+        are of the distribution over these.
     """
 
     max_response_length: int
     temperature: float
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     n: int = 1
     eos_ids: tuple[int, ...] = ()
     slots: int | None = None
@@ -57,6 +61,7 @@ class SamplingOptions:
     max_turns: int | None = None
     max_turn_length: int | None = None
     returns_routed_experts: bool = False
+    returns_kept_tokens: bool = False
 
 
 class RolloutEngine(Protocol):

@@ -46,7 +46,7 @@ def empty_record(
     return RoutingRecord(staged=empty(prompts, prompt_length), sequences=empty(samples, length))
 
 
-def record_bytes(architecture: Architecture, samples: int, length: int) -> int:
+def routing_bytes(architecture: Architecture, samples: int, length: int) -> int:
     """Return the bytes of the record of `samples` sequences with room for `length` tokens each."""
     record = jax.eval_shape(lambda: empty_record(architecture, 0, 0, samples, length))
     return int(record.sequences.size) * int(record.sequences.dtype.itemsize)

@@ -1,8 +1,8 @@
 """From logits to tokens: temperature, top-k, top-p and the draw, as pure functions of rows.
 
 No row depends on another. Filters are applied in Hugging Face's order: temperature, then top-k,
-then top-p of what top-k left. Both keep every token that is as likely as the last one kept, so that
-nothing depends on the order of a sort (Hugging Face does so for top-k only).
+then top-p of what top-k left, then min-p. All keep every token that is as likely as the last one
+kept, so that nothing depends on the order of a sort (Hugging Face does so for top-k only).
 
 Where several devices split the vocabulary, each keeps its own logits. They exchange the largest
 logit of a row, the weights of blocks of about sqrt(V) tokens and those of one block, and one number
@@ -13,6 +13,7 @@ fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is d
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,12 @@ class VocabularyShards:
             return x
         return jax.lax.pmax(x, self.axis)
 
+    def gather(self, x_BxV: jax.Array) -> jax.Array:
+        """Return the columns of all devices."""
+        if self.axis is None:
+            return x_BxV
+        return jax.lax.all_gather(x_BxV, self.axis, axis=1, tiled=True)
+
     def min(self, x: jax.Array) -> jax.Array:
         """Return the minimum over devices."""
         if self.axis is None:
@@ -60,6 +67,23 @@ class VocabularyShards:
 
 
 WHOLE = VocabularyShards()
+
+
+class Draws(NamedTuple):
+    """The tokens drawn for B rows.
+
+    Attributes:
+      tokens: int32 [B].
+      logprobs: float32 [B]: of softmax(logits / temperature) before filters and without what was
+        added to the logits, or of softmax(logits) when greedy; with `kept`, of the distribution
+        over the kept tokens.
+      kept: uint8 [B, V / 8 rounded up]: bit v % 8 of byte v // 8 is 1 if token v could be drawn;
+        `None` unless asked for.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    kept: jax.Array | None = None
 
 
 def sample_keys(step_key: jax.Array, samples_B: jax.Array) -> jax.Array:
@@ -91,8 +115,10 @@ def sample_tokens(
     top_p: float = 1.0,
     shards: VocabularyShards = WHOLE,
     added_BxV: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Draw the next token of each row and return it with its log-probability.
+    min_p: float = 0.0,
+    returns_kept: bool = False,
+) -> Draws:
+    """Draw the next token of each row.
 
     Args:
       logits_BxV: float32; this device's part of them if the vocabulary is split.
@@ -103,10 +129,8 @@ def sample_tokens(
       shards: the devices that split the vocabulary.
       added_BxV: added to the logits before the draw, -inf for tokens that are not to be drawn;
         split as the logits are. `None`: nothing.
-
-    Returns:
-      (tokens, int32 [B]; log-probabilities, float32 [B]). The latter are from before the filters
-      and without `added`: of softmax(logits / temperature), or of softmax(logits) when greedy.
+      min_p: static, in [0, 1], draw among those at least this fraction as likely as the likeliest.
+      returns_kept: static, return the tokens among which each row's was drawn.
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
@@ -114,16 +138,21 @@ def sample_tokens(
     if temperature == 0:
         preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
         tokens_B = _likeliest_tokens(preferred_BxV, shards)
-        return tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards)
+        return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards))
     logits_BxV = logits_BxV / temperature
     preferred_BxV = logits_BxV
     if added_BxV is not None:
         preferred_BxV = logits_BxV + added_BxV / temperature
     filtered_BxV = keep_top_p(keep_top_k(preferred_BxV, top_k, shards), top_p, shards)
+    filtered_BxV = keep_min_p(filtered_BxV, min_p, shards)
     tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2, shards)
+    if returns_kept:
+        logprobs_B = token_logprob(filtered_BxV, tokens_B, sums_B, shards)
+        is_kept_BxV = shards.gather(filtered_BxV > -jnp.inf)
+        return Draws(tokens_B, logprobs_B, jnp.packbits(is_kept_BxV, axis=-1, bitorder="little"))
     # Without a filter the draw has summed these very logits.
     known_sums_B = sums_B if filtered_BxV is logits_BxV else None
-    return tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards)
+    return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards))
 
 
 def _likeliest_tokens(logits_BxV: jax.Array, shards: VocabularyShards) -> jax.Array:
@@ -191,6 +220,17 @@ def keep_top_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE
     weights_BxV = _unnormalized_probs(logits_BxV, shards)
     needed_B = p * shards.sum(weights_BxV.sum(-1))
     return _keep_likeliest(logits_BxV, weights_BxV, weights_BxV, needed_B, shards)
+
+
+def keep_min_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
+    """Replace all logits by -inf but those of tokens at least p times as likely as the likeliest.
+
+    Nguyen et al. 2024, "Turning up the heat: min-p sampling", arXiv:2407.01082.
+    """
+    if p <= 0:
+        return logits_BxV
+    # Weights are relative to the largest one.
+    return jnp.where(_unnormalized_probs(logits_BxV, shards) >= p, logits_BxV, -jnp.inf)
 
 
 def _keep_likeliest(

@@ -19,13 +19,19 @@ import jax.numpy as jnp
 
 from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import split_cache
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.dialogues import Dialogues
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
+from jax_ppo.sampler.routing import (
+    RoutingRecord,
+    empty_record,
+    record_entries,
+    routing_bytes,
+)
 from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
@@ -70,6 +76,7 @@ class DecodeState(NamedTuple):
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
       dialogues: the dialogues' state; `None` without an environment.
       routing: the experts that tokens have passed through; `None` unless they are asked for.
+      kept: uint8 [N, T, V / 8], the tokens among which each was drawn; `None` unless asked for.
     """
 
     slots: Slots
@@ -85,6 +92,7 @@ class DecodeState(NamedTuple):
     slot_steps: jax.Array
     dialogues: Dialogues | None = None
     routing: RoutingRecord | None = None
+    kept: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +219,9 @@ def initial_state(job: DecodeJob) -> DecodeState:
         routing = empty_record(
             architecture, prompts=job.group, prompt_length=P, samples=N, length=P + T
         )
+    kept = None
+    if job.options.returns_kept_tokens:
+        kept = jnp.zeros((N, T, kept_tokens_width(architecture.vocab_size)), jnp.uint8)
     return DecodeState(
         slots=Slots(
             sample=jnp.full(B, N, jnp.int32),
@@ -229,7 +240,33 @@ def initial_state(job: DecodeJob) -> DecodeState:
         forbidden_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
         routing=routing,
+        kept=kept,
     )
+
+
+def record_bytes(
+    architecture: Architecture, options: SamplingOptions, samples: int, prompt_length: int
+) -> int:
+    """Return the bytes of what is recorded of draws besides tokens, for this many samples.
+
+    Args:
+      architecture: the actor's.
+      options: how to sample; they say whether routed experts and kept tokens are recorded.
+      samples: N.
+      prompt_length: P.
+    """
+    T = options.max_response_length
+    size = 0
+    if options.returns_routed_experts:
+        size += routing_bytes(architecture, samples, prompt_length + T)
+    if options.returns_kept_tokens:
+        size += samples * T * kept_tokens_width(architecture.vocab_size)
+    return size
+
+
+def kept_tokens_width(vocab_size: int) -> int:
+    """Return the bytes of one bit for each token."""
+    return -(-vocab_size // 8)
 
 
 def slot_cache() -> Any:

@@ -83,6 +83,7 @@ def plan_next_stage(
         stop_states=state.stop_states,
         forbidden_states=state.forbidden_states,
         slot_steps=state.slot_steps,
+        kept=state.kept,
     )
     if begun.routing is not None and state.routing is not None:
         # The stage has room for longer prompts.
@@ -104,6 +105,7 @@ def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
         stop_states=state.stop_states[order_N],
         forbidden_states=state.forbidden_states[order_N],
         routing=routing,
+        kept=None if state.kept is None else state.kept[order_N],
     )
 
 

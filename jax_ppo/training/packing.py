@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 from jax_ppo.types import Packing, Sequences, pytree
 
@@ -223,6 +223,8 @@ class Rows:
         values and losses are defined there.
       routed_experts: the experts of each token that the sampler recorded, any in empty places;
         `None` if it recorded none.
+      kept_tokens: the tokens among which each target was drawn (`Rollout.kept_tokens`), any where
+        `mask` is False; `None` if the sampler did not record them.
     """
 
     tokens: Int[Array, "R L"]
@@ -233,6 +235,7 @@ class Rows:
     steps: Int[Array, "R L"]
     mask: Bool[Array, "R L"]
     routed_experts: UInt[Array, "R L layers k"] | None = None
+    kept_tokens: UInt8[Array, "R L bytes"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -252,6 +255,9 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     if routed_experts is not None:
         # Those of the tokens that the places hold, not of the targets.
         routed_experts = routed_experts[samples, packing.position]
+    kept_tokens = sequences.kept_tokens
+    if kept_tokens is not None:
+        kept_tokens = kept_tokens[samples, steps]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
@@ -261,6 +267,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         steps=steps,
         mask=mask,
         routed_experts=routed_experts,
+        kept_tokens=kept_tokens,
     )
 
 

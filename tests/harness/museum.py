@@ -1730,11 +1730,25 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="no_warning_that_filters_make_the_run_off_policy",
         source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
-        holds="a run with top_k or top_p warns about it before it starts",
+        holds="a run with an inexact filter warns about it before it starts",
         test="tests/run/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="note_truncated_distribution",
-        old="config.rollout.top_k > 0 or config.rollout.top_p < 1",
+        old="truncates and not rollout.exact_filters",
         new="False",
+    ),
+    Exhibit(
+        name="probabilities_over_tokens_that_could_not_be_drawn",
+        source=(
+            "arXiv:2512.02556 section 3.1 (keep sampling mask), verl#6240: with top-p below 1 "
+            "the ratio compared a truncated distribution with a full one"
+        ),
+        holds="with rollout.exact_filters, passes compute log-probs over the kept tokens alone",
+        test=(
+            "tests/ppo/test_exact_filters.py::test_a_run_learns_the_distribution_that_it_samples"
+        ),
+        where="gather_rows",
+        old="kept_tokens=kept_tokens",
+        new="kept_tokens=None",
     ),
     Exhibit(
         name="held_out_batches_share_their_draws",

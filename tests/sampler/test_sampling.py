@@ -13,8 +13,9 @@ from jax_ppo.sampler import sampling
 LAST = np.nextafter(np.float32(1), np.float32(0))
 draw_tokens = jax.jit(sampling.draw_tokens)
 sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
-keep_top_k, keep_top_p = (
-    jax.jit(f, static_argnums=1) for f in (sampling.keep_top_k, sampling.keep_top_p)
+keep_top_k, keep_top_p, keep_min_p = (
+    jax.jit(f, static_argnums=1)
+    for f in (sampling.keep_top_k, sampling.keep_top_p, sampling.keep_min_p)
 )
 
 
@@ -99,7 +100,7 @@ def test_running_sums_that_round_never_pick_weight_0():
 def test_a_nan_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
     logits = random_logits(2, 50)
     logits[0, 7] = np.nan
-    tokens, logprobs = sample_tokens(logits, np.full((2, 2), 0.5, np.float32), 1.0)
+    tokens, logprobs, _ = sample_tokens(logits, np.full((2, 2), 0.5, np.float32), 1.0)
     assert 0 <= tokens[0] < 50 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
@@ -176,16 +177,42 @@ def test_filters_agree_with_transformers(temperature, k, p):
 def test_log_prob_is_from_before_the_filters():
     logits = random_logits(64, 50)
     uniforms = np.random.default_rng(0).random((64, 2)).astype(np.float32)
-    tokens, logprobs = sample_tokens(logits, uniforms, 0.7, 3, 0.9)
+    tokens, logprobs, _ = sample_tokens(logits, uniforms, 0.7, 3, 0.9)
     expected = np.take_along_axis(
         np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1
     )[:, 0]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+def test_min_p_keeps_what_is_a_fraction_as_likely_as_the_likeliest():
+    logits = np.log([[0.5, 0.25, 0.2, 0.05], [0.1, 0.2, 0.3, 0.4]]).astype(np.float32)
+    # At least 0.195 and at least 0.156.
+    kept = is_finite(keep_min_p(logits, 0.39))
+    assert kept.tolist() == [[True, True, True, False], [False, True, True, True]]
+    assert is_finite(keep_min_p(logits, 0.0)).all()
+
+
+def test_kept_tokens_and_log_probs_are_of_the_distribution_drawn_from():
+    logits = random_logits(64, 50)
+    added = np.zeros_like(logits)
+    added[:, 7] = -np.inf  # as for an EOS before the minimum length
+    uniforms = np.random.default_rng(0).random((64, 2)).astype(np.float32)
+    tokens, logprobs, bits = sampling.sample_tokens(
+        logits, uniforms, 0.7, 20, 0.9, added_BxV=added, min_p=0.02, returns_kept=True
+    )
+    filtered = keep_min_p(keep_top_p(keep_top_k((logits + added) / 0.7, 20), 0.9), 0.02)
+    kept = np.unpackbits(np.asarray(bits), axis=1, count=50, bitorder="little").astype(bool)
+    np.testing.assert_array_equal(kept, is_finite(filtered))
+    assert bits.shape == (64, 7) and 1 < kept.sum(1).mean() < 20 and not kept[:, 7].any()
+    rows = np.arange(64)
+    assert kept[rows, tokens].all()
+    expected = jax.nn.log_softmax(filtered)[rows, tokens]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
 def test_greedy_takes_the_first_of_the_likeliest_at_temperature_1():
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
-    tokens, logprobs = sample_tokens(logits, jnp.full((1, 2), 0.9), 0.0, 2, 0.1)
+    tokens, logprobs, _ = sample_tokens(logits, jnp.full((1, 2), 0.9), 0.0, 2, 0.1)
     assert tokens.tolist() == [1] and tokens.dtype == jnp.int32
     np.testing.assert_allclose(logprobs, 2 - np.log(1 + 2 * np.exp(2) + np.exp(1)), rtol=1e-6)
 

@@ -1,6 +1,7 @@
 """Eight devices draw the samples of one; no row leaves its device, and no logits do."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -138,8 +139,8 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
         program = jax.jit(split_vocabulary(split))
         arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
         compiled = program.lower(*arguments).compile()
-        tokens, logprobs = compiled(*arguments)
-    expected_tokens, expected_logprobs = whole(logits, uniforms, *options)
+        tokens, logprobs, _ = compiled(*arguments)
+    expected_tokens, expected_logprobs, _ = whole(logits, uniforms, *options)
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
     assert options != (0.0,) or (np.asarray(tokens)[:32] == 3).all()
@@ -147,6 +148,25 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
     rows = 64 // (shape[0] * shape[1])
     moved = sum(x.bytes for x in read_collectives(compiled.as_text()))
     assert 0 < moved <= 4 * rows * (40 + 128 + 12)
+
+
+def test_devices_that_split_the_vocabulary_keep_the_tokens_of_one():
+    """625 tokens per device are no whole number of bytes."""
+    rng = np.random.default_rng(0)
+    logits, uniforms = rng.normal(0, 2, (8, 5000)), rng.random((8, 2))
+
+    def draw(logits, uniforms, axis):
+        shards = sampling.VocabularyShards(axis)
+        return sampling.sample_tokens(
+            logits, uniforms, 1.0, -1, 0.8, shards, min_p=0.001, returns_kept=True
+        )
+
+    arguments = jnp.float32(logits), jnp.float32(uniforms)
+    whole = jax.jit(functools.partial(draw, axis=None))(*arguments)
+    with jax.set_mesh(meshes.make_mesh(MeshShape(data=1, model=8))):
+        split = jax.jit(split_vocabulary(draw))(*arguments)
+    np.testing.assert_array_equal(split.kept, whole.kept)
+    np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=2e-6)
 
 
 def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
@@ -160,7 +180,7 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
                 return sampling.sample_tokens(logits, uniforms, temperature, shards=shards)
 
             program = jax.jit(split_vocabulary(sample))
-            tokens, logprobs = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))
+            tokens, logprobs, _ = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))
             assert 0 <= tokens[0] < 64 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
