@@ -1747,8 +1747,8 @@ RULES_IN_A_RUN = [
             "tests/ppo/test_exact_filters.py::test_a_run_learns_the_distribution_that_it_samples"
         ),
         where="gather_rows",
-        old="kept_tokens=kept_tokens",
-        new="kept_tokens=None",
+        old="kept_tokens[samples, steps]",
+        new="kept_tokens[samples, steps] | 255",
     ),
     Exhibit(
         name="held_out_batches_share_their_draws",
