@@ -98,6 +98,8 @@ REFERENCE_IS_SEPARATE = Requirement(lambda c: c.algorithm.use_reference and not 
     "adapters (config.model.lora)")
 HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set",
     "there is no teacher; set config.teacher.path")
+TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
+    "adapters are trained with AdamW; leave it unset, or train all parameters")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
@@ -278,8 +280,12 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    optimizer: str = option("adamw",
+        "muon makes the steps of the layers' matrices orthogonal, at the same learning rate, and "
+        "leaves the rest to AdamW",
+        choices=("adamw", "muon"), requires=(TRAINS_MATRICES,), fixed_on_resume=True)
     lr: float = option(1e-6, "peak learning rate", above=0)
     lr_warmup_steps: int = option(0,
         "steps of linear warm-up, not counting steps that leave this model unchanged",
@@ -292,14 +298,14 @@ class Optim:
     beta2: float = option(0.999, "AdamW's beta2", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     weight_decay: float = option(0.01,
-        "AdamW's weight decay, of matrices only, not of norms and biases",
+        "decoupled weight decay, of matrices only, not of norms and biases",
         at_least=0)
     param_dtype: str = option("float32",
         "type of stored parameters; optimizer steps are computed in float32, and bfloat16 is "
         "rounded stochastically so that small steps count on average",
         choices=STORED_DTYPES, fixed_on_resume=True)
     moments_dtype: str = option("float32",
-        "type of AdamW's stored moments; bfloat16 is rounded stochastically",
+        "type of the optimizer's stored moments; bfloat16 is rounded stochastically",
         choices=STORED_DTYPES, fixed_on_resume=True)
     gradient_dtype: str = option("float32",
         "type of the sum of gradients over micro-batches; bfloat16 is rounded stochastically",

@@ -1589,13 +1589,11 @@ UPDATES = [
         where="make_optimizer",
         old=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
-            "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps), "
-            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix))"
+            "scale, optax.add_decayed_weights(options.weight_decay, mask=_is_matrix))"
         ),
         new=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
-            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix), "
-            "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps))"
+            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix), scale)"
         ),
     ),
     Exhibit(
