@@ -114,11 +114,15 @@ def generalized_advantages(
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
     """Return metrics of returns and values, in units of reward."""
+    means_B = masked.masked_mean(values, loss_mask, axis=1)
+    within = masked.masked_mean(jnp.square(values - means_B[:, None]), loss_mask)
+    variance = masked.masked_variance(values, loss_mask)
     return {
         "critic/returns_mean": masked.masked_mean(returns, loss_mask),
         "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, loss_mask)),
         "critic/values_mean": masked.masked_mean(values, loss_mask),
-        "critic/values_std": jnp.sqrt(masked.masked_variance(values, loss_mask)),
+        "critic/values_std": jnp.sqrt(variance),
+        "critic/values_within_responses": jnp.where(variance > 0, within / variance, 0.0),
         "critic/explained_variance": masked.explained_variance(values, returns, loss_mask),
     }
 

@@ -191,6 +191,19 @@ def _check_flat_critic(config: Config, history: Sequence[Metrics]) -> str | None
     )
 
 
+def _check_prompt_only_critic(config: Config, history: Sequence[Metrics]) -> str | None:
+    within = max(row["critic/values_within_responses"] for row in history)
+    is_flat = _check_flat_critic(config, history) is not None
+    if is_flat or within >= 0.01 or _mean(history, "response_length/mean") < 2:
+        return None
+    return (
+        f"for {len(history)} steps at most {within:.1%} of the variance of the critic's values lay "
+        "within responses: it knows the prompt, but not whether a response goes well, so that all "
+        "tokens of a response share one advantage. A larger config.critic.optim.lr, "
+        "config.critic.ppo_epochs or config.trainer.critic_warmup may help"
+    )
+
+
 def _check_clipped_gradients(config: Config, history: Sequence[Metrics]) -> str | None:
     limit = config.actor.grad_clip
     norm = min(row["actor/grad_norm"] for row in history)
@@ -376,15 +389,26 @@ DIAGNOSTICS = (
     ),
     Diagnostic(
         name="explained_variance",
-        steps=50,
+        steps=20,
         check=_check_explained_variance,
         reads=("critic/explained_variance",),
     ),
     Diagnostic(
         name="flat_critic",
-        steps=50,
+        steps=20,
         check=_check_flat_critic,
         reads=("critic/values_std", "critic/returns_std"),
+    ),
+    Diagnostic(
+        name="prompt_only_critic",
+        steps=20,
+        check=_check_prompt_only_critic,
+        reads=(
+            "critic/values_within_responses",
+            "critic/values_std",
+            "critic/returns_std",
+            "response_length/mean",
+        ),
     ),
     Diagnostic(
         name="clipped_gradients",

@@ -7,6 +7,7 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
+from jax_ppo.ppo.advantages import critic_metrics
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.training.kl_controller import first_control
 from jax_ppo.types import Control, Sequences
@@ -427,3 +428,13 @@ def test_the_kl_is_estimated_as_asked(kind, figure):
     config = tiny.config(algorithm__kl_penalty=kind, algorithm__use_kl_in_reward=True, **RAW)
     _, metrics = estimate(config, [0.0], [2], logprobs=[[-2.0, -1.0]], ref_logprobs=[[-1.0, -3.0]])
     assert float(metrics["kl/reference"]) == pytest.approx(figure)
+
+
+def test_the_variance_of_values_within_responses_by_hand():
+    """Responses (0, 2) and (5): the variance is 2/3 about their means 1 and 5, 38/9 about 7/3."""
+    values = jnp.array([[0.0, 2.0], [5.0, jnp.nan]])
+    mask = jnp.array([[1, 1], [1, 0]])
+    metrics = critic_metrics(values, values, mask)
+    assert metrics["critic/values_within_responses"] == pytest.approx((2 / 3) / (38 / 9))
+    flat = critic_metrics(jnp.ones((2, 2)), values, mask)
+    assert flat["critic/values_within_responses"] == 0
