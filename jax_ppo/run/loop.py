@@ -31,6 +31,7 @@ from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.roles import fingerprint_frozen
 from jax_ppo.training.setup import fingerprint_data
 from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
 from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
@@ -62,6 +63,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             console.print_on_main,
             "train",
             fingerprint_data(config.data, run.training),
+            fingerprint_frozen(run.folders),
         )
         with (
             explain_out_of_memory(PPOMemory(config, run.folders, run.nets, mesh)),
@@ -281,6 +283,7 @@ def finish_step(
         meta = {
             "position": position,
             "data": fingerprint_data(run.config.data, run.training),
+            "frozen": fingerprint_frozen(run.folders),
             **reporter.progress.history(),
             "config": dataclasses.asdict(run.config),
         }

@@ -32,6 +32,7 @@ def find_progress(
     report: Callable[[str], None],
     command: str,
     data: dict[str, Any],
+    frozen: dict[str, str] | None = None,
 ) -> Progress:
     """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
@@ -42,6 +43,7 @@ def find_progress(
       report: called with lines for the user.
       command: train, sft or reward_model; options that it does not read may change.
       data: the fingerprint of the training data.
+      frozen: those of frozen models, by the options that name them.
 
     Raises:
       UserError: the run cannot be resumed from the checkpoint.
@@ -57,6 +59,7 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     changes = _compare_options(config, meta["config"], command)
+    _refuse_changed_models(config, meta.get("frozen", {}), frozen or {})
     # An older checkpoint has no fingerprint.
     data_change = _compare_data(config, meta.get("data", {}), data)
     changes += filter(None, [data_change])
@@ -80,6 +83,16 @@ def find_progress(
         history.pop("solve_rates", None)
         return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
+
+
+def _refuse_changed_models(config: Config, saved: dict[str, str], frozen: dict[str, str]) -> None:
+    """Raise `UserError` if the files of a frozen model have changed since the checkpoint."""
+    for option in saved.keys() & frozen.keys():
+        if saved[option] != frozen[option]:
+            raise UserError(
+                f"config.{option}={option_value(config, option)!r}: its files have changed since "
+                "the checkpoint; restore them, or give another --workdir"
+            )
 
 
 def _compare_data(config: Config, saved: dict[str, Any], data: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ exports follow from the table; what a role computes is an entry of `ppo.programs
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from jax_ppo.training.networks import (
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Params
 
+_DIGESTED_BYTES = 1 << 16
 # (options, folders, the actor's model, whether weights must exist) -> the model of a role.
 ReadNet = Callable[[Config, Folders, Transformer, bool], Transformer | Deberta]
 
@@ -271,6 +273,28 @@ def resolve_role_folders(
             files=HUB_FILES,
         )
     return Folders(**folders)
+
+
+def fingerprint_frozen(folders: Folders) -> dict[str, str]:
+    """Return a digest of the files of each frozen role's folder, by the option that names it.
+
+    No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
+    """
+    digests = {}
+    for role in frozen_roles():
+        if role.name not in folders:
+            continue
+        digest = hashlib.sha256()
+        for path in sorted(folders[role.name].iterdir()):
+            if path.suffix in (".json", ".safetensors"):
+                size = path.stat().st_size
+                digest.update(f"{path.name} {size} ".encode())
+                with open(path, "rb") as file:
+                    digest.update(file.read(_DIGESTED_BYTES))
+                    file.seek(max(0, size - _DIGESTED_BYTES))
+                    digest.update(file.read())
+        digests[role.path_option] = digest.hexdigest()
+    return digests
 
 
 def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:

@@ -282,3 +282,16 @@ def test_with_a_shared_trunk_too(files, tmp_path):
     assert not list(tmp_path.glob("checkpoints/*/critic"))
     for path in ("actor/model.safetensors", "adapter/adapter_model.safetensors"):
         assert not any("score" in name for name in load_file(tmp_path / path))
+
+
+@pytest.mark.slow
+def test_adapters_teach_adapters_and_are_neither_saved_nor_exported(files, undisturbed, tmp_path):
+    teacher = undisturbed[0] / "adapter"
+    options = (f"--config.teacher.path={teacher}", "--config.teacher.loss_coef=0.5")
+    output = run(files, tmp_path / "taught", *options)
+    assert "loaded the teacher's adapters: 12 tensors" in output
+    first, second = steps(tmp_path / "taught")
+    for name in ("teacher/kl", "actor/teacher_kl"):
+        assert all(float(row[name]) != 0 for row in (first, second)), name
+    assert float(first["actor/teacher_kl"]) > 0
+    assert not [path for path in (tmp_path / "taught").rglob("*") if path.name == "teacher"]

@@ -15,13 +15,14 @@ from jax_ppo.training.checkpoint import Restored
 DATA = {"rows": 8, "memory": "f00d", "weights": None}
 
 
-def find_progress_of_saved_run(config, total_steps, saved, command="train", data=DATA):
+def find_progress_of_saved_run(config, total_steps, saved, command="train", data=DATA, frozen=None):
     """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved, "data": DATA}
+    meta["frozen"] = {"teacher.path": "f00d"}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
-    return resume.find_progress(config, total_steps, checkpoints, print, command, data)
+    return resume.find_progress(config, total_steps, checkpoints, print, command, data, frozen)
 
 
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
@@ -90,6 +91,16 @@ def test_no_option_of_the_model_may_change():
         section[last] = "another"
         with pytest.raises(UserError, match=rf"config\.{name}=.* with 'another'"):
             find_progress_of_saved_run(config, 5, saved)
+
+
+def test_a_teacher_whose_files_have_changed_is_refused():
+    config = tiny.config(teacher__path="a folder")
+    saved = dataclasses.asdict(config)
+    assert find_progress_of_saved_run(config, 5, saved, frozen={"teacher.path": "f00d"}).step == 3
+    with pytest.raises(
+        UserError, match=r"config\.teacher\.path='a folder': its files have changed"
+    ):
+        find_progress_of_saved_run(config, 5, saved, frozen={"teacher.path": "beef"})
 
 
 def test_everything_is_due_after_the_last_step():
