@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Create
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
+from jax_ppo.memory.decoding_slots import queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, measure_least_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -26,7 +27,7 @@ from jax_ppo.ppo.rollout_packing import RolloutPacking, make_packer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
+from jax_ppo.sampler.stages import cache_bytes_per_device
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders
 from jax_ppo.training.state import TrainState, policy_params, state_shapes
@@ -191,26 +192,9 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         decoding_weights=shape_decoding_weights(
             rollout_mesh, nets.actor, policy_params(nets, state)
         ),
-        caches=_shape_caches(programs, prompts, rollout_mesh),
+        caches=queue_cache_shapes(config.data, nets.actor, rollout_mesh, programs.sampling),
         least=measure_least_memory(config, nets, mesh),
     )
-
-
-def _shape_caches(programs: StepPrograms, prompts: Prompts, rollout_mesh: Mesh) -> Any:
-    """Return the shapes of the caches of one queue of prompts."""
-    count, length = prompts.tokens.shape
-    queue = meshes.rows_per_shard(rollout_mesh, count)
-    model = programs.nets.actor.clone(unrolled=True, remat=False)
-    # Key-value heads are copied until the mesh in context can split them.
-    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
-        return cache_shapes(
-            model,
-            programs.sampling,
-            Prompts(
-                tokens=jax.ShapeDtypeStruct((queue, length), jnp.int32),
-                lengths=jax.ShapeDtypeStruct((queue,), jnp.int32),
-            ),
-        )
 
 
 def read_descriptions(config: Config, mesh: Mesh) -> Networks:
@@ -224,7 +208,7 @@ def read_descriptions(config: Config, mesh: Mesh) -> Networks:
         folders = resolve_role_folders(
             config,
             Path(folder),
-            describe_model=lambda actor: _describe_small_model(config, actor),
+            describe_model=lambda actor: _describe_small_model(config.model.create, actor),
             files=DESCRIPTIONS,
         )
         with jax.set_mesh(mesh):
@@ -235,9 +219,8 @@ def read_descriptions(config: Config, mesh: Mesh) -> Networks:
     return nets
 
 
-def _describe_small_model(config: Config, folder: Path) -> None:
+def _describe_small_model(create: Create, folder: Path) -> None:
     """Write the config.json of the small model that a run creates, with its largest vocabulary."""
-    create = config.model.create
     folder.mkdir(parents=True)
     description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
     (folder / "config.json").write_text(json.dumps(description))

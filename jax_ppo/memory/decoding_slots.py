@@ -1,6 +1,7 @@
 """Choose how many samples a device decodes at once, from the memory that the weights leave."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Data
 from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
@@ -55,7 +57,7 @@ def count_decoding_slots(
 
     def slot_bytes(slots: int) -> int:
         options = dataclasses.replace(sampling, slots=slots)
-        return _slot_bytes(config, nets, rollout_mesh, options)
+        return _slot_bytes(config.data, nets.actor, rollout_mesh, options)
 
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)
@@ -70,25 +72,32 @@ def count_decoding_slots(
     return int(np.min(multihost_utils.process_allgather(np.int32(slots))))
 
 
+def queue_cache_shapes(
+    data: Data, actor: Transformer, rollout_mesh: Mesh, sampling: SamplingOptions
+) -> Any:
+    """Return the shapes of the caches of one queue of prompts, for each stage."""
+    count = meshes.rows_per_shard(rollout_mesh, data.train_batch_size)
+    prompts = Prompts(
+        tokens=jax.ShapeDtypeStruct((count, data.max_prompt_length), jnp.int32),
+        lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
+    )
+    model = actor.clone(unrolled=True, remat=False)
+    # Key-value heads are copied until the mesh in context can split them.
+    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+        return cache_shapes(model, sampling, prompts)
+
+
 def _slot_bytes(
-    config: Config, nets: Networks, rollout_mesh: Mesh, sampling: SamplingOptions
+    data: Data, actor: Transformer, rollout_mesh: Mesh, sampling: SamplingOptions
 ) -> int:
     """Return the bytes per device of the cache and the logits of one queue's slots."""
     assert sampling.slots is not None
-    count = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size)
-    prompts = Prompts(
-        tokens=jax.ShapeDtypeStruct((count, config.data.max_prompt_length), jnp.int32),
-        lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
-    )
-    model = nets.actor.clone(unrolled=True, remat=False)
-    # Key-value heads are copied until the mesh in context can split them.
-    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
-        stages = cache_shapes(model, sampling, prompts)
+    stages = queue_cache_shapes(data, actor, rollout_mesh, sampling)
     cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
     # Drawing a token sorts or masks a second copy of the float32 logits.
     arrays = 2
     if constrains_logits(sampling):
         arrays += 1
-    logits = arrays * sampling.slots * model.architecture.vocab_size * 4
+    logits = arrays * sampling.slots * actor.architecture.vocab_size * 4
     # The vocabulary is split over `model`.
     return cache + logits // rollout_mesh.shape["model"]

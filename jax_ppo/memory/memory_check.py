@@ -4,14 +4,23 @@ It is a lower bound by arithmetic: activations, logits and the decoding cache co
 known before any weights are loaded, so that a mesh on which a run cannot fit is refused at once.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
-from jax_ppo.memory.remedies import Remedy, rank_remedies, save_supervised_memory
+from jax_ppo.memory.remedies import (
+    PossibleChanges,
+    Remedy,
+    is_valid_for_training,
+    rank_remedies,
+    save_supervised_memory,
+)
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.runtime import meshes, placement
@@ -24,6 +33,8 @@ from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
 GIB = 2**30
+_EXHAUSTED = "RESOURCE_EXHAUSTED"  # how XLA's message begins, on every platform
+_MAX_REMEDIES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,42 @@ def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
         f"config.mesh: a device needs at least {least.peak / GIB:.1f} GiB for the run ({least}) "
         f"and has {limit / GIB:.1f}. {suggestions or 'More devices are needed'}"
     )
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(run: PPOMemory) -> Iterator[None]:
+    """Turn an allocation that failed in the block into a `UserError` that says what may help."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if _EXHAUSTED not in str(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise UserError(
+            f"a device ran out of memory: {first_line}",
+            details="\n".join(_describe_memory(run)),
+        ) from error
+
+
+def _describe_memory(run: PPOMemory) -> Iterator[str]:
+    """Yield lines: what a device holds, and the changes of options that take less."""
+    least = run.measure()
+    limit = read_memory_limit()
+    of_limit = ""
+    if limit is not None:
+        of_limit = f" of {limit / GIB:.1f} GiB"
+    yield (
+        f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
+        "is temporary: activations, logits and the decoding cache"
+    )
+    savings = PossibleChanges(run.config, run.mesh).save_temporary_memory()
+    changes = [words for words, changed in savings if is_valid_for_training(changed)]
+    if changes:
+        yield f"  less that is temporary: {' or '.join(changes)}"
+    for remedy in run.rank_remedies(least.peak)[:_MAX_REMEDIES]:
+        saved = least.peak - remedy.needed
+        yield f"  less that stays: {remedy.options} saves {saved / GIB:.3g} GiB"
+    yield "  python -m jax_ppo.plan with the same options counts the temporary arrays, too"
 
 
 def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMemory:

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer
-from jax_ppo.memory.memory_check import PPOMemory
-from jax_ppo.memory.out_of_memory_message import explain_out_of_memory
+from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step

@@ -4,7 +4,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from jax_ppo.config.schema import Config, Model
+from jax_ppo.config.schema import Config, Model, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import attention_programs, cache
@@ -55,17 +55,17 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
     )
 
 
-def decoding_program(config: Config, decoder: Transformer) -> str:
+def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Transformer) -> str:
     """Return the program that reads the actor's cache while decoding."""
-    wanted = config.rollout.attention
+    wanted = options.attention
     try:
         return cache.select_cache_program(
             wanted,
             _platform(),
             decoder.attention,
             decoder.architecture,
-            config.sequence_length,
-            is_split=config.rollout.mesh.context > 1,
+            sequence_length,
+            is_split=options.mesh.context > 1,
         )
     except ValueError as obstacle:
         raise UserError(f"config.rollout.attention={wanted!r}: {obstacle}; set 'auto'") from None

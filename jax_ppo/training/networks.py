@@ -101,7 +101,7 @@ def read_actor(config: Config, folders: Folders, needs_weights: bool) -> Transfo
         lora = read_actor_lora(config.model, adapters, folders.actor, architecture)
     # Only the actor decodes, so only its model has a program that reads a cache.
     actor = decoder.clone(
-        decoding=decoding_program(config, decoder),
+        decoding=decoding_program(config.rollout, config.sequence_length, decoder),
         quantized=config.rollout.quantization == "int8",
         lora=lora,
     )
@@ -207,7 +207,7 @@ def _read_critic(
         # The same adapters with another head: the actor's model fits them.
         if folders.is_actors("critic") and head == "scalar":
             return actor
-        return _with_adapters(actor, config, folders, "critic", "config.critic.path", head)
+        return _with_adapters(actor, config.model.path, folders, "critic", "critic.path", head)
     _refuse_adapters(folder, f"config.critic.path={options.path!r}")
     # The actor's weights may not have been made yet, see `read_actor`.
     needs_weights = needs_weights and bool(options.path or config.model.path)
@@ -244,11 +244,11 @@ def read_reward_model(
 ) -> Transformer | Deberta:
     """Return the reward model: a decoder, an encoder, or the actor's model with other adapters."""
     folder = folders["reward"]
-    option = "config.reward.model_path"
+    option = "reward.model_path"
     # Adapters share the actor's base; a full reward model has separate weights.
     if config.has_adapters and holds_adapters(folder):
-        return _with_adapters(actor, config, folders, "reward", option, "reward")
-    _refuse_adapters(folder, f"{option}={config.reward.model_path!r}")
+        return _with_adapters(actor, config.model.path, folders, "reward", option, "reward")
+    _refuse_adapters(folder, f"config.{option}={config.reward.model_path!r}")
     architecture = read_reward_architecture(folder, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         return Deberta(architecture, jnp.dtype(config.model.dtype))
@@ -260,10 +260,10 @@ def read_teacher(
 ) -> Transformer:
     """Return the teacher's model: a decoder, or the actor's model with other adapters."""
     folder = folders["teacher"]
-    option = "config.teacher.path"
+    option = "teacher.path"
     if config.has_adapters and holds_adapters(folder):
-        return _with_adapters(actor, config, folders, "teacher", option, "lm")
-    _refuse_adapters(folder, f"{option}={config.teacher.path!r}")
+        return _with_adapters(actor, config.model.path, folders, "teacher", option, "lm")
+    _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
     architecture = read_architecture(folder, needs_weights)
     # Log-probs of tokens need no more than the tokens; the sum over a vocabulary needs the same.
     fields = ("vocab_size", "logit_softcap") if config.teacher.loss_coef else ()
@@ -279,15 +279,15 @@ def read_teacher(
 
 
 def _with_adapters(
-    actor: Transformer, config: Config, folders: Folders, role: str, option: str, head: str
+    actor: Transformer, base_path: str, folders: Folders, role: str, option: str, head: str
 ) -> Transformer:
     """Return the actor's model with the adapters in a role's folder, on the same base."""
     lora = read_adapters(
         folders[role],
-        option=option,
+        option=f"config.{option}",
         head=head,
         architecture=actor.architecture,
         base_folder=folders.actor,
-        base_path=config.model.path,
+        base_path=base_path,
     )
     return actor.clone(lora=lora)

@@ -61,8 +61,18 @@ def find_progress(
     changes = _compare_options(config, meta["config"], command)
     _refuse_changed_models(config, meta.get("frozen", {}), frozen or {})
     # An older checkpoint has no fingerprint.
-    data_change = _compare_data(config, meta.get("data", {}), data)
-    changes += filter(None, [data_change])
+    data_change = _describe_data_change(meta.get("data", {}), data)
+    if data_change and not config.trainer.resume_with_changed_data:
+        raise UserError(
+            f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
+            f"{data_change}. Restore them, give another --workdir, or set "
+            "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
+            "epoch"
+        )
+    if data_change:
+        changes.append(
+            f"config.data.train_files: {data_change}; continuing with the first rows of a new epoch"
+        )
     for change in changes:
         report(change)
     if latest < total_steps:
@@ -95,26 +105,12 @@ def _refuse_changed_models(config: Config, saved: dict[str, str], frozen: dict[s
             )
 
 
-def _compare_data(config: Config, saved: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return how the training data have changed since the checkpoint, "" if they have not.
-
-    Raises:
-      UserError: they have, and `trainer.resume_with_changed_data` is off.
-    """
+def _describe_data_change(saved: dict[str, Any], data: dict[str, Any]) -> str:
+    """Return how the training data have changed since the checkpoint, "" if they have not."""
     # Rows that moved between memory and a cache have no hash in common, only their number.
     if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
         return ""
-    change = (
-        f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
-    )
-    if not config.trainer.resume_with_changed_data:
-        raise UserError(
-            f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
-            f"{change}. Restore them, give another --workdir, or set "
-            "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
-            "epoch"
-        )
-    return f"config.data.train_files: {change}; continuing with the first rows of a new epoch"
+    return f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
 
 
 def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.memory import memory_check, out_of_memory_message
+from jax_ppo.memory import memory_check
 from jax_ppo.training.networks import Folders
 
 CONFIG = tiny.config()
@@ -28,7 +28,7 @@ def explained(monkeypatch):
         memory_check, "read_networks", lambda config, folders: tiny.networks(config)
     )
     run = memory_check.PPOMemory(CONFIG, FOLDERS, tiny.networks(CONFIG), tiny.make_mesh())
-    return out_of_memory_message.explain_out_of_memory(run)
+    return memory_check.explain_out_of_memory(run)
 
 
 def test_what_holds_the_memory_and_what_takes_less_is_said(explained):
