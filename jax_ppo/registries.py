@@ -526,10 +526,64 @@ IMPORTANCE_WEIGHTS = Registry(
     ),
 )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLController(Entry):
+    """A function (options, coefficient, measured KL, samples of the step) -> next coefficient.
+
+    Attributes:
+      adapts: it reads the measured KL, and its coefficient continues when a run resumes.
+    """
+
+    adapts: bool = False
+
+
+KL_CONTROLLERS = Registry(
+    KLController,
+    "KL controllers",
+    ("algorithm.kl_ctrl.type",),
+    KLController(
+        name="fixed",
+        path="jax_ppo.training.kl_controller:keep_coefficient",
+        summary="the coefficient stays at `kl_coef`",
+    ),
+    KLController(
+        name="adaptive",
+        path="jax_ppo.training.kl_controller:adapt_coefficient",
+        summary="grows while the KL is above `target_kl`, and falls while it is below",
+        source="Ziegler et al. 2019, arXiv 1909.08593, section 2.2",
+        adapts=True,
+    ),
+)
+
+LEARNING_RATE_SCHEDULES = Registry(
+    Entry,
+    "Learning rate schedules",
+    tuple(f"{section}.optim.lr_schedule" for section in ("actor", "critic", "supervised")),
+    Entry(
+        name="constant",
+        path="jax_ppo.training.optimizer:constant_rate",
+        summary="`lr` after the warm-up",
+    ),
+    Entry(
+        name="linear",
+        path="jax_ppo.training.optimizer:linear_rate",
+        summary="falls in a line to `lr` x `min_lr_ratio` at the end of the run",
+    ),
+    Entry(
+        name="cosine",
+        path="jax_ppo.training.optimizer:cosine_rate",
+        summary="falls along half a cosine to `lr` x `min_lr_ratio` at the end of the run",
+        source="Loshchilov & Hutter 2017, arXiv 1608.03983",
+    ),
+)
+
 REGISTRIES: tuple[Registry[Any], ...] = (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
     KL_ESTIMATORS,
     AGGREGATIONS,
     IMPORTANCE_WEIGHTS,
+    KL_CONTROLLERS,
+    LEARNING_RATE_SCHEDULES,
 )

@@ -14,7 +14,9 @@ from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
     IMPORTANCE_WEIGHTS,
+    KL_CONTROLLERS,
     KL_ESTIMATORS,
+    LEARNING_RATE_SCHEDULES,
     POLICY_LOSSES,
     AdvantageEstimator,
 )
@@ -79,7 +81,7 @@ USES_KL_COEFFICIENT = Requirement(lambda c: c.algorithm.use_kl_in_reward,
 HAS_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} stores its weights itself")
-KL_COEFFICIENT_ADAPTS = Condition(lambda c: c.algorithm.kl_ctrl.type == "adaptive",
+KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
     "`algorithm.kl_ctrl.type` is adaptive")
 HAS_IMPORTANCE_WEIGHTS = Requirement(lambda c: c.algorithm.rollout_is != "none",
     "`algorithm.rollout_is` is token or sequence",
@@ -291,7 +293,7 @@ class Optim:
         "steps of linear warm-up, not counting steps that leave this model unchanged",
         unit="steps", at_least=0)
     lr_schedule: str = option("constant", "schedule after the warm-up, until the last step",
-        choices=("constant", "linear", "cosine"))
+        choices=tuple(LEARNING_RATE_SCHEDULES))
     min_lr_ratio: float = option(0.0, "share of lr that remains at the end of linear and cosine",
         at_least=0, at_most=1)
     beta1: float = option(0.9, "AdamW's beta1", at_least=0, below=1)
@@ -487,7 +489,7 @@ class KLControl:
 
     type: str = option("fixed",
         "how the coefficient changes: fixed, not at all; adaptive, towards target_kl",
-        choices=("fixed", "adaptive"), requires=(USES_KL_COEFFICIENT,))
+        choices=tuple(KL_CONTROLLERS), requires=(USES_KL_COEFFICIENT,))
     kl_coef: float = option(0.001,
         "coefficient of the KL in the reward; of adaptive, the first one",
         at_least=0, first_step_only=KL_COEFFICIENT_ADAPTS)

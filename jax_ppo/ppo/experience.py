@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Algorithm, KLControl
-from jax_ppo.kernels import importance, kl, masked
+from jax_ppo.kernels import importance, masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Metrics, Tokens
+from jax_ppo.registries import KL_CONTROLLERS
 from jax_ppo.types import Control, Experience, Sequences
 
 
@@ -170,27 +171,13 @@ def next_control(
     moments: dict[str, Moments | None],
 ) -> Control:
     """Return the control of the next step: its KL coefficient, and the moments that are kept."""
-    return Control(
-        kl_coef=_next_kl_coefficient(options, kl_coef, kl_tokens, actions),
-        moments={name: value for name, value in moments.items() if value is not None},
-    )
-
-
-def _next_kl_coefficient(
-    options: KLControl,
-    kl_coef: Float32[Array, ""],
-    kl_tokens: Tokens,
-    actions: Mask,
-) -> Float32[Array, ""]:
-    """Return the fixed coefficient, or the adaptive controller's after this rollout."""
-    if options.type != "adaptive":
-        return jnp.float32(options.kl_coef)
     samples = len(actions)
     # The target is per token or per response, so the measured KL is averaged the same way.
     if options.target_unit == "token":
         current = masked.masked_mean(kl_tokens, actions)
     else:
         current = masked.masked_sum(kl_tokens, actions) / samples
-    adapted = kl.adaptive_kl_coef(kl_coef, current, options.target_kl, options.horizon, samples)
-    # One rollout with non-finite numbers must not spoil all steps that follow.
-    return jnp.where(jnp.isfinite(adapted), adapted, kl_coef)
+    return Control(
+        kl_coef=KL_CONTROLLERS[options.type].function(options, kl_coef, current, samples),
+        moments={name: value for name, value in moments.items() if value is not None},
+    )

@@ -13,7 +13,7 @@ from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.registries import KL_ESTIMATORS
+from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward, packing
@@ -164,7 +164,7 @@ def reuses_logprobs(config: Config) -> bool:
         and target_platform() == "cpu"
         and config.rollout.quantization == "none"
     )
-    adapts = config.algorithm.kl_ctrl.type == "adaptive"
+    adapts = KL_CONTROLLERS[config.algorithm.kl_ctrl.type].adapts
     in_reward = config.algorithm.use_kl_in_reward or config.teacher_gives_rewards
     is_unused = config.updates_once and not in_reward and not adapts
     # Reused where they differ by rounding at most, or are only reported.

@@ -18,6 +18,7 @@ from jax_ppo.kernels import kl, masked, shaping
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
+from jax_ppo.registries import KL_CONTROLLERS
 from jax_ppo.types import Sequences
 
 KLFunction = Callable[[jax.Array], jax.Array]
@@ -236,7 +237,8 @@ def add_kl_penalty(
         "kl/coefficient": kl_coef,
     }
     # What the adaptive controller compares with its target.
-    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_unit == "sequence":
+    control = algorithm.kl_ctrl
+    if KL_CONTROLLERS[control.type].adapts and control.target_unit == "sequence":
         metrics["kl/reference_per_response"] = masked.masked_sum(kl_tokens, actions) / len(actions)
     return token_rewards, metrics
 

@@ -1,4 +1,4 @@
-"""The KL coefficient and the other values that carry over from one PPO step to the next."""
+"""KL controllers, and the other values that carry over from one PPO step to the next."""
 
 import dataclasses
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.config.schema import Critic, KLControl, Reward
-from jax_ppo.kernels import moments
+from jax_ppo.kernels import kl, moments
+from jax_ppo.registries import KL_CONTROLLERS
 from jax_ppo.types import Control
 
 
@@ -35,7 +36,25 @@ def resumed_control(kl_options: KLControl, saved: Control) -> Control:
       saved: the control in the checkpoint, on the mesh.
     """
     # The controller adapts its own coefficient; a fixed one follows the options.
-    if kl_options.type == "adaptive":
+    if KL_CONTROLLERS[kl_options.type].adapts:
         return saved
     coefficient = jax.device_put(jnp.float32(kl_options.kl_coef), saved.kl_coef.sharding)
     return dataclasses.replace(saved, kl_coef=coefficient)
+
+
+def keep_coefficient(
+    options: KLControl, coefficient: jax.Array, current_kl: jax.Array, samples: int
+) -> jax.Array:
+    """Return the configured coefficient."""
+    return jnp.float32(options.kl_coef)
+
+
+def adapt_coefficient(
+    options: KLControl, coefficient: jax.Array, current_kl: jax.Array, samples: int
+) -> jax.Array:
+    """Return the coefficient after a step of the proportional controller of `kernels/kl.py`."""
+    adapted = kl.adaptive_kl_coef(
+        coefficient, current_kl, options.target_kl, options.horizon, samples
+    )
+    # One rollout with non-finite numbers must not spoil all steps that follow.
+    return jnp.where(jnp.isfinite(adapted), adapted, coefficient)

@@ -265,15 +265,15 @@ def read_teacher(
         return _with_adapters(actor, config.model.path, folders, "teacher", option, "lm")
     _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
     architecture = read_architecture(folder, needs_weights)
-    # Log-probs of tokens need no more than the tokens; the sum over a vocabulary needs the same.
-    fields = ("vocab_size", "logit_softcap") if config.teacher.loss_coef else ()
-    for field in fields:
+    # Log-probs of tokens need no more than the tokens; a sum over the vocabulary needs the same.
+    compares = config.teacher.loss_coef or config.rollout.exact_filters
+    for field in ("vocab_size", "logit_softcap"):
         teachers, actors = (getattr(x, field) for x in (architecture, actor.architecture))
-        if teachers != actors:
+        if compares and teachers != actors:
             raise UserError(
-                f"config.teacher.loss_coef={config.teacher.loss_coef}: sums over the vocabulary, "
-                f"for which the teacher's {field} {teachers} must be the actor's {actors}; use "
-                "config.teacher.reward_coef alone"
+                f"config.teacher.path={config.teacher.path!r}: its {field} is {teachers}; expected "
+                f"the actor's {actors}, or config.teacher.loss_coef=0 and "
+                "config.rollout.exact_filters=False, with which the tokenizer is enough"
             )
     return build_decoder(architecture, config.model, packed_row_length(config))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_ppo.config.schema import Optim
+from jax_ppo.registries import LEARNING_RATE_SCHEDULES
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.stochastic_rounding import store_like, widen
 from jax_ppo.types import Params
@@ -129,8 +130,7 @@ def _is_matrix(params: Params) -> Params:
 def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> jax.Array:
     """Return the learning rate of a step.
 
-    The rate rises linearly from `lr / lr_warmup_steps` and then stays constant, or decays linearly
-    or along a cosine to `lr * min_lr_ratio`.
+    The rate rises linearly from `lr / lr_warmup_steps` and then follows `lr_schedule`.
 
     Args:
       options: the peak rate and its schedule.
@@ -139,16 +139,26 @@ def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> ja
     """
     warmup_steps = options.lr_warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)
-    final_rate = options.lr * options.min_lr_ratio
-    schedules = {
-        "constant": optax.constant_schedule(options.lr),
-        "linear": optax.linear_schedule(options.lr, final_rate, decay_steps),
-        "cosine": optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio),
-    }
+    schedule = LEARNING_RATE_SCHEDULES[options.lr_schedule].function(options, decay_steps)
     # The first step already has a rate above 0.
     warmup_rate = options.lr * (step + 1) / max(warmup_steps, 1)
-    scheduled_rate = schedules[options.lr_schedule](jnp.maximum(step - warmup_steps, 0))
+    scheduled_rate = schedule(jnp.maximum(step - warmup_steps, 0))
     return jnp.where(step < warmup_steps, warmup_rate, scheduled_rate)
+
+
+def constant_rate(options: Optim, decay_steps: int) -> optax.Schedule:
+    """Return the schedule of a rate that stays."""
+    return optax.constant_schedule(options.lr)
+
+
+def linear_rate(options: Optim, decay_steps: int) -> optax.Schedule:
+    """Return the schedule of a rate that falls in a line."""
+    return optax.linear_schedule(options.lr, options.lr * options.min_lr_ratio, decay_steps)
+
+
+def cosine_rate(options: Optim, decay_steps: int) -> optax.Schedule:
+    """Return the schedule of a rate that falls along half a cosine."""
+    return optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio)
 
 
 def descend(

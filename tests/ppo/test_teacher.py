@@ -206,5 +206,5 @@ def test_a_sum_over_the_vocabulary_needs_the_same_vocabulary(tmp_path):
     # Rows of the embedding that belong to no token do not matter to log-probs.
     nets = read_networks(tiny.config(**ALONE), folders)
     assert nets["teacher"].architecture.vocab_size == 40
-    with pytest.raises(UserError, match=r"config\.teacher\.loss_coef=0\.5: .*vocab_size 40"):
+    with pytest.raises(UserError, match=r"config\.teacher\.path=.*vocab_size is 40"):
         read_networks(tiny.config(**LOSS), folders)
