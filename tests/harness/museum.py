@@ -918,8 +918,8 @@ LOG_PROBS = [
         holds="every log-prob is taken at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
-        old="chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature",
-        new="chunk_logits(chunks.gather(hidden, i), weight, cap)",
+        old="keep_tokens(logits, chunks.gather(kept, i)) / temperature",
+        new="keep_tokens(logits, chunks.gather(kept, i))",
     ),
     Exhibit(
         name="the_gradient_omits_the_temperature",
