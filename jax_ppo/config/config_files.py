@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jax_ppo.config import smoke
 from jax_ppo.config.plugins import folder_importable
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.storage.paths import expand_local_path
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
     import ml_collections
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+# Of the smoke form: prompts and tokens.
+_SMOKE_BATCH = 8
+_SMOKE_RESPONSE = 24
 
 
 def shipped_folder() -> Path:
@@ -41,7 +44,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
 
     Args:
       value: `FILE[:ARG]`, with a path or the bare name of a shipped configuration. An existing
-        file takes precedence. The argument `smoke` works for any file; see smoke.py.
+        file takes precedence. The argument `smoke` works for any file; see `shrink`.
 
     Raises:
       UserError: there is no such file; the message has the nearest name.
@@ -84,8 +87,8 @@ def call_get_config(
             spec.loader.exec_module(module)
             if not callable(getattr(module, "get_config", None)):
                 raise UserError(f"--config={value}: the file has no function get_config")
-            if argument == smoke.ARGUMENT:
-                config = smoke.shrink(module.get_config(), defaults, value)
+            if argument == "smoke":
+                config = shrink(module.get_config(), defaults, value)
             elif argument:
                 config = module.get_config(argument)
             else:
@@ -147,3 +150,51 @@ def _nearest_config(path: Path) -> str:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+
+
+def shrink(
+    config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict", value: str
+) -> "ml_collections.ConfigDict":
+    """Return the smoke form of a configuration: its algorithm with a model for two cores.
+
+    The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
+    those of the small model that a run creates. The configuration is changed in place.
+
+    Args:
+      config: the configuration that its file returned.
+      defaults: all options at their defaults.
+      value: the value of `--config`, for messages.
+
+    Raises:
+      UserError: the configuration is one of supervised training, which creates no small model.
+    """
+    if "rollout" not in config or config.supervised != defaults.supervised:
+        raise UserError(f"--config={value}: supervised training has no smoke form")
+    config.experiment_name = f"{config.experiment_name}-smoke"
+    mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    config.data.update(
+        train_files="arithmetic:64",
+        val_files="arithmetic:16:heldout",
+        train_batch_size=_SMOKE_BATCH,
+        val_batch_size=16,
+        max_prompt_length=48,
+        max_response_length=_SMOKE_RESPONSE,
+        instruction="",
+        system_prompt="",
+        prompt_template="",
+    )
+    config.actor.ppo_mini_batch_size = max(1, _SMOKE_BATCH // mini_batches)
+    config.model.path = ""
+    config.critic.path = ""
+    config.model.tokenizer_path = ""
+    config.model.dtype = "float32"
+    config.model.create.update(steps=60, habit_steps=10)
+    # The built-in rule of the problems replaces any other reward.
+    config.reward.update(function="", terms="", url="", model_path="")
+    config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _SMOKE_RESPONSE // 3)
+    config.rollout.n = min(config.rollout.n, 4)
+    config.mesh = defaults.mesh
+    config.rollout.mesh = defaults.rollout.mesh
+    config.packing = defaults.packing
+    config.trainer.update(total_training_steps=4, test_freq=2, save_freq=0, export=False)
+    return config

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from jax_ppo.config.schema import Config
+from typing import Any, TypeVar
 
 COMMANDS = ("train", "sft", "reward_model")
 
@@ -21,11 +18,11 @@ class Condition:
     """A condition on the values of other options.
 
     Attributes:
-      is_met: returns whether a configuration meets the condition.
+      is_met: returns whether a `Config` meets the condition.
       summary: the condition in words, for notes and the reference page: "`critic.path` is set".
     """
 
-    is_met: Callable[[Config], bool]
+    is_met: Callable[[Any], bool]
     summary: str
 
 

@@ -1,10 +1,10 @@
 """Validate options against each other: incompatible sizes, and options that require others.
 
-Names, types and ranges of single options are validated in loading.py. The rules are in rules/: each
-takes the sections that it compares and raises `UserError` if they violate it.
+Names, types and ranges of single options are validated in loading.py. Each rule in rules.py
+takes the sections that it compares.
 """
 
-from jax_ppo.config.rules import algorithm, machine, model, sizes
+from jax_ppo.config import rules
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
 
@@ -19,50 +19,50 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     data, rollout, lora = config.data, config.rollout, config.model.lora
     samples = data.train_batch_size * config.responses_per_prompt
     if reads_data:
-        sizes.require_set("data.train_files", data.train_files)
-    sizes.require_mini_batches_divide_batch(data, config.actor, config.critic)
-    sizes.require_row_holds_sample(config.packing, config.sequence_length)
-    algorithm.require_valid_top_k(rollout)
-    algorithm.require_dual_clip_above_one(config.actor)
-    algorithm.require_known_rollout_engine(rollout.engine)
-    algorithm.require_known_environment(rollout.multi_turn.environment)
-    algorithm.require_valid_constraints(rollout, data.max_response_length)
-    algorithm.require_several_responses_to_compare(config)
-    algorithm.require_several_responses_to_filter(config)
-    algorithm.require_kept_responses_to_be_sampled(rollout)
-    algorithm.require_overlong_buffer_within_response(config.reward, data.max_response_length)
-    model.require_known_lora_targets(lora)
-    model.require_lora_path_alone(lora)
-    algorithm.reject_reuse_with_importance_weights(rollout, config.algorithm.rollout_is)
-    algorithm.require_teacher_to_teach(config.teacher)
-    algorithm.require_horizon_holds_step(config.algorithm.kl_ctrl, samples)
+        rules.require_set("data.train_files", data.train_files)
+    rules.require_mini_batches_divide_batch(data, config.actor, config.critic)
+    rules.require_row_holds_sample(config.packing, config.sequence_length)
+    rules.require_valid_top_k(rollout)
+    rules.require_dual_clip_above_one(config.actor)
+    rules.require_known_rollout_engine(rollout.engine)
+    rules.require_known_environment(rollout.multi_turn.environment)
+    rules.require_valid_constraints(rollout, data.max_response_length)
+    rules.require_several_responses_to_compare(config)
+    rules.require_several_responses_to_filter(config)
+    rules.require_kept_responses_to_be_sampled(rollout)
+    rules.require_overlong_buffer_within_response(config.reward, data.max_response_length)
+    rules.require_known_lora_targets(lora)
+    rules.require_lora_path_alone(lora)
+    rules.reject_reuse_with_importance_weights(rollout, config.algorithm.rollout_is)
+    rules.require_teacher_to_teach(config.teacher)
+    rules.require_horizon_holds_step(config.algorithm.kl_ctrl, samples)
     _validate_machine(config)
-    model.require_model_or_arithmetic(config.model, data)
-    model.require_heads_divide_width(config.model.create)
+    rules.require_model_or_arithmetic(config.model, data)
+    rules.require_heads_divide_width(config.model.create)
     # Requirements come after the rules, whose messages are more specific.
     validate_requirements(config, "train")
 
 
 def validate_supervised_config(config: Config, command: str) -> None:
     """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
-    sizes.require_set("data.train_files", config.data.train_files)
+    rules.require_set("data.train_files", config.data.train_files)
     # Only PPO creates a small model to start from, for its arithmetic data.
-    sizes.require_set("model.path", config.model.path)
-    sizes.require_row_holds_example(config.packing, config.sequence_length, command)
-    model.reject_center_coef_in_sft(config.supervised, command)
-    model.reject_adapters(config.model.lora, command)
+    rules.require_set("model.path", config.model.path)
+    rules.require_row_holds_example(config.packing, config.sequence_length, command)
+    rules.reject_center_coef_in_sft(config.supervised, command)
+    rules.reject_adapters(config.model.lora, command)
     _validate_machine(config)
     validate_requirements(config, command)
 
 
 def _validate_machine(config: Config) -> None:
     """Validate the mesh, the processes and the loggers, for every command."""
-    machine.require_row_divides(config.packing, config.mesh)
-    machine.reject_router_loss_of_parts(config)
-    machine.require_one_remaining_axis(config.mesh)
-    machine.require_positive_axes(config.mesh, config.rollout.mesh)
-    machine.require_process_id(config.distributed)
-    machine.require_known_loggers(config.trainer)
+    rules.require_row_divides(config.packing, config.mesh)
+    rules.reject_router_loss_of_parts(config)
+    rules.require_one_remaining_axis(config.mesh)
+    rules.require_positive_axes(config.mesh, config.rollout.mesh)
+    rules.require_process_id(config.distributed)
+    rules.require_known_loggers(config.trainer)
 
 
 def validate_requirements(config: Config, command: str) -> None:

@@ -7,36 +7,12 @@ The observation becomes the next tokens of the response. Its slot runs them one 
 drawn tokens, into the slot's own cache; the policy's next turn follows.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.environment import Environment, address_dialogues
-
-if TYPE_CHECKING:
-    from jax_ppo.sampler.slots import DecodeJob, DecodeState, Slots
-
-
-class Dialogues(NamedTuple):
-    """The dialogues of N samples.
-
-    Attributes:
-      environment: the environment's states, a pytree of arrays with N rows.
-      turns: int32 [N], turns of the policy that have been answered.
-      turn_start: int32 [N], the column of the response in which the current turn starts.
-      waits: bool [N], whether the turn has ended and is not answered yet.
-      is_action: bool [N, T], the response tokens that the policy chose.
-      rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
-    """
-
-    environment: Any
-    turns: jax.Array
-    turn_start: jax.Array
-    waits: jax.Array
-    is_action: jax.Array
-    rewards: jax.Array
+from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots
 
 
 def start_dialogues(
@@ -67,7 +43,7 @@ def start_dialogues(
     )
 
 
-def waiting_slots(job: "DecodeJob", state: "DecodeState") -> jax.Array:
+def waiting_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
     """Return which slots hold a turn that is to be answered, bool [B]."""
     assert state.dialogues is not None
     waits_N = state.dialogues.waits
@@ -76,19 +52,19 @@ def waiting_slots(job: "DecodeJob", state: "DecodeState") -> jax.Array:
     return waits_N[jnp.minimum(sample_B, job.samples - 1)] & (sample_B < job.samples)
 
 
-def runs_observation(state: "DecodeState", sample_B: jax.Array) -> jax.Array:
+def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
     """Return which slots take the next token of an observation instead of drawing one, bool [B]."""
     assert state.dialogues is not None
     return state.slots.drawn < state.dialogues.turn_start[sample_B]
 
 
 def end_turns(
-    job: "DecodeJob",
-    before: "Slots",
-    recorded: "DecodeState",
+    job: DecodeJob,
+    before: Slots,
+    recorded: DecodeState,
     is_observed_B: jax.Array,
     finishes_B: jax.Array,
-) -> "DecodeState":
+) -> DecodeState:
     """Record who chose the tokens of a decode step, and let the turns that they end wait.
 
     Args:
@@ -131,7 +107,7 @@ def end_turns(
     )
 
 
-def should_answer(job: "DecodeJob", state: "DecodeState") -> jax.Array:
+def should_answer(job: DecodeJob, state: DecodeState) -> jax.Array:
     """Return whether enough turns wait, or nothing else is being decoded, bool scalar."""
     waits_B = waiting_slots(job, state)
     count = waits_B.sum()
@@ -139,7 +115,7 @@ def should_answer(job: "DecodeJob", state: "DecodeState") -> jax.Array:
     return job.any_shard((count > 0) & ((count >= job.refill) | none_decodes))
 
 
-def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
+def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Answer all turns that wait: insert observations, or end the dialogues."""
     options = job.options
     slots = state.slots
@@ -192,7 +168,7 @@ def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
 
 
 def _current_turns(
-    job: "DecodeJob", state: "DecodeState", sample_B: jax.Array, waits_B: jax.Array
+    job: DecodeJob, state: DecodeState, sample_B: jax.Array, waits_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of the turns that wait, int32 [B, U], and their number; 0 elsewhere."""
     assert state.dialogues is not None

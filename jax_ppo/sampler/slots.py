@@ -24,7 +24,6 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.dialogues import Dialogues
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import (
     RoutingRecord,
@@ -57,6 +56,26 @@ class Slots(NamedTuple):
     drawn: jax.Array
     token: jax.Array
     cache: Cache
+
+
+class Dialogues(NamedTuple):
+    """The dialogues of N samples.
+
+    Attributes:
+      environment: the environment's states, a pytree of arrays with N rows.
+      turns: int32 [N], turns of the policy that have been answered.
+      turn_start: int32 [N], the column of the response in which the current turn starts.
+      waits: bool [N], whether the turn has ended and is not answered yet.
+      is_action: bool [N, T], the response tokens that the policy chose.
+      rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
+    """
+
+    environment: Any
+    turns: jax.Array
+    turn_start: jax.Array
+    waits: jax.Array
+    is_action: jax.Array
+    rewards: jax.Array
 
 
 class DecodeState(NamedTuple):

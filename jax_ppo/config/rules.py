@@ -1,0 +1,335 @@
+"""Rules that compare options with each other. Each raises `UserError` if it is violated.
+
+First those of data, batches and packed rows; then of models and adapters; of sampling, rewards and
+the algorithm; and of the mesh, the processes and the loggers, which hold for every command.
+"""
+
+import dataclasses
+
+from jax_ppo.config import parsing
+from jax_ppo.config.schema import (
+    LOGGERS,
+    Actor,
+    Config,
+    Create,
+    Critic,
+    Data,
+    Distributed,
+    KLControl,
+    Lora,
+    MeshShape,
+    Model,
+    Packing,
+    Reward,
+    RolloutMesh,
+    RolloutOptions,
+    Supervised,
+    Teacher,
+    Trainer,
+    all_options,
+    option_value,
+)
+from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
+
+# Responses of an example, each with a copy of the prompt.
+RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
+
+
+def require_set(name: str, value: str) -> None:
+    """Raise `UserError` if a text option is empty."""
+    if not value:
+        doc = next(option.facts.doc for option in all_options() if option.name == name)
+        # The meaning of an empty value to other commands does not help here.
+        meaning = doc.partition("; empty")[0]
+        raise UserError(f"config.{name}='': must be set ({meaning})")
+
+
+def require_mini_batches_divide_batch(data: Data, actor: Actor, critic: Critic) -> None:
+    """Raise `UserError` unless mini-batches divide the batch."""
+    batch = data.train_batch_size
+    sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
+    for name, mini_batch in sizes.items():
+        if mini_batch and batch % mini_batch:
+            raise UserError(
+                f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
+                f"config.data.train_batch_size={batch}; the nearest divisor is "
+                f"{_nearest_divisor(batch, mini_batch)}"
+            )
+
+
+def require_row_holds_sample(packing: Packing, sequence_length: int) -> None:
+    """Raise `UserError` unless a packed row holds the longest sample."""
+    row_length = packing.row_length
+    if row_length is not None and row_length < sequence_length:
+        raise UserError(
+            f"config.packing.row_length={row_length}: a row must hold "
+            "config.data.max_prompt_length + config.data.max_response_length = "
+            f"{sequence_length} tokens; set it to that or more"
+        )
+
+
+def require_row_holds_example(packing: Packing, sequence_length: int, command: str) -> None:
+    """Raise `UserError` unless a packed row holds the longest example of supervised training."""
+    row_length = packing.row_length
+    responses = RESPONSES_PER_EXAMPLE[command]
+    longest = sequence_length * responses
+    if row_length and row_length < longest:
+        raise UserError(
+            f"config.packing.row_length={row_length}: a row must hold the {longest} tokens of the "
+            f"longest example, {responses} x (config.data.max_prompt_length + "
+            "config.data.max_response_length); set it to that or more"
+        )
+
+
+def _nearest_divisor(number: int, target: int) -> int:
+    divisors = (d for d in range(1, number + 1) if number % d == 0)
+    return min(divisors, key=lambda divisor: abs(divisor - target))
+
+
+def require_model_or_arithmetic(model: Model, data: Data) -> None:
+    """Raise `UserError` without a model, except for the data that a model is created for."""
+    # The created model is taught only arithmetic.
+    if not model.path and not data.train_files.startswith("arithmetic:"):
+        raise UserError(
+            "config.model.path='': must be set to a Hugging Face folder or hub name; a model is "
+            "created only for the `arithmetic` data"
+        )
+
+
+def require_heads_divide_width(create: Create) -> None:
+    """Raise `UserError` unless the small model's heads divide its width."""
+    if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
+        raise UserError(
+            f"config.model.create: num_heads={create.num_heads} must divide "
+            f"hidden_size={create.hidden_size}, and num_kv_heads={create.num_kv_heads} must divide "
+            "num_heads"
+        )
+
+
+def require_known_lora_targets(lora: Lora) -> None:
+    """Raise `UserError` for an adapter target that is not a projection."""
+    try:
+        parsing.parse_lora_targets(lora.targets)
+    except ValueError as error:
+        raise UserError(f"config.model.lora.targets={lora.targets!r}: {error}") from None
+
+
+def require_lora_path_alone(lora: Lora) -> None:
+    """Raise `UserError` for a rank, alpha or targets besides adapters that determine them."""
+    if lora.path and lora != dataclasses.replace(Lora(), path=lora.path):
+        raise UserError(
+            f"config.model.lora.path={lora.path!r}: determines rank, alpha and targets; leave "
+            "config.model.lora.rank, alpha and targets at their defaults"
+        )
+
+
+def reject_adapters(lora: Lora, command: str) -> None:
+    """Raise `UserError` for adapters in supervised training."""
+    for name in ("rank", "path"):
+        if value := getattr(lora, name):
+            raise UserError(
+                f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, "
+                "only jax_ppo.train trains adapters; leave it unset"
+            )
+
+
+def reject_center_coef_in_sft(supervised: Supervised, command: str) -> None:
+    """Raise `UserError` for the reward model's loss term in fine-tuning."""
+    center_coef = supervised.center_coef
+    if command == "sft" and center_coef:
+        raise UserError(
+            f"config.supervised.center_coef={center_coef}: only jax_ppo.reward_model reads it"
+        )
+
+
+def require_valid_top_k(rollout: RolloutOptions) -> None:
+    """Raise `UserError` for a top_k of 0, which the range of the option includes."""
+    samplings = {"rollout": rollout, "rollout.val_kwargs": rollout.val_kwargs}
+    for name, sampling in samplings.items():
+        if sampling.top_k == 0:
+            raise UserError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
+
+
+def reject_reuse_with_importance_weights(rollout: RolloutOptions, rollout_is: str) -> None:
+    """Raise `UserError` for importance weights that would all be 1."""
+    if rollout.reuse_logprobs == "always" and rollout_is != "none":
+        raise UserError(
+            "config.rollout.reuse_logprobs='always': leaves "
+            f"config.algorithm.rollout_is={rollout_is!r} no other log-probs to compare the "
+            "sampler's with; set it to 'auto'"
+        )
+
+
+def require_dual_clip_above_one(actor: Actor) -> None:
+    """Raise `UserError` for a dual clip's constant of at most 1."""
+    constant = actor.clip_ratio_c
+    if constant and constant <= 1:
+        raise UserError(
+            f"config.actor.clip_ratio_c={constant}: the dual clip's constant must be above 1; 0 "
+            "turns it off"
+        )
+
+
+def require_known_rollout_engine(engine: str) -> None:
+    """Raise `UserError` unless `rollout.engine` is built in or named `module:Class`."""
+    if engine != "built-in" and ":" not in engine:
+        raise UserError(
+            f"config.rollout.engine={engine!r}: expected 'built-in' or module:Class."
+            f"{did_you_mean(engine, ['built-in'])}"
+        )
+
+
+def require_known_environment(environment: str) -> None:
+    """Raise `UserError` unless `rollout.multi_turn.environment` is empty or `module:Class`."""
+    if environment and ":" not in environment:
+        raise UserError(
+            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class or "
+            "path/to/file.py:Class"
+        )
+
+
+def require_valid_constraints(rollout: RolloutOptions, longest: int) -> None:
+    """Raise `UserError` for a malformed constraint on sampling, or a minimum that is too long."""
+    for name, parse in (
+        ("stop", parsing.parse_strings),
+        ("bad_words", parsing.parse_strings),
+        ("logit_bias", parsing.parse_logit_bias),
+    ):
+        try:
+            parse(getattr(rollout, name))
+        except ValueError as error:
+            raise UserError(f"config.rollout.{name}: {error}") from error
+    if rollout.min_new_tokens > longest:
+        raise UserError(
+            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most "
+            f"config.data.max_response_length={longest}"
+        )
+
+
+def require_several_responses_to_compare(config: Config) -> None:
+    """Raise `UserError` for an estimator that compares responses if there is one per prompt."""
+    estimator = config.algorithm.adv_estimator
+    # The advantage of a single response within its group is always 0.
+    compares = ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups
+    if compares and config.responses_per_prompt < 2:
+        raise UserError(
+            f"{_describe_responses(config)}: config.algorithm.adv_estimator={estimator!r} "
+            "compares responses to one prompt; set it to 2 or more"
+        )
+
+
+def require_several_responses_to_filter(config: Config) -> None:
+    """Raise `UserError` if groups of a single response are filtered, which never differ."""
+    if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:
+        raise UserError(
+            f"{_describe_responses(config)}: config.algorithm.filter_groups.enable=True compares "
+            "the rewards of a prompt's responses; set it to 2 or more"
+        )
+
+
+def _describe_responses(config: Config) -> str:
+    """Return the option that sets the number of responses per prompt that are trained on."""
+    if config.rollout.keep is None:
+        return f"config.rollout.n={config.rollout.n}"
+    return f"config.rollout.keep={config.rollout.keep}"
+
+
+def require_kept_responses_to_be_sampled(rollout: RolloutOptions) -> None:
+    """Raise `UserError` if more responses are kept than sampled."""
+    keep = rollout.keep
+    if keep is not None and keep > rollout.n:
+        raise UserError(
+            f"config.rollout.keep={keep}: expected at most config.rollout.n={rollout.n}"
+        )
+
+
+def require_overlong_buffer_within_response(reward: Reward, longest: int) -> None:
+    """Raise `UserError` for a buffer that is longer than a response (verl#2107)."""
+    if reward.overlong_buffer_len > longest:
+        raise UserError(
+            f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
+            f"config.data.max_response_length={longest}"
+        )
+
+
+def require_teacher_to_teach(teacher: Teacher) -> None:
+    """Raise `UserError` for a teacher that neither rewards nor loss read."""
+    if teacher.path and not (teacher.reward_coef or teacher.loss_coef):
+        raise UserError(
+            "config.teacher.reward_coef=0.0: expected more than 0, or a config.teacher.loss_coef "
+            "above 0; otherwise nothing reads config.teacher.path"
+        )
+
+
+def require_horizon_holds_step(control: KLControl, samples: int) -> None:
+    """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
+    # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
+    if control.type == "adaptive" and control.horizon < samples:
+        raise UserError(
+            f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
+            "samples of a step, or one step could take the coefficient far past its target"
+        )
+
+
+def require_row_divides(packing: Packing, mesh: MeshShape) -> None:
+    """Raise `UserError` unless the devices of `mesh.context` can split a packed row evenly."""
+    row_length = packing.row_length
+    parts = mesh.context
+    # Each part has two blocks of columns.
+    if row_length is not None and parts > 1 and row_length % (2 * parts):
+        raise UserError(
+            f"config.packing.row_length={row_length}: expected a multiple of {2 * parts}, twice "
+            f"config.mesh.context={parts}, or leave it unset"
+        )
+
+
+def reject_router_loss_of_parts(config: Config) -> None:
+    """Raise `UserError` for a router loss, a mean over sequences, if devices split sequences."""
+    for name in ("actor", "critic", "supervised"):
+        coef = option_value(config, f"{name}.router_aux_loss_coef")
+        if coef and config.mesh.context > 1:
+            raise UserError(
+                f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, "
+                f"which config.mesh.context={config.mesh.context} splits; set one of them to its "
+                "default"
+            )
+
+
+def require_one_remaining_axis(mesh: MeshShape) -> None:
+    """Raise `UserError` if several mesh axes would use the remaining devices."""
+    free = [axis for axis in ("model", "fsdp", "data") if getattr(mesh, axis) == -1]
+    if len(free) > 1:
+        raise UserError(
+            f"config.mesh.{free[0]}=-1: only one axis can be -1; set config.mesh.{free[1]}, for "
+            "example to 1"
+        )
+
+
+def require_positive_axes(mesh: MeshShape, decoding_mesh: RolloutMesh) -> None:
+    """Raise `UserError` for a mesh axis of 0 devices, which the range of the option includes."""
+    for axis in ("data", "fsdp", "model"):
+        if getattr(mesh, axis) == 0:
+            raise UserError(f"config.mesh.{axis}=0: expected -1 or at least 1")
+    if decoding_mesh.data == 0:
+        raise UserError("config.rollout.mesh.data=0: expected -1 or at least 1")
+
+
+def require_process_id(options: Distributed) -> None:
+    """Raise `UserError` for a process whose index is not below the number of processes."""
+    if options.coordinator_address and not 0 <= options.process_id < options.num_processes:
+        raise UserError(
+            f"config.distributed.process_id={options.process_id}: expected 0 to num_processes - "
+            f"1 = {options.num_processes - 1} with config.distributed.coordinator_address set"
+        )
+
+
+def require_known_loggers(trainer: Trainer) -> None:
+    """Raise `UserError` for a logger that does not exist."""
+    text = trainer.logger
+    for logger in parsing.parse_loggers(text):
+        if logger not in LOGGERS:
+            raise UserError(
+                f"config.trainer.logger={text!r}: expected some of {', '.join(LOGGERS)}, separated "
+                f"by commas.{did_you_mean(logger, LOGGERS)}"
+            )
