@@ -1,6 +1,7 @@
 """On-policy distillation: the actor learns a teacher's distribution on its own responses."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,17 @@ from jax_ppo.config.schema import Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import advantages
 from jax_ppo.kernels.losses import Clip, padded_batch
+from jax_ppo.memory import step_plan
+from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.models import heads
+from jax_ppo.models.flops import count_forward_flops
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences
 from jax_ppo.ppo.reward_shaping import add_teacher_rewards
 from jax_ppo.registries import POLICY_LOSSES
+from jax_ppo.runtime.topologies import parse_topology
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import read_networks
 from jax_ppo.training.state import trained_trees
@@ -208,3 +214,31 @@ def test_a_sum_over_the_vocabulary_needs_the_same_vocabulary(tmp_path):
     assert nets["teacher"].architecture.vocab_size == 40
     with pytest.raises(UserError, match=r"config\.teacher\.path=.*vocab_size is 40"):
         read_networks(tiny.config(**LOSS), folders)
+
+
+def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    base = {"model__path": str(tmp_path), "algorithm__use_reference": False}
+    teacher = {"teacher__path": str(tmp_path)}
+    both = teacher | {"teacher__loss_coef": 1.0}
+    configs = [tiny.config(**base | changes) for changes in ({}, teacher, both)]
+    plans = [
+        step_plan.plan_step(config, parse_topology("v5e:1x1"), compiles=False) for config in configs
+    ]
+    alone, rewarding, losing = [{phase.name: phase for phase in plan.phases} for plan in plans]
+    assert rewarding.keys() - alone.keys() == {"score_teacher"}
+    forward = rewarding["score_teacher"]
+    assert forward.memory.frozen > alone["update_actor"].memory.frozen == 0
+    # The loss runs the teacher on the same rows, in every epoch.
+    before, after = rewarding["update_actor"], losing["update_actor"]
+    assert after.memory.temporaries > before.memory.temporaries
+    epochs = configs[0].actor.ppo_epochs
+    assert after.work.flops - before.work.flops == pytest.approx(epochs * forward.work.flops)
+    net = tiny.networks(configs[0])
+    lengths = np.full(8, 10)
+    counts = [
+        count_step_flops(config, Networks(**net, teacher=net.actor), 0, lengths - 4, lengths)
+        for config in configs
+    ]
+    one_pass = count_forward_flops(tiny.ARCHITECTURE, lengths, 4 * 8)
+    assert np.diff(counts) == pytest.approx([one_pass, epochs * one_pass])
