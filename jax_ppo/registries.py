@@ -125,19 +125,25 @@ class AdvantageEstimator(Entry):
     With a critic: f(rewards_T, values_T, mask_T, gamma, lam, bootstrap_value) -> advantages_T,
     returns_T. With groups: f(scores_B, n, **arguments) -> advantages_B, where the n samples of a
     prompt are adjacent; with `reads_counts` also the argument counts_B, how many tokens of each
-    response the policy chose. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T. Without
-    a critic, options in `algorithm` that are not among the arguments have no effect.
+    response the policy chose; with components scores_BxK, and also the argument weights, K numbers.
+    Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T; with `needs_greedy` also the
+    argument baseline. Without a critic, options in `algorithm` that are not among the arguments
+    have no effect.
 
     Attributes:
       needs_critic: it reads the values of a critic.
       needs_groups: it compares the responses to one prompt, of which there must be several.
       reads_counts: it reads the lengths of the responses.
+      needs_components: it compares each of `reward.components`, not their sum.
+      needs_greedy: its baseline is the score of a greedy response to the prompt.
       whitens: advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
     """
 
     needs_critic: bool = False
     needs_groups: bool = False
     reads_counts: bool = False
+    needs_components: bool = False
+    needs_greedy: bool = False
     whitens: bool = False
 
     @property
@@ -147,6 +153,10 @@ class AdvantageEstimator(Entry):
             yield "a critic"
         if self.needs_groups:
             yield "several responses per prompt"
+        if self.needs_components:
+            yield "`reward.components`"
+        if self.needs_greedy:
+            yield "a greedy response per prompt, which is sampled and scored besides the others"
 
 
 ADVANTAGE_ESTIMATORS = Registry(
@@ -197,6 +207,24 @@ ADVANTAGE_ESTIMATORS = Registry(
         source="Hao et al. 2025, arXiv 2505.23585",
         needs_groups=True,
         reads_counts=True,
+    ),
+    AdvantageEstimator(
+        name="gdpo",
+        path="jax_ppo.kernels.advantages:gdpo",
+        summary="weighted sum of grpo's advantages of each reward",
+        when="a response has several rewards of different scales, and none should drown another",
+        source="Liu et al. 2026, arXiv 2601.05242",
+        needs_groups=True,
+        needs_components=True,
+        whitens=True,
+    ),
+    AdvantageEstimator(
+        name="remax",
+        path="jax_ppo.kernels.advantages:remax",
+        summary="rewards to go less the score of a greedy response",
+        when="there is one response per prompt, no memory for a critic, and sampling is cheap",
+        source="Li et al. 2023, arXiv 2310.10505",
+        needs_greedy=True,
     ),
     AdvantageEstimator(
         name="reinforce_plus_plus",

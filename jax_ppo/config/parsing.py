@@ -30,6 +30,21 @@ def parse_loggers(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def parse_weights(text: str) -> dict[str, float]:
+    """Return the weights by name of `NAME:WEIGHT,...`; a weight that is left out is 1.
+
+    Raises:
+      ValueError: a name is empty or occurs twice, or a weight is no number.
+    """
+    weights: dict[str, float] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = item.partition(":")
+        if not name or name in weights:
+            raise ValueError(f"{item!r}: expected NAME:WEIGHT, each name once")
+        weights[name] = float(weight or 1)
+    return weights
+
+
 def parse_strings(text: str) -> tuple[str, ...]:
     """Return the strings of a JSON list such as `["END", "Question:"]`; other text is one string.
 

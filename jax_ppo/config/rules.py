@@ -219,6 +219,37 @@ def require_several_responses_to_compare(config: Config) -> None:
         )
 
 
+def require_what_the_estimator_compares(config: Config) -> None:
+    """Raise `UserError` if an estimator lacks rewards one by one, or scores of greedy responses."""
+    estimator = config.algorithm.adv_estimator
+    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
+    setting = f"config.algorithm.adv_estimator={estimator!r}"
+    try:
+        names = parsing.parse_weights(config.reward.components)
+    except ValueError as error:
+        raise UserError(f"config.reward.components={config.reward.components!r}: {error}") from None
+    if entry.needs_components and not names:
+        raise UserError(
+            f"{setting}: normalizes each reward of a response; name those that the reward function "
+            "returns: config.reward.components=NAME:WEIGHT,NAME:WEIGHT"
+        )
+    if (entry.needs_components or entry.needs_greedy) and config.selects_samples:
+        raise UserError(
+            f"{setting}: cannot compare responses that were selected by their rewards; leave "
+            "config.algorithm.filter_groups.enable and config.rollout.keep unset"
+        )
+    if entry.needs_greedy:
+        for name, value in (
+            ("reward.model_path", config.reward.model_path),
+            ("rollout.multi_turn.environment", config.rollout.multi_turn.environment),
+        ):
+            if value:
+                raise UserError(
+                    f"{setting}: only rules score its greedy responses; leave "
+                    f"config.{name}={value!r} empty"
+                )
+
+
 def require_several_responses_to_filter(config: Config) -> None:
     """Raise `UserError` if groups of a single response are filtered, which never differ."""
     if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:

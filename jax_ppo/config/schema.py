@@ -64,6 +64,9 @@ CRITIC_HAS_TRUNK = Requirement(lambda c: not c.critic.shared_trunk, "`critic.sha
     "config.critic.shared_trunk=False")
 CRITIC_HAS_PATH = Requirement(lambda c: bool(c.critic.path), "`critic.path` is set",
     "needs a config.critic.path that has a head")
+COMPARES_COMPONENTS = Condition(
+    lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_components,
+    estimator_is(lambda entry: entry.needs_components))
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 HAS_LOCAL_DIR = Condition(lambda c: bool(c.trainer.local_dir), "`trainer.local_dir` is set")
 SAMPLES_WITHIN_STEP = Requirement(lambda c: not c.rollout.one_step_off,
@@ -741,6 +744,10 @@ class Reward:
         "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "
         "stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
         "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function")
+    components: str = option("",
+        "rewards that gdpo compares one by one, as NAME:WEIGHT pairs: numbers that the reward "
+        "function returns besides its score",
+        effective_when=(COMPARES_COMPONENTS,))
     url: str = option("",
         "address of a server that scores responses: it gets a JSON object with prompt, response, "
         "ground_truth and data_source, or a chat completion if url_model is set. "

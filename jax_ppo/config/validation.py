@@ -29,6 +29,7 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     rules.require_valid_constraints(rollout, data.max_response_length)
     rules.require_several_responses_to_compare(config)
     rules.require_several_responses_to_filter(config)
+    rules.require_what_the_estimator_compares(config)
     rules.require_kept_responses_to_be_sampled(rollout)
     rules.require_overlong_buffer_within_response(config.reward, data.max_response_length)
     rules.require_known_lora_targets(lora)

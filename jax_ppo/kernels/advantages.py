@@ -119,6 +119,28 @@ def reward_to_go(
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
 
+def remax(
+    rewards_T: Shaped[Array, " T"],
+    mask_T: Shaped[Array, " T"],
+    baseline: float | Float[Array, ""],
+) -> Float[Array, " T"]:
+    """Return the sum of the rewards to come less the score of a greedy response.
+
+    ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1), where the reward comes with the last
+    token: A_t = score - score of the greedy response. Unbiased: the baseline does not depend on
+    the sample. Its variance is low where the greedy response is about as good as the policy's.
+
+    Args:
+      rewards_T: the reward for emitting token t.
+      mask_T: 1 on the tokens that the policy chose, as in `gae`.
+      baseline: the score of the greedy response to the same prompt.
+
+    Returns:
+      float32 [T], 0 where mask is 0.
+    """
+    return jnp.where(mask_T, reward_to_go(rewards_T, mask_T, 1.0) - baseline, 0.0)
+
+
 # Advantages without a critic. The n samples b = prompt * n ... prompt * n + n - 1 of a prompt
 # serve as each other's baseline.
 
@@ -186,6 +208,25 @@ def opo(scores_B: Shaped[Array, " B"], n: int, counts_B: Shaped[Array, " B"]) ->
     counts = counts_B.reshape(groups.shape).astype(groups.dtype)
     total = jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1.0)
     return (groups - jnp.sum(counts * groups, axis=1, keepdims=True) / total).reshape(-1)
+
+
+def gdpo(
+    scores_BxK: Shaped[Array, "B K"], n: int, weights: tuple[float, ...]
+) -> Float[Array, " B"]:
+    """Return sum_k w_k A_bk, where A_bk is `grpo` with `by_std` of the k-th reward.
+
+    Group reward-decoupled normalization (Liu et al. 2026, arXiv 2601.05242) before whitening over
+    the rollout, which is left to the caller. Summed before they are normalized, two rewards that
+    differ in scale, or cancel, would look like one. A reward that is equal throughout a group adds
+    nothing. The bias of each part is that of `grpo`.
+
+    Args:
+      scores_BxK: K rewards of each sample.
+      n: as for `grpo`.
+      weights: w_k.
+    """
+    parts = [w * grpo(scores_BxK[:, k], n, by_std=True) for k, w in enumerate(weights)]
+    return jnp.sum(jnp.stack(parts), axis=0)
 
 
 def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:

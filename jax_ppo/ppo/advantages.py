@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jax_ppo.config import plugins
+from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import masked
@@ -34,8 +34,12 @@ def estimate_advantages(
     masks: Masks,
     outputs: ForwardOutputs,
     return_moments: Moments | None,
+    compared: jax.Array | None = None,
 ) -> tuple[Estimates, Metrics]:
-    """Return raw advantages, and returns in units of reward if there is a critic."""
+    """Return raw advantages, and returns in units of reward if there is a critic.
+
+    `compared` is what `estimate_experience` gets, shaped like the scores.
+    """
     metrics: Metrics = {}
     if options.has_critic:
         values, final_values = critic_values(options, sequences, outputs, return_moments)
@@ -45,7 +49,9 @@ def estimate_advantages(
         estimates = Estimates(advantages=advantages, returns=returns)
         metrics = critic_metrics(values, returns, masks.loss)
     else:
-        advantages, metrics = critic_free_advantages(options, token_rewards, masks.actions)
+        advantages, metrics = critic_free_advantages(
+            options, token_rewards, masks.actions, compared
+        )
         estimates = Estimates(advantages=advantages, returns=None)
     metrics |= {
         "advantages/mean": masked.masked_mean(estimates.advantages, masks.loss),
@@ -172,23 +178,34 @@ def plugin_advantages(
 
 
 def critic_free_advantages(
-    options: ExperienceOptions, token_rewards: Tokens, actions: Mask
+    options: ExperienceOptions,
+    token_rewards: Tokens,
+    actions: Mask,
+    compared: jax.Array | None,
 ) -> tuple[Tokens, Metrics]:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
     plugin = load_estimator(algorithm.adv_estimator)
+    n = options.responses_per_prompt
     if plugin is not None:
-        n = options.responses_per_prompt
         return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
     entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     estimator = functools.partial(entry.function, **entry.read_arguments(algorithm))
+    if entry.needs_greedy:
+        assert compared is not None, "greedy responses are scored"
+        return jax.vmap(estimator)(token_rewards, actions, jnp.repeat(compared, n)), {}
     if not entry.needs_groups:
         return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
+    if entry.needs_components:
+        assert compared is not None, "rewards are scored one by one"
+        response_rewards = compared
+        weights = parsing.parse_weights(options.reward.components).values()
+        estimator = functools.partial(estimator, weights=tuple(weights))
     if entry.reads_counts:
         estimator = functools.partial(estimator, counts_B=actions.sum(1))
-    advantages_B = estimator(response_rewards, options.responses_per_prompt)
+    advantages_B = estimator(response_rewards, n)
     return jnp.where(actions, advantages_B[:, None], 0.0), {}
 
 

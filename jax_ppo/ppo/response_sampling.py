@@ -8,6 +8,7 @@ A step draws batches of prompts until it has enough of them. What it selects alw
 shapes, so that no number of draws compiles anything.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -66,10 +67,17 @@ def sample_batch(
             parts.sample_keys(training_stream(draw), step),
             parts.sampling,
         )
+        greedy = None
+        if parts.step_options.needs_greedy:
+            greedy = parts.engine.generate(
+                parts.place_prompts(batch.prompts),
+                parts.sample_keys(training_stream(draw), step),  # draws nothing
+                dataclasses.replace(parts.sampling, n=1, temperature=0.0),
+            )
     parts.engine.release_weights()  # the update needs the memory
     observer.flush()
     release_freed_memory(state)  # of the update before
-    return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
+    return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
 
 
 def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:

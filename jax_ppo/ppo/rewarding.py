@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from jax_ppo.config import parsing
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.environments.host import HostEnvironment
@@ -50,6 +51,7 @@ class RuleRewards:
         `reward_model_scores` takes it; `None` if the model reads the samples themselves.
       answers: the answers that the rules read, by row; rows without one are left out.
       misses: wrong responses of this process, as `describe_misses` returns them.
+      compared: what else the advantage estimator reads, see `estimate_experience`.
     """
 
     scores: jax.Array
@@ -62,6 +64,7 @@ class RuleRewards:
     model_inputs: ModelInputs | None = None
     answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
     misses: tuple[str, ...] = ()
+    compared: jax.Array | None = None
 
 
 class LocalResponses(NamedTuple):
@@ -164,7 +167,31 @@ class RuleScorer:
             misses=describe_misses(
                 scored_misses(responses.examples, responses.policy_texts, scored)
             ),
+            compared=self._place_components(responses, scored, total),
         )
+
+    def _place_components(
+        self, responses: LocalResponses, scored: ScoredBatch, total: int
+    ) -> jax.Array | None:
+        """Return the figures that `reward.components` names, [B, K]; `None` without them.
+
+        Raises:
+          UserError: the reward function does not return one of them for a response.
+        """
+        names = tuple(parsing.parse_weights(self.options.components))
+        if not names:
+            return None
+        missing = np.full(len(scored.scores), np.nan, np.float32)
+        values = np.stack([scored.extra.get(name, missing) for name in names], axis=1)
+        values[scored.failed] = self.options.fallback_score
+        unknown = np.isnan(values).any(axis=0)
+        if unknown.any():
+            raise UserError(
+                f"config.reward.components={self.options.components!r}: the reward function did "
+                f"not return a number {names[int(unknown.argmax())]!r} for every response; it "
+                f"returned {', '.join(map(repr, scored.extra)) or 'no other number'}"
+            )
+        return self._place(responses, values, total)
 
     def _decode_local(self, batch: PromptBatch, rollout: Rollout) -> LocalResponses:
         """Return this process's share of the responses, so that no sample is scored twice."""

@@ -5,6 +5,7 @@ and critic. The host must wait for the mesh once per step, for the sampled token
 score. Where it also waits to time a phase, the mesh already has its next work.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -107,6 +108,7 @@ def take_step(
         outputs,
         rewards,
         rule_rewards.steps,
+        rule_rewards.compared,
     )
 
     # 5. Update actor and critic, which takes over the buffers of `state`.
@@ -159,4 +161,7 @@ def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatche
         return sampled.rule_rewards
     rule_rewards = parts.rules.score(sampled.batch, sampled.rollout)
     observe_solve_rates(batches, sampled.batch, rule_rewards)
+    if sampled.greedy is not None:
+        baselines = parts.rules.score(sampled.batch, sampled.greedy).scores
+        rule_rewards = dataclasses.replace(rule_rewards, compared=baselines)
     return rule_rewards

@@ -17,6 +17,7 @@ from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
 from jax_ppo.ppo.rollout_packing import RolloutPacker
 from jax_ppo.ppo.update import UpdateOptions
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
@@ -42,6 +43,7 @@ class StepOptions:
       keep_by: `rollout.keep_by`.
       one_step_off: sample with the weights from before the newest update.
       score_position: `reward.score_position`.
+      needs_greedy: the advantage estimator compares with a greedy response to each prompt.
     """
 
     forward: ForwardOptions
@@ -54,6 +56,7 @@ class StepOptions:
     keep_by: str
     one_step_off: bool
     score_position: str
+    needs_greedy: bool
 
     @classmethod
     def from_config(cls, config: Config) -> "StepOptions":
@@ -69,6 +72,7 @@ class StepOptions:
             keep_by=config.rollout.keep_by,
             one_step_off=config.rollout.one_step_off,
             score_position=config.reward.score_position,
+            needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
         )
 
 
@@ -130,6 +134,7 @@ class SampledBatch(NamedTuple):
       metrics: how the samples were selected.
       addresses: int [B, 2], for each sample the draw of the step that it came from, and its row in
         that draw; `None` if the step has a single draw.
+      greedy: a greedy response to each prompt, if the advantage estimator compares with it.
     """
 
     batch: PromptBatch
@@ -138,3 +143,4 @@ class SampledBatch(NamedTuple):
     rule_rewards: RuleRewards | None = None
     metrics: Mapping[str, float] = {}
     addresses: np.ndarray | None = None
+    greedy: Rollout | None = None

@@ -549,6 +549,35 @@ def test_group_baselines(n):
     )
 
 
+def test_remax_is_unbiased_whatever_the_greedy_response_earns():
+    last = np.arange(MASK.shape[1]) == WORLD.lengths[:, None] - 1
+    rewards = jnp.asarray(SCORES[:, None] * last)
+    for baseline in (0.0, 3.0):
+        estimates = jax.vmap(lambda r, m, b=baseline: advantages.remax(r, m, b))(rewards, MASK)
+        gradient = WORLD.expected_gradient(THETA, loss_of("vanilla", estimates, old=THETA))
+        same(-gradient, return_gradient(THETA))
+
+
+def test_gdpo_is_the_sum_of_grpos_and_not_grpo_of_the_sum():
+    """Two rewards whose sum has another order of the responses than either."""
+    other = np.random.default_rng(3).normal(size=7)
+
+    def components(scores):
+        index = jnp.argmin(jnp.abs(scores[:, None] - SMALL_SCORES), axis=1)
+        return jnp.stack([scores, jnp.asarray(other)[index]], axis=1)
+
+    def of_sum(scores):
+        return advantages.grpo(components(scores) @ jnp.array([1.0, 2.0]), 3, by_std=True)
+
+    both = group_gradient(lambda s: advantages.gdpo(components(s), 3, (1.0, 2.0)), 3)
+    parts = [
+        group_gradient(lambda s, k=k: advantages.grpo(components(s)[:, k], 3, by_std=True), 3)
+        for k in range(2)
+    ]
+    same(both, parts[0] + 2 * parts[1])
+    differs(both, group_gradient(of_sum, 3))
+
+
 def test_opo_compares_two_responses_by_the_share_of_the_others_tokens():
     """A_1 = s_1 - (c_1 s_1 + c_2 s_2) / (c_1 + c_2) = (s_1 - s_2) c_2 / (c_1 + c_2)."""
     counts = SMALL.lengths

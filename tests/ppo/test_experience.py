@@ -27,6 +27,7 @@ def estimate(
     full_kl=None,
     step_rewards=None,
     control=None,
+    compared=None,
 ):
     """Call `estimate_experience` for samples with these lengths.
 
@@ -65,6 +66,7 @@ def estimate(
         scores,
         jnp.array(rewards, jnp.float32),
         step_rewards,
+        compared,
     )
 
 
@@ -244,6 +246,27 @@ def test_without_a_critic(estimator, expected):
         valid_entries(experience.advantages, lengths), expected_rows, strict=True
     ):
         np.testing.assert_allclose(ours, expected_row, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "compared", "expected"),
+    [
+        # Greedy responses that score 2 and -9, the latter clipped to -3.
+        ({"algorithm__adv_estimator": "remax", "reward__clip": 3.0}, [2, -9], [-1, 1, 3, 3]),
+        # The rewards differ by their own scales: +-1 / sqrt(2) each, the second twice.
+        (
+            {"algorithm__adv_estimator": "gdpo", "reward__components": "right:1,short:2"},
+            [[0, 5], [7, 4], [1, 1], [1, 2]],
+            [0.5**0.5, -(0.5**0.5), -(2**0.5), 2**0.5],
+        ),
+    ],
+)
+def test_what_an_estimator_compares_besides_scores(options, compared, expected):
+    config = tiny.config(rollout__n=2, algorithm__use_kl_in_reward=False, **(RAW | options))
+    lengths = [2, 2, 1, 1]
+    experience, _ = estimate(config, [1, 3, 0, 0], lengths, compared=jnp.float32(compared))
+    for ours, value in zip(valid_entries(experience.advantages, lengths), expected, strict=True):
+        np.testing.assert_allclose(ours, [value] * len(ours), rtol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
