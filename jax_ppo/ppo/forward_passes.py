@@ -243,7 +243,7 @@ def forward_part(
     """
     empty = _empty_outputs(options, part, len(sequences.lengths))
     # Once, before the loop over micro-batches.
-    state = dataclasses.replace(state, models=placement.to_device(state.models))
+    state = state.on_device()
 
     def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
         rows = _gather_micro_batch(sequences, plan, i)
@@ -291,7 +291,7 @@ def _run_policy(
     rows: Rows,
     outputs: ForwardOutputs,
 ) -> ForwardOutputs:
-    """Return `scores` with the policy's and the reference's numbers of these rows."""
+    """Return `outputs` with the policy's and the reference's numbers of these rows."""
     net = nets.actor
     actor = state.role_params("actor", nets)
 
@@ -337,7 +337,7 @@ def _write_logprobs(
 def _write_values(
     values: Float[Array, "R L"], sequences: Sequences, rows: Rows, outputs: ForwardOutputs
 ) -> ForwardOutputs:
-    """Return `scores` with the values of these rows."""
+    """Return `outputs` with the values of these rows."""
     assert outputs.values is not None, "outputs without room for values"
     written = packing.to_samples(values, rows, outputs.values)
     outputs = dataclasses.replace(outputs, values=written)

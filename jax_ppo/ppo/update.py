@@ -211,13 +211,12 @@ def update_actor(
     actor = options.loss.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
-    reference = placement.to_device(fixed_state.reference)
+    frozen = fixed_state.on_device()
     start = placement.to_device((params, optimizer_state))
     teacher = None
     if options.loss.teacher_coef:
-        state = dataclasses.replace(fixed_state, models=placement.to_device(fixed_state.models))
-        teacher = (nets["teacher"], state.role_params("teacher", nets))
-    learner = actor_learner(options, nets.actor, experience, reference, teacher)
+        teacher = (nets["teacher"], frozen.role_params("teacher", nets))
+    learner = actor_learner(options, nets.actor, experience, frozen.reference, teacher)
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, update_enabled, batches
     )

@@ -73,6 +73,13 @@ class TrainState:
         """Return the state with other parameters of some roles."""
         return dataclasses.replace(self, models={**self.models, **models})
 
+    def on_device(self) -> "TrainState":
+        """Return the state with its parameters in the devices' memory, inside a compiled function.
+
+        Of what is in the host's memory, a program copies only what it reads.
+        """
+        return dataclasses.replace(self, models=placement.to_device(self.models))
+
     def without_trained(self) -> "TrainState":
         """Return the state without the trees that training changes, which an update donates."""
         names = {role.name for role in frozen_roles()} & self.models.keys()
