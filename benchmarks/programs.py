@@ -277,7 +277,7 @@ class Step:
                 self.everywhere(np.int32(0)),
             )
         else:
-            parts = update.update_programs(
+            by_role = update.update_arguments(
                 update.UpdateOptions.from_config(self.config),
                 self.nets,
                 100,
@@ -286,6 +286,8 @@ class Step:
                 batches,
                 batches,
             )
+            functions = (update.update_actor, update.update_critic)
+            parts = list(zip(functions, by_role.values(), strict=True))
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
             return function.trace(*arguments).lower(lowering_platforms=platforms)

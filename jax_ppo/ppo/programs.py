@@ -245,10 +245,11 @@ def _count_critic_epochs(config: Config, nets: Networks) -> int:
     return config.critic.ppo_epochs or config.actor.ppo_epochs
 
 
-def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
-    """Compile an update: 0, the actor's; 1, that of a separate critic."""
+def _compile_update(role: str, step: StepPrograms, shapes: StepShapes) -> None:
+    """Compile the update of the actor, or of a separate critic."""
     assert shapes.experience is not None, "advantages come first"
-    programs = update.update_programs(
+    function = {"actor": update.update_actor, "critic": update.update_critic}[role]
+    arguments = update.update_arguments(
         update.UpdateOptions.from_config(step.config),
         step.nets,
         step.total_steps,
@@ -257,8 +258,7 @@ def _compile_update(index: int, step: StepPrograms, shapes: StepShapes) -> None:
         shapes.packed.actor,
         shapes.packed.critic,
     )
-    function, arguments = programs[index]
-    compile_ahead(function, *arguments)
+    compile_ahead(function, *arguments[role])
 
 
 def _read_by_actor(config: Config) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="update",
         role="actor",
         passes=_count_actor_epochs,
-        compile=functools.partial(_compile_update, 0),
+        compile=functools.partial(_compile_update, "actor"),
         reads=_read_by_actor,
         group="update",
     ),
@@ -348,7 +348,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="update",
         role="critic",
         passes=_count_critic_epochs,
-        compile=functools.partial(_compile_update, 1),
+        compile=functools.partial(_compile_update, "critic"),
         group="update",
     ),
 )

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jax_ppo.data.curriculum import CurriculumBatches
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.runtime import placement, sharding

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, FilterGroups
+from jax_ppo.data.curriculum import CurriculumBatches
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer

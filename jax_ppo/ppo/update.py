@@ -134,22 +134,23 @@ def update_state(
       warm-up the actor's metrics describe the step that it did not take. Values of each optimizer
       step, if they are logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
     """
-    # The critic's program does not need the actor's result: both are dispatched together.
-    programs = update_programs(
+    arguments = update_arguments(
         options, nets, total_steps, state, experience, actor_batches, critic_batches
     )
-    (step, actor, actor_optimizer, metrics), *critic_results = dispatch.run_together(programs)
+    step, actor, actor_optimizer, metrics = update_actor(*arguments["actor"])
     models = {**state.models, "actor": actor}
     optimizers = {"actor": actor_optimizer}
-    for critic, critic_optimizer, critic_metrics in critic_results:  # one or none
-        models["critic"] = critic
-        optimizers["critic"] = critic_optimizer
+    if critic_batches is not None:
+        # It does not need the actor's result.
+        models["critic"], optimizers["critic"], critic_metrics = dispatch.beside(
+            update_critic, *arguments["critic"]
+        )
         metrics |= critic_metrics
     state = TrainState(step=step, models=models, optimizers=optimizers, control=experience.control)
     return state, metrics
 
 
-def update_programs(
+def update_arguments(
     options: UpdateOptions,
     nets: Networks,
     total_steps: int,
@@ -157,18 +158,18 @@ def update_programs(
     experience: Experience,
     actor_batches: MiniBatches,
     critic_batches: MiniBatches | None,
-) -> list[dispatch.Program]:
-    """Return the programs of `update_state`: the actor's, and that of a separate critic."""
+) -> dict[str, tuple[Any, ...]]:
+    """Return the arguments of `update_actor` and, for a separate critic, of `update_critic`."""
     # A donated buffer may appear in no other argument: trained trees are passed separately.
     shared_args = (state.without_trained(), experience)
     actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
-    programs: list[dispatch.Program] = [
-        (update_actor, (options.actor, nets, total_steps, *actor_args))
-    ]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "actor": (options.actor, nets, total_steps, *actor_args)
+    }
     if critic_batches is not None:
         critic_args = (state.critic, state.optimizers["critic"], *shared_args, critic_batches)
-        programs.append((update_critic, (options.critic, nets, total_steps, *critic_args)))
-    return programs
+        arguments["critic"] = (options.critic, nets, total_steps, *critic_args)
+    return arguments
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state.

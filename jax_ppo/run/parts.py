@@ -6,10 +6,10 @@ from typing import Any
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompt_batches
+from jax_ppo.data.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
-from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.step_parts import StepParts, TrainingBatches
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+T = TypeVar("T")
 Program = tuple[Callable, tuple]  # a jitted function and its arguments
 
 
@@ -26,27 +27,26 @@ def num_lanes() -> int:
 def run_together(programs: list[Program]) -> list[Any]:
     """Dispatch the programs and return their results without blocking.
 
-    They are dispatched in order, so that a program compiled for the first is found by the next. JAX
-    runs programs that one thread dispatches one after the other; to overlap, each program but the
-    first is dispatched by its own thread. The intermediate memory of all programs is needed at
-    once.
+    They are dispatched in order, so that a program compiled for the first is found by the next.
+    The intermediate memory of all programs is needed at once.
+    """
+    results = [function(*arguments) for function, arguments in programs[:1]]
+    return results + [beside(function, *arguments) for function, arguments in programs[1:]]
+
+
+def beside(function: Callable[..., T], *arguments: Any) -> T:
+    """Dispatch a program so that it overlaps with those before, and return without blocking.
+
+    JAX runs programs that one thread dispatches one after the other; to overlap, this one is
+    dispatched by its own thread.
     """
     if num_lanes() == 1:
-        return [_dispatch(program) for program in programs]
-    return [*map(_dispatch, programs[:1]), *map(_dispatch_in_thread, programs[1:])]
-
-
-def _dispatch(program: Program) -> Any:
-    function, arguments = program
-    return function(*arguments)
-
-
-def _dispatch_in_thread(program: Program) -> Any:
+        return function(*arguments)
     mesh = jax.sharding.get_mesh()
 
-    def run() -> Any:
+    def run() -> T:
         with jax.set_mesh(mesh):  # the mesh context belongs to a thread
-            return _dispatch(program)
+            return function(*arguments)
 
     # Dispatch returns before the program ends, so this waits for the thread only.
     with ThreadPoolExecutor(1) as thread:

@@ -247,8 +247,10 @@ def update_state(config, *arguments):
 
 
 def update_programs(config, *arguments):
-    """Call `update.update_programs` with the config's options."""
-    return update.update_programs(update.UpdateOptions.from_config(config), *arguments)
+    """Return the update of each role and its arguments, with the config's options."""
+    functions = {"actor": update.update_actor, "critic": update.update_critic}
+    by_role = update.update_arguments(update.UpdateOptions.from_config(config), *arguments)
+    return [(functions[role], role_arguments) for role, role_arguments in by_role.items()]
 
 
 def actor_learner(config, nets, experience, reference=None, teacher=None):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ppo.data.curriculum import CurriculumBatches, solve_rate_weights
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.curriculum import CurriculumBatches, solve_rate_weights
 from jax_ppo.ppo.response_sampling import observe_solve_rates
 from jax_ppo.types import Example
 
