@@ -192,6 +192,7 @@ class Experience:
       ref_logprobs: log-probs of the frozen reference at the same temperature; `None` without a
         reference.
       values: the critic's output for the state before each token; `None` without a critic.
+      rewards: what each token earned, shaped, with the penalties that are part of the reward.
       advantages: whitened if configured.
       returns: raw advantages + values, the critic's targets, normalized if its values are; `None`
         without a critic.
@@ -205,6 +206,7 @@ class Experience:
     old_logprobs: Float32[Array, "B T"]
     ref_logprobs: Float32[Array, "B T"] | None
     values: Float32[Array, "B T"] | None
+    rewards: Float32[Array, "B T"]
     advantages: Float32[Array, "B T"]
     returns: Float32[Array, "B T"] | None
     importance: Float32[Array, "B T"] | None

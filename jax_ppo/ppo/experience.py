@@ -103,6 +103,7 @@ def estimate_experience(
         old_logprobs=old_logprobs,
         ref_logprobs=outputs.ref_logprobs,
         values=outputs.values,
+        rewards=masked.zero_outside(token_rewards, masks.actions),
         advantages=estimates.advantages,
         returns=estimates.returns,
         importance=weights,

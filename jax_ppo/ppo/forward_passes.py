@@ -33,6 +33,7 @@ class ForwardOptions:
       temperature: divides the logits, as in sampling.
       max_response_length: T.
       old_logprobs: compute the policy's log-probs; False reuses the sampler's.
+      entropy: compute the policy's entropy, with its log-probs.
       reference: compute the reference's log-probs.
       full_kl: compute the KL to the reference over the whole vocabulary.
       values: compute the critic's values.
@@ -50,6 +51,7 @@ class ForwardOptions:
     last_values: bool
     teacher: bool
     shared_trunk: bool
+    entropy: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> "ForwardOptions":
@@ -98,6 +100,7 @@ class ForwardOutputs:
     Attributes:
       old_logprobs: log-probs under the policy that the update starts from; `None` if the sampler's
         are reused.
+      entropy: the policy's, at the sampling temperature; `None` unless it is asked for.
       ref_logprobs: log-probs under the reference; `None` without a reference.
       kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
       values: the critic's output for the state before each token; `None` without a critic.
@@ -106,6 +109,7 @@ class ForwardOutputs:
     """
 
     old_logprobs: Float32[Array, "B T"] | None = None
+    entropy: Float32[Array, "B T"] | None = None
     ref_logprobs: Float32[Array, "B T"] | None = None
     kl: Float32[Array, "B T"] | None = None
     values: Float32[Array, "B T"] | None = None
@@ -275,6 +279,7 @@ def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> Forward
 
     return ForwardOutputs(
         old_logprobs=zeros_if(is_policy and options.old_logprobs, samples, length),
+        entropy=zeros_if(is_policy and options.entropy, samples, length),
         ref_logprobs=zeros_if(is_policy and options.reference, samples, length),
         kl=zeros_if(is_policy and options.full_kl, samples, length),
         values=zeros_if(has_values, samples, length),
@@ -327,11 +332,16 @@ def _write_logprobs(
 ) -> ForwardOutputs:
     """Return `outputs` with a model's log-probs of these rows in one of the fields."""
     # All models are divided by the same temperature: equal policies have a KL of exactly 0.
-    logprobs, _ = forward.token_logprobs(
-        net, params, hidden, rows, options.temperature, with_entropy=False
+    with_entropy = field == "old_logprobs" and outputs.entropy is not None
+    logprobs, entropy = forward.token_logprobs(
+        net, params, hidden, rows, options.temperature, with_entropy=with_entropy
     )
     written = packing.to_samples(logprobs, rows, getattr(outputs, field))
-    return dataclasses.replace(outputs, **{field: written})
+    outputs = dataclasses.replace(outputs, **{field: written})
+    if entropy is None:
+        return outputs
+    assert outputs.entropy is not None, "the entropy has been asked for"
+    return dataclasses.replace(outputs, entropy=packing.to_samples(entropy, rows, outputs.entropy))
 
 
 def _write_values(

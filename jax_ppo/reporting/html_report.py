@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config.schema import Config, all_options
 from jax_ppo.errors import UserError
-from jax_ppo.reporting import sample_files
+from jax_ppo.reporting import lambda_table, sample_files
 from jax_ppo.reporting.atomic import replace_file
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -25,7 +25,10 @@ from jax_ppo.reporting.trackers import flatten_options
 from jax_ppo.training.progress import Progress
 
 # Figures of tokens that responses can be colored by; the first one is preferred.
-TOKEN_FIGURES = ("advantages", "kl", "values", "returns", "logprobs", "sampled_logprobs")
+TOKEN_FIGURES = (
+    *("advantages", "kl", "values", "rewards", "returns", "entropies"),
+    *("logprobs", "reference_logprobs", "sampled_logprobs"),
+)
 # Responses and steps that the page holds; rollouts/*.jsonl has all that were logged.
 SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
@@ -40,6 +43,7 @@ class RunSamples:
         """Start without any."""
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
+        self._newest: lambda_table.Tokens | None = None
 
     def add_logged(self, workdir: Path) -> None:
         """Show the responses in a run's folder."""
@@ -62,6 +66,7 @@ class RunSamples:
         del self._groups[1 : max(1, len(self._groups) - SHOWN_STEPS)]
         # Evaluations are not comparable: they sample other prompts with other settings.
         if kind == "training":
+            self._newest = lambda_table.collect_tokens(records)
             self._distributions.append(
                 {
                     "step": step,
@@ -70,9 +75,19 @@ class RunSamples:
                 }
             )
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the page shows, the newest group first."""
-        return {"samples": self._groups[::-1], "distributions": self._distributions}
+    def describe(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the page shows, the newest group first; `options` are the run's."""
+        algorithm = options["algorithm"]
+        table: list[list[str]] = []
+        # Normalized values are in another unit than rewards.
+        if self._newest is not None and not options["critic"].get("normalize_values"):
+            rows = lambda_table.compare_lambdas(self._newest, algorithm["lam"], algorithm["gamma"])
+            table = lambda_table.format_rows(rows)
+        return {
+            "samples": self._groups[::-1],
+            "distributions": self._distributions,
+            "lambdas": table,
+        }
 
 
 class HTMLReport:
@@ -147,6 +162,43 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
         raise UserError(f"--out={path}: cannot be written: {error.strerror}") from error
 
 
+def write_scores_page(
+    path: Path,
+    config: Config,
+    status: str,
+    notes: Sequence[str],
+    records: Sequence[dict[str, Any]],
+    lambdas: list[list[str]],
+) -> None:
+    """Write a page of responses whose tokens have figures, without curves.
+
+    Args:
+      path: the file to write.
+      config: all options.
+      status: one line about the responses.
+      notes: lines at the top of the page.
+      records: the responses, as `run.sample_records` makes them.
+      lambdas: the rows of the table of lambda and gamma; empty without a critic.
+    """
+    name = config.experiment_name
+    run = {
+        "name": name,
+        "status": status,
+        "warnings": list(notes),
+        "changed_options": [],
+        "panels": [],
+        "environment": [
+            {"cells": [name, str(value)]} for name, value in collect_versions().items()
+        ],
+        **_describe_metrics(()),
+        "samples": [{"name": "scored", "records": list(records)}],
+        "distributions": [],
+        "lambdas": lambdas,
+        "options": _describe_options(dataclasses.asdict(config)),
+    }
+    _write_page(path, f"{name}: scores", [run])
+
+
 def _describe_run(
     workdir: Path, state: dict[str, Any], options: dict[str, Any], samples: RunSamples
 ) -> dict[str, Any]:
@@ -155,7 +207,7 @@ def _describe_run(
     return {
         **state,
         **_describe_metrics(rows),
-        **samples.describe(),
+        **samples.describe(options),
         "options": _describe_options(options),
     }
 
@@ -183,7 +235,12 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
-    data = {"title": title, "runs": runs, "figures": TOKEN_FIGURES}
+    data = {
+        "title": title,
+        "runs": runs,
+        "figures": TOKEN_FIGURES,
+        "lambda_header": lambda_table.HEADER,
+    }
     # Escaped, so that no text of a model can end the script element.
     text = json.dumps(to_json_value(data), allow_nan=False).replace("<", "\\u003c")
     parts = {

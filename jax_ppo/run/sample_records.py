@@ -55,6 +55,7 @@ def describe_step(
     arrays = {
         "logprobs": experience.old_logprobs,
         "sampled_logprobs": rollout.logprobs,
+        "rewards": experience.rewards,
         "advantages": experience.advantages,
         "values": experience.values,
         "returns": experience.returns,
