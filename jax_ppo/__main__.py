@@ -9,6 +9,7 @@ from jax_ppo.errors import did_you_mean, print_any_text
 COMMANDS = {
     "train": "train a language model with PPO",
     "evaluate": "evaluate a model on held-out prompts",
+    "score": "value, reward and advantage of each token of given responses",
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
     "prepare": "write data sets as Parquet files in verl's form",

@@ -19,19 +19,26 @@ from jax_ppo.errors import UserError, print_any_text
 from jax_ppo.runtime import signals
 
 
-def run_command(arguments: list[str], command: str, run: Callable[[Config, Path], object]) -> None:
+def run_command(
+    arguments: list[str],
+    command: str,
+    run: Callable[[Config, Path], object],
+    validate: Callable[[Config], None] = lambda options: None,
+) -> None:
     """Read the options of a command and run it; exit with a one-line message on a user error.
 
     Args:
       arguments: `sys.argv`.
-      command: "train", "evaluate", "sft" or "reward_model".
+      command: "train", "evaluate", "score", "sft" or "reward_model".
       run: takes the options and the folder to write to; imports heavy modules itself.
+      validate: raises `UserError` for options that do not fit the machine, before JAX is loaded.
     """
     print_any_text()
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         try:
             options, workdir = command_line.read_command_line(arguments, command)
+            validate(options)
             from jax_ppo.runtime import distributed, xla_flags
 
             xla_flags.require_known()
@@ -39,8 +46,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
         except UserError as error:
             sys.exit(f"error: {error}")
         try:
-            evaluates = command == "evaluate"
-            distributed.run_or_abort(lambda: _run(options, workdir, run, evaluates))
+            distributed.run_or_abort(lambda: _run(options, workdir, run, command))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -124,17 +130,20 @@ def _run(
     options: Config,
     workdir: str | Path,
     run: Callable[[Config, Path], object],
-    evaluates: bool,
+    command: str,
 ) -> None:
     from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
+    evaluates = command in ("evaluate", "score")
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
         with watched, prepared_run(options, workdir, evaluates) as (resolved, folder):
             run(resolved, folder)
             console.print_on_main(f"report: {workdir}/report.html")
-            if "tensorboard" in parsing.parse_loggers(options.trainer.logger):
+            if command != "score" and "tensorboard" in parsing.parse_loggers(
+                options.trainer.logger
+            ):
                 console.print_on_main(describe_curves(workdir))
     except UserError as error:
         sys.exit(f"error: {error}")

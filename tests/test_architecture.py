@@ -42,12 +42,14 @@ MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
 MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
 MAY_IMPORT["evaluate"] = {"config", "command", "run"}
+MAY_IMPORT["score"] = {"errors", "storage", "config", "data", "command", "run"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
 COMMANDS = {
     "train",
     "evaluate",
+    "score",
     "check",
     "prepare",
     "report",

@@ -25,6 +25,7 @@ OWN_FLAGS = ("workdir", "help")
 EXAMPLES = {
     "train": "arithmetic",
     "evaluate": "arithmetic",
+    "score": "arithmetic",
     "plan": "arithmetic",
     "sft": "hh_rlhf_sft",
     "reward_model": "hh_rlhf_reward",
@@ -48,7 +49,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 
     Args:
       arguments: `sys.argv`.
-      command: the command whose options are validated: train, evaluate, plan, sft or reward_model.
+      command: the command whose options are validated: train, evaluate, score, plan, sft or
+        reward_model.
 
     Raises:
       UserError: all invalid arguments, one per line; or the first problem of the options in
@@ -59,8 +61,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
-        # evaluate and plan take a configuration of train.
-        reference.print_options(command if command in COMMANDS else "train")
+        # evaluate, score and plan take a configuration of train.
+        reference.print_options(command, *([] if command in COMMANDS else ["train"]))
         raise SystemExit(0)
     config_values = []
     other_arguments = [arguments[0]]
@@ -84,9 +86,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
     config = loading.from_config_dict(values.config, command)
     name = config.experiment_name
-    if command == "evaluate":
-        # An evaluation leaves the folder of the training run unchanged.
-        name = f"{name}-evaluation"
+    # These leave the folder of the training run unchanged.
+    name += {"evaluate": "-evaluation", "score": "-scores"}.get(command, "")
     workdir: str | Path = values.workdir or Path("output") / name
     if values.workdir and remote.is_address(values.workdir):
         remote.validate_address(values.workdir, "--workdir", schemes=("gs",))

@@ -125,7 +125,8 @@ def from_config_dict(
 
     Args:
       config: the options; those that are missing have their defaults.
-      command: the command that reads the options: train, evaluate, plan, sft or reward_model.
+      command: the command that reads the options: train, evaluate, score, plan, sft or
+        reward_model.
 
     Raises:
       UserError: the first problem.
@@ -134,6 +135,8 @@ def from_config_dict(
     frozen = _build_section(Config, config, "")
     if command in ("sft", "reward_model"):
         validation.validate_supervised_config(frozen, command)
+    elif command == "score":
+        validation.validate_score_config(frozen)
     else:
         validation.validate_train_config(frozen, reads_data=command == "train")
     return frozen

@@ -44,18 +44,18 @@ def main(arguments: list[str]) -> None:
         sys.exit("usage: python -m jax_ppo.config [--markdown]")
 
 
-def print_options(command: str | None = None) -> None:
+def print_options(*commands: str) -> None:
     """Print options for the terminal: name, default, permitted values and meaning.
 
     Args:
-      command: only options that this command reads: train, sft or reward_model; `None`: all.
+      *commands: only options that one of these commands reads: train, sft, ...; none: all.
     """
     lines = []
     wrap = functools.partial(
         textwrap.fill, width=WIDTH, subsequent_indent=INDENT, break_on_hyphens=False
     )
     for option in all_options():
-        if command is not None and command not in option.read_by:
+        if commands and not {*commands} & {*option.read_by}:
             continue
         heading = f"{option.name} = {_default(option)}   [{_values(option)}]"
         for text, indent in ((heading, ""), (option.facts.doc, INDENT)):

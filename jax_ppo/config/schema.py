@@ -27,6 +27,8 @@ LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
 PPO = ("train",)
 SUPERVISED = ("sft", "reward_model")
+EVALUATE = ("evaluate",)
+SCORE = ("score",)
 
 
 def estimator_is(is_meant: Callable[[AdvantageEstimator], bool]) -> str:
@@ -839,6 +841,22 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Score:
+    """Rows of prompts and responses whose tokens are scored."""
+
+    file: str = option("",
+        "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
+        "rollouts/")
+    response_key: str = option("",
+        "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
+        "chat's last message, completion, response, output, solution, answer)")
+    reward_key: str = option("",
+        "column of the reward of each response, such as score in rollouts/; empty: the rules and "
+        "the reward model of config.reward")
+    format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"))
+
+
+@dataclasses.dataclass(frozen=True)
 class Supervised:
     """Supervised fine-tuning and reward-model training."""
 
@@ -1016,6 +1034,7 @@ class Config:
     algorithm: Algorithm = section(Algorithm, read_by=PPO)
     rollout: RolloutOptions = section(RolloutOptions, read_by=PPO)
     reward: Reward = section(Reward, read_by=PPO)
+    score: Score = section(Score, read_by=SCORE)
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: Packing = section(Packing)
     mesh: MeshShape = section(MeshShape)

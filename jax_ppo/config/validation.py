@@ -44,6 +44,13 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     validate_requirements(config, "train")
 
 
+def validate_score_config(config: Config) -> None:
+    """Validate a `score` config; raise `UserError` on the first problem."""
+    rules.require_set("score.file", config.score.file)
+    rules.require_set("model.path", config.model.path)
+    validate_train_config(config, reads_data=False)
+
+
 def validate_supervised_config(config: Config, command: str) -> None:
     """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
     rules.require_set("data.train_files", config.data.train_files)

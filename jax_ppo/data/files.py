@@ -1,5 +1,6 @@
 """Reading rows of JSONL, JSON, CSV and Parquet files, each with its location for messages."""
 
+import codecs
 import csv
 import glob
 import gzip
@@ -22,7 +23,6 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 MAX_NESTING = 100
 
 _PARQUET_BATCH = 1024  # rows in memory at once
-_BYTE_ORDER_MARK = "\ufeff"
 
 # The first half of a surrogate pair, or an unpaired half, which is not text.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -110,24 +110,35 @@ def _missing_file_error(path: Path, option: str) -> UserError:
 
 
 def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for location, line in read_jsonl_lines(path):
+        yield location, parse_jsonl_line(line, location)
+
+
+def read_jsonl_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the location and the bytes of each line of a JSONL file that is not blank."""
     is_gzipped = path.name.lower().endswith(".gz")
     kind = "gzipped text" if is_gzipped else "text"
     number = 0
     try:
         with gzip.open(path) if is_gzipped else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                text = line.decode("utf-8")
                 if number == 1:
-                    text = text.removeprefix(_BYTE_ORDER_MARK)
-                if text.strip():
-                    location = f"{path}:{number}"
-                    yield location, _parse_json_object(text, location)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}:{number}: cannot be read as UTF-8 text: {error}") from error
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(
             f"{path}, after line {number}: cannot be read as {kind}: {error}"
         ) from error
+
+
+def parse_jsonl_line(line: bytes, location: str) -> dict[str, Any]:
+    """Return the object in a line; raise `UserError` if it is not one."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{location}: cannot be read as UTF-8 text: {error}") from error
+    return _parse_json_object(text, location)
 
 
 def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -100,21 +100,21 @@ class ForwardOutputs:
     Attributes:
       old_logprobs: log-probs under the policy that the update starts from; `None` if the sampler's
         are reused.
-      entropy: the policy's, at the sampling temperature; `None` unless it is asked for.
       ref_logprobs: log-probs under the reference; `None` without a reference.
       kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
       values: the critic's output for the state before each token; `None` without a critic.
       last_values: the critic's output for the final state; `None` without bootstrapping.
       teacher_logprobs: log-probs under the teacher; `None` if it gives no rewards.
+      entropy: the policy's, at the sampling temperature; `None` unless it is asked for.
     """
 
     old_logprobs: Float32[Array, "B T"] | None = None
-    entropy: Float32[Array, "B T"] | None = None
     ref_logprobs: Float32[Array, "B T"] | None = None
     kl: Float32[Array, "B T"] | None = None
     values: Float32[Array, "B T"] | None = None
     last_values: Float32[Array, " B"] | None = None
     teacher_logprobs: Float32[Array, "B T"] | None = None
+    entropy: Float32[Array, "B T"] | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))

@@ -44,7 +44,12 @@ from jax_ppo.types import Example
 
 
 def set_up_run(
-    config: Config, workdir: Path, mesh: Mesh, report: Report, trains: bool = True
+    config: Config,
+    workdir: Path,
+    mesh: Mesh,
+    report: Report,
+    trains: bool = True,
+    held_out: list[Example] | None = None,
 ) -> PPORun:
     """Build the parts of a run, cheap checks first; weights are not loaded.
 
@@ -54,13 +59,16 @@ def set_up_run(
       mesh: the run's mesh.
       report: called with lines for the user.
       trains: whether there will be steps of training; otherwise no training data are read.
+      held_out: the held-out examples; `None` reads those of `data.val_files`.
 
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
     with heartbeat.activity("reading data"):
-        examples, held_out_examples = load_run_examples(config, trains)
+        examples, held_out_examples = list[Example](), held_out or []
+        if held_out is None:
+            examples, held_out_examples = load_run_examples(config, trains)
     _report_notes(config, mesh, report, trains)
     if trains:
         _reject_weights_with_curriculum(config.data)
@@ -166,6 +174,8 @@ def _resolve_rule(
     # Without a user-defined function or terms, a reward model replaces the built-in rule.
     if config.rewards_by_environment_alone or not registry.has_rules(options):
         return None
+    if config.score.reward_key:
+        return None  # the rewards are in the rows
     # Resolved here even if workers import it again: errors should surface before a run starts.
     judge = Judge.from_options(options)
     rule = registry.resolve_reward_function(

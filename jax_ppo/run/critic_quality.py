@@ -16,13 +16,13 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.moments import moments_std
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
+from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Control, Rollout
+from jax_ppo.types import Array, Control, Rollout
 
 PARTS = 10  # of a response, and of the predicted values
 
@@ -71,7 +71,8 @@ def predict_returns(
         # Only a KL in the reward needs more than values.
         forward = dataclasses.replace(forward, old_logprobs=False, reference=False, full_kl=False)
     outputs = run_forward_passes(forward, run.nets, state, sequences, *packed)
-    values = _in_units_of_reward(outputs, state.control)
+    assert outputs.values is not None, "there is a critic"
+    values = in_units_of_reward(outputs.values, state.control)
     algorithm = dataclasses.replace(
         options.experience.algorithm,
         lam=1.0,
@@ -111,13 +112,12 @@ def knows_unit_of_rewards(control: Control) -> bool:
     return moments is None or float(moments.count) > 0
 
 
-def _in_units_of_reward(outputs: ForwardOutputs, control: Control) -> jax.Array:
+def in_units_of_reward(values: Array, control: Control) -> Array:
     """Return the values in units of reward, also of a critic that predicts normalized returns."""
-    assert outputs.values is not None, "there is a critic"
     moments = control.moments.get("returns")
     if moments is None:
-        return outputs.values
-    return moments.mean + moments_std(moments) * outputs.values
+        return values
+    return moments.mean + moments_std(moments) * values
 
 
 def collect_predictions(

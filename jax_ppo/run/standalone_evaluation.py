@@ -21,7 +21,7 @@ from jax_ppo.sampler import engine
 from jax_ppo.storage import staging
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.state import TrainState, create_policy_state, create_state, trained_shapes
+from jax_ppo.training.state import TrainState, create_models_state, create_state, trained_shapes
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     """
     if not config.data.val_files:
         raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
-    checkpoint = _find_checkpoint(config.model.path)
+    checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
         config = _read_run(config, checkpoint)
     else:
@@ -52,7 +52,7 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             run.rules.running(),
             Reporter(run, workdir, Progress(), compiled) as reporter,
         ):
-            state = _create_state(run, checkpoint)
+            state = load_models(run, checkpoint)
             step = int(state.step)
             evaluation = evaluate_policy(run, state)
             reporter.report_evaluation(
@@ -61,7 +61,7 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             return reporter.write_summary(step, mesh)
 
 
-def _find_checkpoint(model_path: str) -> Path | None:
+def find_checkpoint(model_path: str) -> Path | None:
     """Return the checkpoint of a run that a path names, `None` if it names something else."""
     path = Path(model_path)
     # Other models may be in a folder of this name, too.
@@ -71,19 +71,23 @@ def _find_checkpoint(model_path: str) -> Path | None:
     return None
 
 
+def with_exported_actor(config: Config) -> Config:
+    """Return the options with the exported actor, if model.path is a run's work directory."""
+    path = Path(config.model.path)
+    if config.model.path and (path / "actor" / "config.json").exists():
+        return dataclasses.replace(
+            config, model=dataclasses.replace(config.model, path=str(path / "actor"))
+        )
+    if config.model.path and (path / "training_metrics.csv").exists():
+        raise UserError(_describe_unexported_run(path))
+    return config
+
+
 def _without_critic(config: Config) -> Config:
     """Return the options for a model that was exported: only the policy is read."""
-    path = Path(config.model.path)
-    if (path / "actor" / "config.json").exists():
-        path = path / "actor"  # the work directory of a run
-    elif config.model.path and (path / "training_metrics.csv").exists():
-        raise UserError(_describe_unexported_run(path))
-    model = config.model
-    if model.path:
-        model = dataclasses.replace(model, path=str(path))
+    config = with_exported_actor(config)
     return dataclasses.replace(
         config,
-        model=model,
         algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
         teacher=Teacher(),
     )
@@ -99,8 +103,8 @@ def _describe_unexported_run(workdir: Path) -> str:
     return f"config.model.path={str(workdir)!r}: this run has not exported its model; {remedy}"
 
 
-def _read_run(config: Config, checkpoint: Path) -> Config:
-    """Return the options with the models of the run that wrote a checkpoint."""
+def read_run_options(checkpoint: Path) -> Config:
+    """Return the options of the run that wrote a checkpoint, with the path of its model."""
     workdir = checkpoint.parents[1]
     try:
         run = loading.from_config_dict(read_json_object(workdir / "config.json"))
@@ -110,27 +114,41 @@ def _read_run(config: Config, checkpoint: Path) -> Config:
         ) from error
     # A model that the run made for itself is in its folder.
     path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
+
+
+def _read_run(config: Config, checkpoint: Path) -> Config:
+    """Return the options with the models of the run that wrote a checkpoint."""
+    run = read_run_options(checkpoint)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(run.model, path=path),
+        model=run.model,
         critic=run.critic,
         algorithm=dataclasses.replace(run.algorithm, use_reference=False),
         teacher=Teacher(),
     )
 
 
-def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
-    """Return the state to evaluate, without optimizers."""
+def load_models(
+    run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, ...] = ("actor",)
+) -> TrainState:
+    """Return a state without optimizers.
+
+    Args:
+      run: the parts of the run.
+      checkpoint: where trained roles are read from; `None` reads all from their folders.
+      trained_roles: those to read from a checkpoint, if it has them; others are absent.
+    """
     config = run.config
     progress = console.make_loading_reporter
     train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
     if checkpoint is None:
-        return create_policy_state(config, run.nets, run.folders, run.mesh, progress)
+        return create_models_state(config, run.nets, run.folders, run.mesh, progress)
     step = int(checkpoint.name)
     shapes = trained_shapes(config, run.nets, run.mesh)
     with Checkpointer(checkpoint.parent, read_only=True) as checkpoints:
         trained = checkpoints.restore(
-            step, {name: shapes[name] for name in ("actor", "control")}
+            step, {name: shapes[name] for name in (*trained_roles, "control") if name in shapes}
         ).arrays
     return create_state(
         config,

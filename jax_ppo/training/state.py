@@ -24,7 +24,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_controller import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ModelRole, find_role, frozen_roles, trained_roles
+from jax_ppo.training.roles import ModelRole, frozen_roles, trained_roles
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -270,28 +270,31 @@ def create_state(
     )
 
 
-def create_policy_state(
+def create_models_state(
     config: Config, nets: Networks, folders: Folders, mesh: Mesh, progress: LoadingProgress
 ) -> TrainState:
-    """Return a state to sample and score with: no critic, no optimizers.
+    """Return a state to sample and to run forward passes with: models, without optimizers.
 
-    The arguments are those of `create_state`.
+    Takes the same arguments as `create_state`.
     """
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
-    role = find_role("actor")
-    actor = _load_role(
-        role,
-        nets.actor,
-        role.starts_from(config, folders),
-        shardings.actor,
-        head="lm",
-        dtype=jnp.float32,
-        seed=config.seed,
-        progress=progress,
-    )
+    models = {
+        role.name: _load_role(
+            role,
+            role.model(nets),
+            role.starts_from(config, folders),
+            shardings.models[role.name],
+            head=role.loaded_head(config, folders),
+            dtype=jnp.float32,
+            seed=config.seed,
+            progress=progress,
+        )
+        for role in trained_roles()
+        if role.is_present(config, nets)
+    }
     control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     trained = {
-        "actor": actor,
+        **models,
         "optimizer": {},
         "control": placement.place(jax.device_get(control), shardings.step),
     }

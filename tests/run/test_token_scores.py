@@ -1,0 +1,181 @@
+"""Scores of given responses are what a run has learned from them."""
+
+import json
+import types
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+import tiny
+from jax_ppo import score
+from jax_ppo.config import loading
+from jax_ppo.errors import UserError
+from jax_ppo.run import loop, token_scores
+from jax_ppo.run.token_scores import FIGURES, score_file
+
+OPTIONS = {
+    "data.train_files": "arithmetic:24",
+    "data.val_files": "",
+    "data.train_batch_size": 6,
+    "data.val_batch_size": 4,
+    "actor.ppo_mini_batch_size": 6,
+    "model.create.steps": 2,
+    "model.create.habit_steps": 1,
+    "model.create.num_layers": 1,
+    "model.create.hidden_size": 32,
+    "model.create.intermediate_size": 32,
+    "rollout.n": 2,
+    "algorithm.lam": 0.9,
+    "algorithm.gamma": 0.99,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.kl_coef": 0.1,
+    "reward.missing_eos_penalty": 0.5,
+    "reward.length_penalty": 0.1,
+    "trainer.critic_warmup": 0,
+    "trainer.total_training_steps": 2,
+    "trainer.save_freq": 1,
+    "trainer.log_rollouts_freq": 1,
+    "trainer.log_rollouts": 12,
+}
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def load(command="score", **changes):
+    overrides = {name.replace("__", "."): value for name, value in changes.items()}
+    values = loading.read_config_file("arithmetic")
+    for name, value in {**OPTIONS, **overrides}.items():
+        values.update_from_flattened_dict({name: value})
+    return loading.from_config_dict(values, command)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of a run of two steps with all responses of the second one."""
+    workdir = tmp_path_factory.mktemp("run")
+    loop.train(load("train"), workdir)
+    return workdir
+
+
+def columns(tokens, name):
+    """Return the numbers of a column, a list for each response."""
+    responses = {}
+    for token in tokens:
+        responses.setdefault(token["row"], []).append(token[name])
+    return list(responses.values())
+
+
+def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_path):
+    """The first checkpoint sampled the second step; rewards of all rows whiten advantages."""
+    file = trained / "rollouts" / "training_000002.jsonl"
+    config = load(model__path=str(trained / "checkpoints" / "1"), score__file=str(file))
+    summary = score_file(config, tmp_path)
+    records = read_rows(file)
+    tokens = read_rows(tmp_path / "tokens.jsonl")
+    assert len(records) == summary["rows"] == 12
+    for column, name in FIGURES.items():
+        if name in records[0]:
+            logged = [record[name] for record in records]
+            assert np.any(np.concatenate(logged)), name
+            for ours, theirs in zip(columns(tokens, column), logged, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=name)
+    assert {"logprobs", "kl", "values", "rewards", "advantages", "returns"} <= records[0].keys()
+    assert [record["tokens"] for record in records] == columns(tokens, "text")
+    assert [record["response_ids"] for record in records] == columns(tokens, "token")
+    differences = [np.subtract(*pair) for pair in columns_of_two(tokens, "logprob", "ref_logprob")]
+    np.testing.assert_allclose(np.concatenate(differences), np.concatenate(columns(tokens, "kl")))
+    # Three batches of four, of which only the first compiled programs.
+    assert summary["programs_after_first_batch"] == 0
+    assert any(row["configured"] and row["lambda"] == 0.9 for row in summary["lambda_table"])
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "reference_logprobs" in page and "12 responses of" in page
+    assert not read_rows(tmp_path / "refused.jsonl")
+
+
+def columns_of_two(tokens, *names):
+    return zip(*(columns(tokens, name) for name in names), strict=True)
+
+
+def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, tmp_path):
+    """The exported critic is left out by the estimator; rewards come from a column."""
+    row = {"prompt": "What is 1 + 1?", "response": "2", "data_source": "arithmetic"}
+    rows = [
+        row | {"ground_truth": "2", "points": 1.0},
+        row | {"response": "", "ground_truth": "2", "points": 1.0},
+        row | {"ground_truth": "2", "points": float("nan")},
+        row | {"ground_truth": "2", "points": 3.0},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "half')
+    config = load(
+        model__path=str(trained / "model"),
+        algorithm__use_kl_in_reward=False,
+        reward__missing_eos_penalty=0.0,
+        reward__length_penalty=0.0,
+        algorithm__whiten_advantages=False,
+        score__file=str(file),
+        score__reward_key="points",
+        score__format="parquet",
+    )
+    (tmp_path / "scores").mkdir()
+    summary = score_file(config, tmp_path / "scores")
+    tokens = pyarrow.parquet.read_table(tmp_path / "scores" / "tokens.parquet").to_pylist()
+    assert {token["row"] for token in tokens} == {1, 4}
+    refused = read_rows(tmp_path / "scores" / "refused.jsonl")
+    assert [row["location"] for row in refused] == [f"{file}:{line}" for line in (2, 3, 5)]
+    reasons = ("response is empty", "points: expected a finite number, got nan", "not JSON")
+    for row, reason in zip(refused, reasons, strict=True):
+        assert reason in row["reason"]
+    assert refused[2]["row"] == '{"prompt": "half'
+    assert "no critic" in summary["notes"][0] and summary["lambda_table"] == []
+    last = [values[-1] for values in columns(tokens, "reward")]
+    assert last == [1.0, 3.0]
+    # Rewards to go, discounted by 0.99 per token.
+    for values, reward in zip(columns(tokens, "advantage"), last, strict=True):
+        expected = reward * 0.99 ** np.arange(len(values))[::-1]
+        np.testing.assert_allclose(values, expected, rtol=1e-5)
+    assert {token["value"] for token in tokens} == {None}
+
+
+def test_an_exported_run_is_scored_with_its_critic(trained):
+    config, notes = token_scores._choose_models(
+        load(model__path=str(trained), score__file="rows.jsonl"), None
+    )
+    assert config.model.path == str(trained / "actor") and not notes
+    assert config.critic.path == str(trained / "critic") and config.has_critic
+
+
+def test_groups_are_whole_and_adjacent():
+    """Prompts a, b, a, a, b, c in groups of two: the third a and c have no partner."""
+    rows = [
+        types.SimpleNamespace(
+            prompt_ids=np.array([prompt], np.int32), example=types.SimpleNamespace(ground_truth="")
+        )
+        for prompt in (1, 2, 1, 1, 2, 3)
+    ]
+    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2)
+    assert token_scores._group_rows(config, rows).tolist() == [0, 2, 1, 4]
+    assert len(token_scores._group_rows(tiny.config(), rows)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rows.txt", "config.score.file=.*expected a name in .jsonl"),
+        ("row.jsonl", "config.score.file: there is no file .*row.jsonl. Did you mean 'rows.jsonl'"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_is_loaded(name, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(UserError, match=message):
+        score.validate_file(load(model__path="model", score__file=str(tmp_path / name)))
+
+
+def test_options_without_a_file_or_a_model_are_refused():
+    with pytest.raises(UserError, match="config.score.file=''"):
+        load(model__path="model")
+    with pytest.raises(UserError, match="config.model.path=''"):
+        load(score__file="rows.jsonl")
