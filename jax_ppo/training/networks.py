@@ -192,35 +192,31 @@ def read_critic(
     config: Config, folders: Folders, actor: Transformer, needs_weights: bool
 ) -> Transformer:
     """Return the model of a separate critic."""
-    critic = _read_critic(config, folders, actor, needs_weights)
-    refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
-    return critic
-
-
-def _read_critic(
-    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer:
     options = config.critic
     folder = folders["critic"]
     head = critic_head(options, folder)
     if config.has_adapters:
+        critic = actor
         # The same adapters with another head: the actor's model fits them.
-        if folders.is_actors("critic") and head == "scalar":
-            return actor
-        return _with_adapters(actor, config.model.path, folders, "critic", "critic.path", head)
-    _refuse_adapters(folder, f"config.critic.path={options.path!r}")
-    # The actor's weights may not have been made yet, see `read_actor`.
-    needs_weights = needs_weights and bool(options.path or config.model.path)
-    if head == "reward":
-        architecture = _read_architecture_with_head(options, folder, needs_weights)
+        if not folders.is_actors("critic") or head != "scalar":
+            path = config.model.path
+            critic = _with_adapters(actor, path, folders, "critic", "critic.path", head)
     else:
-        architecture = read_architecture(folder, needs_weights)
-    if isinstance(architecture, DebertaArchitecture):
-        raise UserError(
-            f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
-            "end from its start; a critic must be a decoder"
-        )
-    return build_decoder(architecture, config.model, packed_row_length(config))
+        _refuse_adapters(folder, f"config.critic.path={options.path!r}")
+        # The actor's weights may not have been made yet, see `read_actor`.
+        needs_weights = needs_weights and bool(options.path or config.model.path)
+        if head == "reward":
+            architecture = _read_architecture_with_head(options, folder, needs_weights)
+        else:
+            architecture = read_architecture(folder, needs_weights)
+        if isinstance(architecture, DebertaArchitecture):
+            raise UserError(
+                f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
+                "end from its start; a critic must be a decoder"
+            )
+        critic = build_decoder(architecture, config.model, packed_row_length(config))
+    refuse_router_loss("config.critic", options.router_aux_loss_coef, critic)
+    return critic
 
 
 def _read_architecture_with_head(

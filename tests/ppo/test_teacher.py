@@ -24,6 +24,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences
 from jax_ppo.ppo.reward_shaping import add_teacher_rewards
 from jax_ppo.registries import POLICY_LOSSES
+from jax_ppo.runtime import sharding
 from jax_ppo.runtime.topologies import parse_topology
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import read_networks
@@ -47,7 +48,10 @@ def teach(config, mesh, architecture=tiny.ARCHITECTURE, params=None):
     """Return networks and a state with a teacher."""
     nets = tiny.networks(config)
     teacher = nets.actor.clone(architecture=architecture)
-    params = params or jax.tree.map(jnp.array, tiny.random_params(architecture, 5, 0, "lm"))
+    params = params or tiny.random_params(architecture, 5, 0, "lm")
+    # Copies, split as the rules say.
+    where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+    params = jax.device_put(jax.tree.map(np.array, params), where)
     state = tiny.make_state(config, mesh)
     return Networks(**nets, teacher=teacher), state.with_models(teacher=params)
 
@@ -181,6 +185,20 @@ def test_the_loss_is_the_kl_over_the_vocabulary_to_a_teacher_of_another_width():
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, 0.5 * y, atol=2e-5), gradients, expected
         )
+
+
+def test_its_rewards_and_its_loss_are_the_same_on_any_mesh():
+    config = tiny.config(**LOSS | {"teacher__reward_coef": 1.0})
+    results = []
+    for shape in ({}, {"fsdp": 2, "model": 2}):
+        mesh = tiny.make_mesh(4 if shape else 1, **shape)
+        with jax.set_mesh(mesh):
+            nets, state = teach(config, mesh, OTHER)
+            _, gradients, metrics = gradient(config, mesh, nets, state)
+            outputs = estimate(config, mesh, nets, state, tiny.make_rollout(mesh))[0]
+        kl = float(metrics["actor/teacher_kl"])
+        results.append(jax.device_get((outputs.teacher_logprobs, gradients, kl)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-4), *results)
 
 
 def test_a_teacher_that_is_the_actor_teaches_nothing():
