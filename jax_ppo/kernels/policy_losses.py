@@ -150,10 +150,9 @@ def sapo(batch: PolicyBatch, clip: Clip, tau_pos: float = 1.0, tau_neg: float = 
 
         loss = -(4 / tau) sigmoid(tau (rho - 1)) A,  tau = tau_pos where A > 0, tau_neg elsewhere
 
-    Gao et al. 2025, arXiv 2511.20347. In place of the clip, a gate: its slope in
-    rho is 1 at rho = 1 and falls like that of a sigmoid on both sides, faster with a larger tau.
-    The paper takes tau_neg > tau_pos, since raising all other tokens in place of a bad one is
-    noisier.
+    Gao et al. 2025, arXiv 2511.20347. In place of the clip, a gate: its slope in rho is 1 at
+    rho = 1 and falls like that of a sigmoid on both sides, faster with a larger tau. The paper
+    takes tau_neg > tau_pos, since raising all other tokens in place of a bad one is noisier.
 
     Biased like the clip on purpose, but no token is without a gradient. `clip` is not read.
 
@@ -221,9 +220,9 @@ def _divergence_ppo(
 def clip_cov(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """Compute PPO's loss without the tokens that `clip_cov_tokens` selects.
 
-    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617). The entropy falls where
-    probability and advantage vary together; leaving a few such tokens out keeps it up. As in the
-    authors' code, the other tokens have PPO's clip.
+    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617). The entropy falls where probability
+    and advantage vary together; leaving a few such tokens out keeps it up. As in the authors' code,
+    the other tokens have PPO's clip.
 
     Biased on purpose, by what is left out and by the clip.
     """

@@ -349,7 +349,7 @@ def policy_batch(
         mask=rows.mask,
         action_counts=action_counts_B[rows.samples],
         sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
-        selected=None if selected_BxT is None else packing.to_rows(selected_BxT, rows),
+        selected=None if selected_BxT is None else packing.to_rows(selected_BxT, rows) > 0,
     )
 
 
