@@ -15,11 +15,9 @@ from jax_ppo.runtime import meshes
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import used_roles
 
-# What suggestions propose: adapters of this rank, and an estimator that needs no critic.
+# What suggestions propose: adapters of this rank, and an estimator that needs nothing.
 _LORA_RANK = 16
-_WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(
-    lambda entry: not entry.needs_critic and not entry.needs_groups
-)[0]
+_WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(lambda entry: not any(entry.needs))[0]
 _MAX_MODEL_PARALLELISM = 8
 # Options of the packed rows of a device at once.
 _ROWS = (
