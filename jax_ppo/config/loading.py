@@ -135,6 +135,8 @@ def from_config_dict(
     frozen = _build_section(Config, config, "")
     if command in ("sft", "reward_model"):
         validation.validate_supervised_config(frozen, command)
+    elif command == "evaluate":
+        validation.validate_evaluate_config(frozen)
     elif command == "score":
         validation.validate_score_config(frozen)
     else:

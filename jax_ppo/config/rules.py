@@ -250,6 +250,32 @@ def require_what_the_estimator_compares(config: Config) -> None:
                 )
 
 
+def require_responses_to_rank(config: Config) -> None:
+    """Raise `UserError` if an evaluation has nothing to rank, or nothing to rank it by."""
+    rank_by = config.evaluate.rank_by
+    if rank_by == "none":
+        return
+    setting = f"config.evaluate.rank_by={rank_by!r}"
+    sampling = config.rollout.val_kwargs
+    if sampling.n < 2:
+        raise UserError(
+            f"{setting}: ranks the responses to a prompt, and config.rollout.val_kwargs.n="
+            f"{sampling.n}; set it to 2 or more"
+        )
+    if sampling.temperature == 0:
+        raise UserError(
+            f"{setting}: config.rollout.val_kwargs.temperature=0 gives equal responses; set it "
+            "above 0"
+        )
+    if rank_by == "critic" and not config.has_critic:
+        raise UserError(
+            f"{setting}: there is no critic with config.algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator!r}; expected 'gae'"
+        )
+    if rank_by == "reward_model" and not config.reward.model_path:
+        raise UserError(f"{setting}: there is no reward model; set config.reward.model_path")
+
+
 def require_several_responses_to_filter(config: Config) -> None:
     """Raise `UserError` if groups of a single response are filtered, which never differ."""
     if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:

@@ -841,6 +841,16 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """What an evaluation by itself adds."""
+
+    rank_by: str = option("none",
+        "also report how good the best response to a prompt is by this: critic, the value at the "
+        "response's last token; reward_model, its score",
+        choices=("none", "critic", "reward_model"))
+
+
+@dataclasses.dataclass(frozen=True)
 class Score:
     """Rows of prompts and responses whose tokens are scored."""
 
@@ -1034,6 +1044,7 @@ class Config:
     algorithm: Algorithm = section(Algorithm, read_by=PPO)
     rollout: RolloutOptions = section(RolloutOptions, read_by=PPO)
     reward: Reward = section(Reward, read_by=PPO)
+    evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
     score: Score = section(Score, read_by=SCORE)
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: Packing = section(Packing)

@@ -44,6 +44,12 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     validate_requirements(config, "train")
 
 
+def validate_evaluate_config(config: Config) -> None:
+    """Validate an `evaluate` config; raise `UserError` on the first problem."""
+    rules.require_responses_to_rank(config)
+    validate_train_config(config, reads_data=False)
+
+
 def validate_score_config(config: Config) -> None:
     """Validate a `score` config; raise `UserError` on the first problem."""
     rules.require_set("score.file", config.score.file)

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
+from jax_ppo.ppo.reward_shaping import last_actions
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.run import critic_quality
@@ -65,7 +67,10 @@ class Evaluation:
 
 
 def evaluate_policy(
-    run: PPORun, state: TrainState, before_batch: Callable[[], None] = lambda: None
+    run: PPORun,
+    state: TrainState,
+    before_batch: Callable[[], None] = lambda: None,
+    rank_by: str = "none",
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
@@ -76,6 +81,7 @@ def evaluate_policy(
       run: the parts of the run.
       state: holds the policy.
       before_batch: called before each batch; it may raise an exception to end the evaluation.
+      rank_by: `evaluate.rank_by`.
 
     Raises:
       UserError: the reward function failed on every response.
@@ -85,7 +91,7 @@ def evaluate_policy(
     release_freed_memory(state)
     run.engine.update_weights(run.policy_params(state))
     try:
-        evaluation = _evaluate_sampled(run, state, sampling, before_batch)
+        evaluation = _evaluate_sampled(run, state, sampling, before_batch, rank_by)
         if not options.and_greedy or sampling.temperature == 0:
             return evaluation
         greedy = dataclasses.replace(sampling, temperature=0.0, n=1)
@@ -97,7 +103,11 @@ def evaluate_policy(
 
 
 def _evaluate_sampled(
-    run: PPORun, state: TrainState, sampling: SamplingOptions, before_batch: Callable[[], None]
+    run: PPORun,
+    state: TrainState,
+    sampling: SamplingOptions,
+    before_batch: Callable[[], None],
+    rank_by: str = "none",
 ) -> Evaluation:
     """Evaluate the weights that the engine holds; `sampling` says how responses are drawn."""
 
@@ -150,6 +160,10 @@ def _evaluate_sampled(
             run.tokenizer,
             address,
         )
+        if rank_by != "none":
+            ranks = rank_responses(run, state, batch, rollout, rule_rewards, rank_by)
+            for record, rank in zip(records, placement.to_host(ranks).tolist(), strict=True):
+                record["rank"] = rank
         return scores, correct, records
 
     def batches() -> Iterator[PromptBatch]:
@@ -242,6 +256,9 @@ def evaluate(
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
     accuracy = float(defined_correct.mean()) if len(defined_correct) else None
+    ranks = None
+    if "rank" in records[0]:
+        ranks = np.array([record["rank"] for record in records]).reshape(-1, n)
     return Evaluation(
         accuracy=accuracy,
         reward_mean=float(all_scores.mean()),
@@ -251,6 +268,7 @@ def evaluate(
             all_correct.reshape(-1, n),
             np.array([record["answer"] for record in records], object).reshape(-1, n),
             sources,
+            ranks,
         ),
         records=records,
         responses_per_prompt=n,
@@ -268,8 +286,63 @@ def response_rewards(
 
     They are the sum of the rules' scores and the reward model's.
     """
+    scores, weight = rule_rewards.scores, run.rules.model_weight
+    return _add_model_scores(run, state, batch, rollout, rule_rewards, scores, weight)
+
+
+def rank_responses(
+    run: PPORun,
+    state: TrainState,
+    batch: PromptBatch,
+    rollout: Rollout,
+    rule_rewards: RuleRewards,
+    rank_by: str,
+) -> jax.Array:
+    """Return what the responses are ranked by [B].
+
+    It is the reward model's score, or the critic's value of the state in which the policy chose its
+    last token: the last value that the critic is trained on, since a reward follows.
+    """
+    if rank_by == "reward_model":
+        scores = jnp.zeros_like(rule_rewards.scores)
+        return _add_model_scores(run, state, batch, rollout, rule_rewards, scores, weight=1.0)
+    options = run.step_options
+    only_values = dataclasses.replace(
+        options.forward,
+        old_logprobs=False,
+        reference=False,
+        full_kl=False,
+        last_values=False,
+        teacher=False,
+    )
+    outputs = forward_passes.run_forward_passes(
+        only_values,
+        run.nets,
+        state,
+        forward_passes.join_sequences(rollout, options.sequence_length),
+        *run.packer.pack_rows(sample_lengths(batch, rollout)),
+    )
+    assert outputs.values is not None, "there is a critic"
+    return _last_values(outputs.values, rollout.action_mask)
+
+
+@jax.jit
+def _last_values(values_BxT: jax.Array, actions_BxT: jax.Array) -> jax.Array:
+    return jnp.where(last_actions(actions_BxT), values_BxT, 0.0).sum(1)
+
+
+def _add_model_scores(
+    run: PPORun,
+    state: TrainState,
+    batch: PromptBatch,
+    rollout: Rollout,
+    rule_rewards: RuleRewards,
+    scores: jax.Array,
+    weight: float,
+) -> jax.Array:
+    """Return `scores` [B] plus the weighted ones of the reward model, if there is one."""
     if run.nets.reward is None:
-        return rule_rewards.scores
+        return scores
     inputs = rule_rewards.model_inputs
     if inputs is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
@@ -277,8 +350,8 @@ def response_rewards(
     return add_reward_model_scores(
         run.nets,
         state,
-        rule_rewards.scores,
+        scores,
         inputs,
         run.config.reward.score_position,
-        run.rules.model_weight,
+        weight,
     )

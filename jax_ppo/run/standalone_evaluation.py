@@ -42,8 +42,11 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
         config = _read_run(config, checkpoint)
+    elif config.evaluate.rank_by == "critic":
+        config = _with_critic(config)
     else:
         config = _without_critic(config)
+    _require_critic_to_rank(config, has_critic=bool(checkpoint or config.critic.path))
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
         run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
@@ -52,9 +55,11 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             run.rules.running(),
             Reporter(run, workdir, Progress(), compiled) as reporter,
         ):
-            state = load_models(run, checkpoint)
+            rank_by = config.evaluate.rank_by
+            roles = ("actor", "critic") if rank_by == "critic" else ("actor",)
+            state = load_models(run, checkpoint, roles)
             step = int(state.step)
-            evaluation = evaluate_policy(run, state)
+            evaluation = evaluate_policy(run, state, rank_by=rank_by)
             reporter.report_evaluation(
                 step, evaluation, subject=str(checkpoint or config.model.path)
             )
@@ -81,6 +86,36 @@ def with_exported_actor(config: Config) -> Config:
     if config.model.path and (path / "training_metrics.csv").exists():
         raise UserError(_describe_unexported_run(path))
     return config
+
+
+def with_exported_models(config: Config) -> Config:
+    """Return the options with the exported actor and critic, if model.path is a work directory."""
+    exported = Path(config.model.path) / "critic"
+    config = with_exported_actor(config)
+    path = config.critic.path
+    if not path and exported.is_dir() and config.has_critic:
+        path = str(exported)
+    # Exported, it is a separate model.
+    critic = dataclasses.replace(config.critic, path=path, shared_trunk=False)
+    return dataclasses.replace(config, critic=critic)
+
+
+def _require_critic_to_rank(config: Config, has_critic: bool) -> None:
+    if config.evaluate.rank_by == "critic" and not (has_critic and config.has_critic):
+        raise UserError(
+            "config.evaluate.rank_by='critic': there is no critic; set config.critic.path, or "
+            "config.model.path to the work directory or a checkpoint of a run with one"
+        )
+
+
+def _with_critic(config: Config) -> Config:
+    """Return the options for an exported model with a critic."""
+    config = with_exported_models(config)
+    return dataclasses.replace(
+        config,
+        algorithm=dataclasses.replace(config.algorithm, use_reference=False),
+        teacher=Teacher(),
+    )
 
 
 def _without_critic(config: Config) -> Config:

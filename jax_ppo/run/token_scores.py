@@ -42,7 +42,7 @@ from jax_ppo.run.standalone_evaluation import (
     find_checkpoint,
     load_models,
     read_run_options,
-    with_exported_actor,
+    with_exported_models,
 )
 from jax_ppo.runtime import (
     compilation,
@@ -85,6 +85,7 @@ class Scores:
       scores: float32 [N], the rewards of whole responses.
       correct: float32 [N], NaN where correctness is undefined.
       values: float32 [N, T], values in units of reward; `None` without a critic.
+      answers: the answers that the rules read, by row.
       failures: responses that the rule failed on.
       incomplete: responses without an advantage, for want of others to the same prompt.
     """
@@ -93,6 +94,7 @@ class Scores:
     scores: np.ndarray
     correct: np.ndarray
     values: np.ndarray | None
+    answers: dict[int, str]
     failures: int
     incomplete: int
 
@@ -177,14 +179,8 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
         )
         has_critic = run.has_critic
     else:
-        exported = Path(config.model.path) / "critic"
-        config = with_exported_actor(config)
-        path = config.critic.path
-        if not path and exported.is_dir() and config.has_critic:
-            path = str(exported)
-        critic = dataclasses.replace(config.critic, path=path, shared_trunk=False)
-        config = dataclasses.replace(config, critic=critic)
-        has_critic = bool(path)
+        config = with_exported_models(config)
+        has_critic = bool(config.critic.path)
     if has_critic or not config.has_critic:
         return config, []
     note = "there is no critic (config.critic.path is not set): advantages are rewards to go"
@@ -237,7 +233,8 @@ def _score_rows(
     size = run.config.data.val_batch_size
     has_turns = any(row.turn_rewards is not None for row in rows)
     batches = []
-    programs = 0
+    programs = failures = 0
+    answers: dict[int, str] = {}
     report = console.make_count_reporter("scoring", "response")
     for start in range(0, len(rows), size):
         # Batches of one size, the last one filled up: one program for all.
@@ -245,16 +242,14 @@ def _score_rows(
         chosen = [rows[number] for number in numbers]
         count = min(size, len(rows) - start)
         batches.append(_score_batch(run, state, chosen, count, has_turns))
+        answers |= {start + row: text for row, text in batches[-1].pop("answers").items()}
+        failures += batches[-1].pop("failures")
         programs = programs or compiled.programs
         report(start + count, len(rows))
     late_programs = compiled.programs - programs
-    joined = {
-        name: np.concatenate([batch[name] for batch in batches])
-        for name in batches[0]
-        if name != "failures"
-    }
-    failures = int(sum(batch["failures"] for batch in batches))
-    return _estimate(run, state, rows, joined, failures), late_programs
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    scores = _estimate(run, state, rows, joined)
+    return dataclasses.replace(scores, answers=answers, failures=failures), late_programs
 
 
 def _score_batch(
@@ -274,7 +269,7 @@ def _score_batch(
         *run.packer.pack_rows(sample_lengths(batch, rollout)),
     )
     found = {f"outputs/{name}": x for name, x in vars(outputs).items() if x is not None}
-    failures = 0
+    failures, answers = 0, dict[int, str]()
     if run.config.score.reward_key:
         found["rewards"] = np.array([row.reward for row in rows], np.float32)
         found["correct"] = np.full(len(rows), np.nan, np.float32)
@@ -283,6 +278,7 @@ def _score_batch(
         rule_rewards = run.rules.score(batch, rollout)
         found["rewards"] = response_rewards(run, state, batch, rollout, rule_rewards)
         found["correct"] = rule_rewards.correct
+        answers = {row: text for row, text in rule_rewards.answers.items() if row < count}
         failures = rule_rewards.failures
         steps = rule_rewards.steps
     if steps is not None:
@@ -291,7 +287,7 @@ def _score_batch(
         name: (placement.to_host(x) if isinstance(x, jax.Array) else x)[:count]
         for name, x in found.items()
     }
-    return on_host | {"failures": failures}
+    return on_host | {"failures": failures, "answers": answers}
 
 
 def _make_batch(
@@ -338,7 +334,6 @@ def _estimate(
     state: TrainState,
     rows: Sequence[ResponseRow],
     found: dict[str, np.ndarray],
-    failures: int,
 ) -> Scores:
     """Return the scores of the rows, with advantages over all of them at once."""
     options = run.step_options
@@ -408,7 +403,8 @@ def _estimate(
         scores=rewards,
         correct=found["correct"],
         values=values,
-        failures=failures,
+        answers={},
+        failures=0,
         incomplete=len(rows) - len(order),
     )
 
@@ -531,9 +527,10 @@ def _describe_row(
         "prompt": prompt_text(row.example),
         "response": decode_continuation(tokenizer, int(row.prompt_ids[-1]), ids),
         "data_source": row.example.data_source,
-        "ground_truth": row.example.ground_truth,
+        # Shown beside the answer that a rule has read.
+        "ground_truth": "" if np.isnan(correct) else row.example.ground_truth,
         "score": float(f"{scores.scores[number]:.6g}"),
-        "answer": None,
+        "answer": scores.answers.get(number),
         "correct": None if np.isnan(correct) else bool(correct),
         "truncated": row.truncated,
         "address": row.location,

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import tiny
+from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.run import evaluation, standalone_evaluation
 from jax_ppo.run.standalone_evaluation import evaluate_model
@@ -80,3 +81,34 @@ def test_a_reward_function_that_fails_on_everything_gives_no_figures():
     evaluation.require_scores(failing)
     with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
         evaluation.require_scores(dataclasses.replace(failing, failures=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout.val_kwargs.n": 1}, "config.rollout.val_kwargs.n=1; set it to 2 or more"),
+        ({"rollout.val_kwargs.temperature": 0.0}, "temperature=0 gives equal responses"),
+        ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "there is no critic .*expected 'gae'"),
+        ({"evaluate.rank_by": "reward_model"}, "there is no reward model; set config.reward.mod"),
+        ({"evaluate.rank_by": "critics"}, "expected one of .*Did you mean 'critic'"),
+    ],
+)
+def test_a_ranking_needs_responses_and_what_ranks_them(options, message):
+    values = loading.read_config_file("arithmetic")
+    ranked = {
+        "evaluate.rank_by": "critic",
+        "rollout.val_kwargs.n": 4,
+        "rollout.val_kwargs.temperature": 1.0,
+    }
+    for name, value in {**ranked, **options}.items():
+        values.update_from_flattened_dict({name: value})
+    with pytest.raises(UserError, match=message):
+        loading.from_config_dict(values, "evaluate")
+
+
+def test_a_ranking_by_the_critic_needs_a_critic(tmp_path):
+    config = tiny.config(
+        evaluate__rank_by="critic", data__val_files="arithmetic:4:heldout", model__path="model"
+    )
+    with pytest.raises(UserError, match="rank_by='critic': there is no critic; set config.critic"):
+        evaluate_model(config, tmp_path)

@@ -12,6 +12,7 @@ from jax_ppo import score
 from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.run import loop, token_scores
+from jax_ppo.run.standalone_evaluation import evaluate_model
 from jax_ppo.run.token_scores import FIGURES, score_file
 
 OPTIONS = {
@@ -138,6 +139,26 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
         expected = reward * 0.99 ** np.arange(len(values))[::-1]
         np.testing.assert_allclose(values, expected, rtol=1e-5)
     assert {token["value"] for token in tokens} == {None}
+
+
+def test_an_evaluation_ranks_responses_by_the_values_of_their_last_tokens(trained, tmp_path):
+    options = {
+        "data__val_files": "arithmetic:3:heldout",
+        "rollout__val_kwargs__n": 4,
+        "model__path": str(trained / "checkpoints" / "2"),
+    }
+    summary = evaluate_model(
+        load("evaluate", **options, evaluate__rank_by="critic"), tmp_path / "evaluation"
+    )
+    (evaluation,) = summary["evaluations"]
+    assert {"ranked_reward@2", "ranked_reward@4", "pass@4"} <= evaluation.keys()
+    file = tmp_path / "evaluation" / "rollouts" / "evaluation_000002.jsonl"
+    records = read_rows(file)
+    (tmp_path / "scores").mkdir()
+    score_file(load(**options, score__file=str(file)), tmp_path / "scores")
+    last = [v[-1] for v in columns(read_rows(tmp_path / "scores" / "tokens.jsonl"), "value")]
+    assert len(records) == 12 and np.std(last) > 0
+    np.testing.assert_allclose([record["rank"] for record in records], last, atol=1e-5)
 
 
 def test_an_exported_run_is_scored_with_its_critic(trained):
