@@ -4,12 +4,14 @@ From the rewards r and values V of their tokens, the advantages of GAE(lambda, g
 with the Monte-Carlo advantage M_t = G_t - V_t, where G_t is the sum of the rewards from token t on,
 discounted by the configured gamma: the objective of the run. M has no bias from the critic.
 
-    bias       the mean difference A - M of the tokens in each tenth of the responses; then the root
-               of the mean of its square, weighted by the tenths' tokens
-    deviation  the standard deviation of A over all tokens
-    error      sqrt(bias^2 + deviation^2 / N), N responses: the error of a mean advantage over them
+The bias E[A - M | s, a] of single states and actions cannot be seen in one response each. Its root
+mean square lies between two numbers that can:
 
-The tenths keep errors at the beginning and at the end of responses from canceling.
+    bias_low   the mean of A - M over the tokens of each tenth of the responses; then the root of
+               the mean of its square, weighted by the tenths' tokens. What does not cancel
+    bias_high  the root of the mean square of A - M over all tokens, which contains the variance of
+               the rewards to come
+    deviation  the standard deviation of A over all tokens, the root of its variance
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+HEADER = ("lambda", "gamma", "bias_low", "bias_high", "deviation", "")
 LAMBDAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 1.0)
 GAMMAS = (0.98, 0.99, 0.995, 1.0)
 PARTS = 10
@@ -60,8 +63,8 @@ def collect_tokens(records: Iterable[Mapping[str, Any]]) -> Tokens | None:
 def compare_lambdas(tokens: Tokens, lam: float, gamma: float) -> list[dict[str, Any]]:
     """Return a row for each lambda and gamma of the grid, to which the configured ones are added.
 
-    A row has `lambda`, `gamma`, `bias`, `deviation` and `error`, and `configured` and `best`, which
-    mark the configured pair and the one with the smallest error.
+    A row has `lambda`, `gamma`, `bias_low`, `bias_high`, `deviation`, and `configured`, which marks
+    the configured pair.
     """
     columns = np.arange(tokens.rewards.shape[1])
     places = columns < tokens.lengths[:, None]
@@ -72,21 +75,19 @@ def compare_lambdas(tokens: Tokens, lam: float, gamma: float) -> list[dict[str, 
     for each_gamma in sorted({*GAMMAS, gamma}):
         for each_lam in sorted({*LAMBDAS, lam}):
             estimates = estimate_gae(tokens, each_lam, each_gamma)[places]
-            sums = np.bincount(tenths, weights=estimates - monte_carlo, minlength=PARTS)
-            bias = np.sqrt(np.sum(sums**2 / np.maximum(counts, 1)) / counts.sum())
-            deviation = estimates.std()
+            differences = estimates - monte_carlo
+            sums = np.bincount(tenths, weights=differences, minlength=PARTS)
+            low = np.sqrt(np.sum(sums**2 / np.maximum(counts, 1)) / counts.sum())
             rows.append(
                 {
                     "lambda": each_lam,
                     "gamma": each_gamma,
-                    "bias": float(bias),
-                    "deviation": float(deviation),
-                    "error": float(np.hypot(bias, deviation / np.sqrt(len(places)))),
+                    "bias_low": float(low),
+                    "bias_high": float(np.sqrt(np.mean(differences**2))),
+                    "deviation": float(estimates.std()),
                     "configured": (each_lam, each_gamma) == (lam, gamma),
-                    "best": False,
                 }
             )
-    min(rows, key=lambda row: float(row["error"]))["best"] = True
     return rows
 
 
@@ -111,10 +112,6 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows as the texts of a table's cells."""
     formatted = []
     for row in rows:
-        remarks = [name for name in ("configured", "best") if row[name]]
-        numbers = [f"{row[name]:.4g}" for name in ("lambda", "gamma", "bias", "deviation", "error")]
-        formatted.append([*numbers, ", ".join(remarks)])
+        numbers = [f"{row[name]:.4g}" for name in HEADER if name]
+        formatted.append([*numbers, "configured" if row["configured"] else ""])
     return formatted
-
-
-HEADER = ("lambda", "gamma", "bias", "deviation", "error", "")

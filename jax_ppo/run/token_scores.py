@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Algorithm, Config
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import RefusedRow, ResponseReader, ResponseRow
 from jax_ppo.data.token_rows import pad_token_rows
@@ -342,7 +342,7 @@ def _estimate(
     actions = np.zeros((len(rows), width), bool)
     for target, row in zip(actions, rows, strict=True):
         target[: len(row.action_mask)] = row.action_mask
-    outputs = {
+    outputs: dict[str, Any] = {
         name.removeprefix("outputs/"): x if x.ndim == 1 else x[:, :width]
         for name, x in found.items()
         if name.startswith("outputs/")
@@ -359,6 +359,10 @@ def _estimate(
     write("entropy", outputs["entropy"])
     write("ref_logprob", outputs.get("ref_logprobs"))
     write("value", outputs.get("values"))
+    if "ref_logprobs" in outputs:
+        everywhere = sharding.batch_rows(run.mesh, len(rows))
+        on_mesh = placement.place((ForwardOutputs(**outputs), actions), everywhere)
+        write("kl", _reference_kl(options.experience.algorithm, *on_mesh))
     if len(order):
         place = functools.partial(
             placement.place, sharding=sharding.batch_rows(run.mesh, len(order))
@@ -384,14 +388,6 @@ def _estimate(
         write("reward", experience.rewards, order)
         write("advantage", experience.advantages, order)
         write("return", experience.returns, order)
-        if on_mesh.ref_logprobs is not None:
-            kl = reward_shaping.reference_kl(
-                options.experience.algorithm,
-                experience.old_logprobs,
-                on_mesh,
-                sequences.action_mask,
-            )
-            write("kl", kl, order)
     values = None
     if "values" in outputs:
         values = np.asarray(in_units_of_reward(outputs["values"], state.control))
@@ -407,6 +403,12 @@ def _estimate(
         failures=0,
         incomplete=len(rows) - len(order),
     )
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm",))
+def _reference_kl(algorithm: Algorithm, outputs: ForwardOutputs, actions: jax.Array) -> jax.Array:
+    assert outputs.old_logprobs is not None, "they have been computed"
+    return reward_shaping.reference_kl(algorithm, outputs.old_logprobs, outputs, actions)
 
 
 def _group_rows(config: Config, rows: Sequence[ResponseRow]) -> np.ndarray:

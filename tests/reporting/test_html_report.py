@@ -108,8 +108,8 @@ def test_the_newest_training_responses_give_the_table_of_lambda_and_gamma(tmp_pa
     page_report.write("", Progress())
     rows = {tuple(row[:2]): row[2:] for row in read_data(tmp_path)[1]["lambdas"]}
     # Advantages 0.5 and 1; of lambda 0: -0.5 and 1, so one of two tenths is off by 1.
-    assert rows["1", "1"] == ["0", "0.25", "0.25", "configured, best"]
-    assert rows["0", "1"] == ["0.7071", "0.75", "1.031", ""]
+    assert rows["1", "1"] == ["0", "0", "0.25", "configured"]
+    assert rows["0", "1"] == ["0.7071", "0.7071", "0.75", ""]
 
 
 def test_a_resumed_run_shows_what_was_logged_before(tmp_path):

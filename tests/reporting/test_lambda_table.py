@@ -27,21 +27,31 @@ def test_bias_and_deviation_by_hand():
     )
     rows = compare_lambdas(tokens, lam=1.0, gamma=1.0)
     exact = row_of(rows, 1.0, 1.0)
-    assert exact["bias"] == 0 and exact["configured"]
+    assert exact["bias_low"] == exact["bias_high"] == 0 and exact["configured"]
     # Mean 0.375, mean square 1.25 / 4.
     assert exact["deviation"] == pytest.approx(np.sqrt(1.25 / 4 - 0.375**2))
     one_step = row_of(rows, 0.0, 1.0)
-    assert one_step["bias"] == pytest.approx(np.sqrt((2 * 0.5**2 + 2 * 0) / 4))
+    assert one_step["bias_low"] == pytest.approx(np.sqrt((2 * 0.5**2 + 2 * 0) / 4))
+    assert one_step["bias_high"] == pytest.approx(np.sqrt(1 / 4))
     assert one_step["deviation"] == pytest.approx(np.sqrt(1.25 / 4 - 0.125**2))
-    assert one_step["error"] ** 2 == pytest.approx(
-        one_step["bias"] ** 2 + one_step["deviation"] ** 2 / 2
-    )
     # Half of the next error: 0 - 0.5 + 0.5 x 1 = 0.
     half = row_of(rows, 0.5, 1.0)
-    assert half["bias"] == pytest.approx(np.sqrt(2 * 0.25**2 / 4))
+    assert half["bias_low"] == pytest.approx(np.sqrt(2 * 0.25**2 / 4))
+    assert half["bias_high"] == pytest.approx(np.sqrt(0.5**2 / 4))
     # Discounted by 0.98, the first token's advantage is 0.48 and 0.02 off.
-    assert row_of(rows, 1.0, 0.98)["bias"] == pytest.approx(np.sqrt(2 * 0.01**2 / 4))
-    assert [row["best"] for row in rows].count(True) == 1
+    assert row_of(rows, 1.0, 0.98)["bias_low"] == pytest.approx(np.sqrt(2 * 0.01**2 / 4))
+
+
+def test_the_bias_of_a_critic_that_knows_only_the_mean_lies_between_the_two():
+    """Half of the responses earn 1; values are 0.5 throughout, so lambda 0 sees only the end.
+
+    The first token decides: its advantage is +-0.5, of lambda 0 it is 0. The bias is 0.5 there, and
+    nothing of it is in the mean.
+    """
+    tokens = Tokens(np.array([[0.0, 1.0], [0.0, 0.0]]), np.full((2, 2), 0.5), np.array([2, 2]))
+    one_step = row_of(compare_lambdas(tokens, lam=1.0, gamma=1.0), 0.0, 1.0)
+    assert one_step["bias_low"] == 0
+    assert one_step["bias_high"] == pytest.approx(np.sqrt(2 * 0.5**2 / 4))
 
 
 def test_the_configured_pair_is_added_to_the_grid():
@@ -50,7 +60,7 @@ def test_the_configured_pair_is_added_to_the_grid():
     assert len(rows) == (len(lambda_table.LAMBDAS) + 1) * (len(lambda_table.GAMMAS) + 1)
     assert [row for row in rows if row["configured"]] == [row_of(rows, 0.3, 0.7)]
     # Its own gamma defines the return.
-    assert row_of(rows, 1.0, 0.7)["bias"] == 0
+    assert row_of(rows, 1.0, 0.7)["bias_high"] == 0
 
 
 def test_advantages_equal_the_kernels_with_holes_and_ends():
