@@ -189,7 +189,7 @@ class TestCurves:
             "training_metrics.csv",
         ]
         axes = {axis.get_title(): axis for axis in drawn[0].axes}
-        assert len(axes) == 8 and all(
+        assert len(axes) == 9 and all(
             axis.get_xlabel() and axis.get_ylabel() for axis in axes.values()
         )
         accuracy = {line.get_label(): line.get_xydata().tolist() for line in axes["accuracy"].lines}

@@ -20,7 +20,9 @@ from jax_ppo.run import evaluation, loop, reporter
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
+from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.roles import find_role
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -250,13 +252,15 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         config=config,
         total_steps=1,
         nets=tiny.networks(config),
-        folders=types.SimpleNamespace(actor=tmp_path / "no_source"),
+        folders=Folders(actor=tmp_path / "no_source"),
         tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
         sampling=types.SimpleNamespace(eos_ids=(7, 9)),
     )
-    state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
+    params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
+    state = types.SimpleNamespace(models={"actor": params})
+    actor = find_role("actor")
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        writer._export(reporter.ACTOR, state)
+        writer._export(actor, actor.export, state)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
     exported = json.loads((tmp_path / "actor" / "config.json").read_text())
