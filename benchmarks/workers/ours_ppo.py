@@ -17,7 +17,7 @@ from turnstile import Turnstile
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompt_batches
 from jax_ppo.ppo import forward_passes, rewarding, step
-from jax_ppo.run import loop, parts
+from jax_ppo.run import life_cycle, loop, parts
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -92,7 +92,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         return state, current_step["metrics"]
 
     # Precompilation would interfere with the turnstile.
-    loop.precompile_in_background = lambda *_: contextlib.nullcontext()
+    life_cycle.compile_in_background = lambda *_: contextlib.nullcontext()
     parts.PromptBatches = Batches
     sample_lengths, step.sample_lengths = step.sample_lengths, lengths
     original_update, step.update_state = turnstile.phase("update", step.update_state), update

@@ -961,9 +961,9 @@ class Trainer:
     local_dir: str = option("",
         "folder on each machine's disk for states between checkpoints, from which processes that "
         "restart on the same machines resume; empty: none",
-        read_by=PPO, requires=(SAMPLES_WITHIN_STEP,))
+        requires=(SAMPLES_WITHIN_STEP,))
     local_save_freq: int = option(5, "steps between states in local_dir",
-        unit="steps", at_least=1, read_by=PPO, effective_when=(HAS_LOCAL_DIR,))
+        unit="steps", at_least=1, effective_when=(HAS_LOCAL_DIR,))
     best_metric: str = option("accuracy",
         "metric of the best checkpoint, among steps that are both evaluated and saved",
         choices=("accuracy", "reward_mean"), read_by=PPO)

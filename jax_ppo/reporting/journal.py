@@ -114,6 +114,7 @@ class Journal:
             sample_files.drop_samples_after(workdir, progress.step)
             self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
+        self._pending: Callable[[], object] | None = None
         self._skipped_in_a_row = 0
         self._last_step = progress.step
         self._compiled_before = dataclasses.replace(compiled)
@@ -149,6 +150,20 @@ class Journal:
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure the host's seconds in the block, and report them with the next step."""
         return self._bar.phase(name)
+
+    def write_later(self, write: Callable[[], object]) -> None:
+        """Keep what fetches and writes the metrics of a step, until `flush` need not wait."""
+        self._pending = write
+
+    def flush(self) -> None:
+        """Fetch and write the pending metrics, if there are any.
+
+        Raises:
+          FloatingPointError: too many steps in a row had a skipped update.
+        """
+        write, self._pending = self._pending, None
+        if write is not None:
+            write()
 
     def write_step(
         self,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,12 +23,10 @@ from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.sinks import CurveFile
 from jax_ppo.rewards.misses import Miss, describe_misses
-from jax_ppo.run.diagnosis import Diagnosis
-from jax_ppo.run.diagnostics import nothing_is_left
+from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
-from jax_ppo.run.first_step import format_first_step
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import StepSamples, describe_step
+from jax_ppo.run.sample_records import StepSamples, describe_step, format_first_step
 from jax_ppo.runtime import compilation, distributed, signals, work_directory
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
@@ -143,7 +141,6 @@ class Reporter(journal.Journal):
             compiled=compiled,
         )
         self._run = run
-        self._pending: PendingStep | None = None
         self._diagnosis = Diagnosis(run.config, run.total_steps)
         self._optimizer_step_files: dict[str, CurveFile] = {}
 
@@ -171,7 +168,7 @@ class Reporter(journal.Journal):
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
         if not (self._logs_samples(step) or self._shows_samples(step)):
             samples = None
-        self._pending = PendingStep(
+        pending = PendingStep(
             step=step,
             on_mesh=on_mesh,
             on_host={**rule_metrics, **(on_host or {})},
@@ -179,6 +176,7 @@ class Reporter(journal.Journal):
             flops=flops,
             samples=samples,
         )
+        self.write_later(functools.partial(self._write_pending, pending))
 
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
@@ -191,16 +189,8 @@ class Reporter(journal.Journal):
         """Return whether a step, numbered from 0, is shown token by token."""
         return step == 0 and self._run.config.trainer.show_first_step
 
-    def flush(self) -> None:
-        """Fetch and write the pending metrics, if there are any.
-
-        Raises:
-          FloatingPointError: too many steps in a row had a skipped update.
-        """
-        if self._pending is None:
-            return
-        pending = self._pending
-        self._pending = None
+    def _write_pending(self, pending: PendingStep) -> None:
+        """Fetch and write the metrics of a step."""
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             fetched = jax.device_get(pending.on_mesh)
@@ -306,22 +296,11 @@ class Reporter(journal.Journal):
             lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
-    def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
-        """Write the pending metrics, the trained models if asked, and the summary.
-
-        Args:
-          state: the last state.
-          export: whether to write the models.
-
-        Returns:
-          The contents of summary.json.
-        """
-        self.flush()
-        if export:
-            for role, form in _exports(self._run.config):
-                with signals.limited(f"exporting the {role.title}"):
-                    self._export(role, form, state)
-        return self.write_summary(int(state.step), self._run.mesh)
+    def export_models(self, state: TrainState) -> None:
+        """Write the trained models as Hugging Face folders."""
+        for role, form in _exports(self._run.config):
+            with signals.limited(f"exporting the {role.title}"):
+                self._export(role, form, state)
 
     def _export(self, role: ModelRole, export: Export, state: TrainState) -> None:
         """Write a trained role as a Hugging Face folder.

@@ -1,42 +1,36 @@
-"""Supervised training: the loop of jax_ppo.sft and of jax_ppo.reward_model."""
+"""Supervised training as the life cycle drives it: jax_ppo.sft and jax_ppo.reward_model."""
 
 import collections
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompt_batches
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.reporting import console
-from jax_ppo.run.supervised_build import SupervisedRun, set_up_run
-from jax_ppo.run.supervised_report import Reporter
+from jax_ppo.reporting.journal import Journal
+from jax_ppo.run import life_cycle
+from jax_ppo.run.supervised_build import Batch, SupervisedRun, set_up_run
 from jax_ppo.run.supervised_tasks import Task
-from jax_ppo.runtime import (
-    compilation,
-    distributed,
-    heartbeat,
-    meshes,
-    signals,
-    work_directory,
-)
+from jax_ppo.runtime import compilation, distributed, heartbeat, signals
+from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.supervised.step import measure_batch, train_step
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.training.setup import fingerprint_data
-from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from jax_ppo.types import Params
+
+State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 
 
 def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
@@ -45,134 +39,157 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
     Returns:
       The contents of summary.json.
     """
-    mesh = meshes.make_mesh(config.mesh)
-    trainer = config.trainer
-    with (
-        jax.set_mesh(mesh),
-        compilation.count_compilations() as compiled,
-        Checkpointer(
-            work_directory.checkpoint_directory(workdir),
-            max_to_keep=trainer.max_checkpoints,
-            best_metric="quality",
-            report=console.print_on_main,
-            before_save=functools.partial(work_directory.publish, workdir),
-        ) as checkpoints,
-    ):
-        if trainer.export:
+
+    def build(mesh: jax.sharding.Mesh) -> SupervisedTraining:
+        if config.trainer.export:
             # Before training: the export comes after it.
             distributed.run_on_main(lambda: refuse_foreign_folder(workdir / task.output))
-        run = set_up_run(config, task, mesh)
-        progress = find_progress(
-            config,
-            run.total_steps,
-            checkpoints,
-            console.print_on_main,
-            task.command,
-            fingerprint_data(config.data, run.training.prompts),
+        return SupervisedTraining(set_up_run(config, task, mesh))
+
+    # The accuracy, or the negative loss of a task without one.
+    return life_cycle.train(config, workdir, build, best_metric="quality")
+
+
+class SupervisedTraining:
+    """A supervised task's part of the life cycle: a `life_cycle.Training`."""
+
+    def __init__(self, run: SupervisedRun) -> None:
+        """Take the parts of the run."""
+        self.command = run.task.command
+        self.mesh = run.mesh
+        self.total_steps = run.total_steps
+        self.position = 0
+        self.can_evaluate = bool(run.held_out)
+        self._run = run
+        self._batches = run.batches(0)
+
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Return facts that differ if the training examples do."""
+        return {"data": fingerprint_data(self._run.config.data, self._run.training.prompts)}
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which nothing runs."""
+        return contextlib.nullcontext()
+
+    def open_journal(
+        self, workdir: Path, progress: Progress, compiled: compilation.Compilations
+    ) -> Journal:
+        """Return the reports of the run."""
+        return Journal(
+            config=self._run.config,
+            total_steps=self._run.total_steps,
+            layout=self._run.task.layout,
+            workdir=workdir,
+            progress=progress,
+            compiled=compiled,
         )
-        with Reporter(run, workdir, progress, compiled) as reporter:
-            params, completed_steps, was_preempted = take_steps(
-                run, checkpoints, progress, reporter
-            )
-            # A preempted run ends without an export: the next start resumes it.
-            if trainer.export and not was_preempted:
-                with signals.limited("exporting the model"):
-                    export_model(run, params, workdir)
-                reporter.report_model(task.output, task.next_option)
-            return reporter.finish(completed_steps)
 
+    def compile_programs(self, progress: Progress) -> Iterator[Any]:
+        """Return what compiles the program of a step with `next`."""
+        run = self._run
+        batch = run.place_batch(run.training, next(run.batches(progress.position)).indices)
+        shapes = _state_shapes(run)
+        step = run.replicate(np.int32(progress.step))
 
-def take_steps(
-    run: SupervisedRun, checkpoints: Checkpointer, progress: Progress, reporter: Reporter
-) -> tuple[Params, int, bool]:
-    """Take the remaining steps of a run.
+        def compile_step() -> Iterator[Any]:
+            arguments, named = _step_arguments(run, shapes, step, batch)
+            yield compile_ahead(train_step, *arguments, **named)
 
-    Args:
-      run: the parts of the run.
-      checkpoints: where the parameters are restored from and saved.
-      progress: how far the run has come.
-      reporter: writes metrics and evaluations.
+        return compile_step()
 
-    Returns:
-      The trained parameters, the number of completed steps, and whether a signal has ended the run
-      after its current step was saved.
-    """
-    config = run.config
-    params, optimizer_state = start_parameters(run, checkpoints, progress.step)
-    reporter.restart_clock()
-    evaluates_first = progress.step == 0 and config.trainer.val_before_train
-    if run.held_out and (evaluates_first or progress.evaluation_pending):
-        reporter.report_evaluation(progress.step, evaluate(run, params))
-        progress.evaluation_pending = False
-    batches = run.batches(progress.position)
-    stop_request = StopRequest()
-    for step in range(progress.step, run.total_steps):
+    def load_state(self, checkpoints: Checkpointer, step: int) -> State:
+        """Return parameters and optimizer state to start from."""
+        return start_parameters(self._run, checkpoints, step)
+
+    def begin(self, state: State, checkpoints: Checkpointer, progress: Progress) -> State:
+        """Find the first batch."""
+        self._batches = self._run.batches(progress.position)
+        self.position = progress.position
+        return state
+
+    def take_step(self, state: State, step: int, journal: Journal) -> State:
+        """Take a step, and queue its report."""
+        run = self._run
         # The host packs this batch while the mesh still computes the step before.
-        batch = run.place_batch(run.training, next(batches).indices)
-        with heartbeat.activity(f"step {step + 1}"):  # the first compiles
-            params, optimizer_state, metrics = train_step(
-                run.task.objective,
-                config.supervised,
-                run.model,
-                run.total_steps,
-                params,
-                optimizer_state,
-                run.replicate(np.int32(step)),
-                *batch,
-                rounding_seed=rounding_seed(config.supervised.optim, config.seed),
+        batch = run.place_batch(run.training, next(self._batches).indices)
+        self.position = self._batches.position
+        with heartbeat.activity(f"step {step + 1}"):
+            arguments, named = _step_arguments(run, state, run.replicate(np.int32(step)), batch)
+            params, optimizer_state, metrics = train_step(*arguments, **named)
+            journal.flush()  # of the step before, while this one is computed
+        journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
+        return {"params": params, "optimizer": optimizer_state}
+
+    def evaluate(
+        self,
+        state: State,
+        completed_steps: int,
+        journal: Journal,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> life_cycle.Quality:
+        """Evaluate on the held-out examples and report it."""
+        means = evaluate(self._run, state["params"], before_batch)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+        journal.write_evaluation(completed_steps, dict(means), shown)
+        # Larger is better for the best checkpoint, hence the negative loss.
+        return {"quality": means.get("accuracy", -means["loss"])}
+
+    def checkpoint_trees(self, state: State) -> dict[str, Any]:
+        """Return the state."""
+        return state
+
+    def export(self, state: State, workdir: Path, journal: Journal) -> None:
+        """Write the trained model as a Hugging Face folder in the work directory."""
+        run = self._run
+        with signals.limited("exporting the model"):
+            export_checkpoint(
+                state["params"],
+                run.exported_architecture,
+                workdir / run.task.output,
+                dtype=run.config.trainer.export_dtype,
+                source_folder=run.folder,
+                tokenizer_folder=Path(run.tokenizer.name_or_path),
             )
-            reporter.flush()  # of the step before, while this one is computed
-        completed_steps = step + 1
-        reporter.report_later(completed_steps, metrics)
-
-        quality = evaluate_if_due(run, params, completed_steps, reporter, stop_request)
-        # A preempted run saves even if no checkpoint is due.
-        is_preempted = stop_request.should_stop(completed_steps)
-        if is_preempted or is_due(completed_steps, run.total_steps, config.trainer.save_freq):
-            reporter.flush()
-            meta = {
-                "position": batches.position,
-                "data": fingerprint_data(config.data, run.training.prompts),
-                **progress.history(),
-                "config": dataclasses.asdict(config),
-            }
-            trees = {"params": params, "optimizer": optimizer_state}
-            checkpoints.save(completed_steps, trees, meta, {"quality": quality})
-            reporter.restart_clock()
-        if is_preempted:
-            checkpoints.wait()
-            return params, completed_steps, True
-    return params, run.total_steps, False
+        journal.report_model(run.task.output, run.task.next_option)
 
 
-def evaluate_if_due(
-    run: SupervisedRun,
-    params: Params,
-    completed_steps: int,
-    reporter: Reporter,
-    stop_request: StopRequest,
-) -> float | None:
-    """Evaluate after a step if due; return the quality by which the best checkpoint is chosen.
-
-    Returns `None` if no evaluation is due, or a signal interrupted it.
-    """
-    if not run.held_out or not is_due(
-        completed_steps, run.total_steps, run.config.trainer.test_freq
-    ):
-        return None
-    reporter.flush()  # the evaluation is not part of the step's time
-    interrupt = functools.partial(stop_request.interrupt_evaluation, completed_steps)
-    try:
-        means = evaluate(run, params, interrupt)
-    except EvaluationInterrupted:
-        reporter.progress.evaluation_pending = True
-        return None
-    return reporter.report_evaluation(completed_steps, means)
+def _step_arguments(
+    run: SupervisedRun, state: State, step: jax.Array, batch: Batch
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `train_step`, by position and by name."""
+    options = run.config.supervised
+    arguments = (
+        run.task.objective,
+        options,
+        run.model,
+        run.total_steps,
+        state["params"],
+        state["optimizer"],
+        step,
+        *batch,
+    )
+    return arguments, {"rounding_seed": rounding_seed(options.optim, run.config.seed)}
 
 
-def start_parameters(
-    run: SupervisedRun, checkpoints: Checkpointer, step: int
-) -> tuple[Params, optax.OptState]:
+def _write_metrics(journal: Journal, step: int, on_mesh: dict[str, jax.Array]) -> None:
+    """Fetch and write the metrics of a step, numbered from 1."""
+    # This waits for the step. In the loop the next one has been dispatched before.
+    fetched = jax.device_get(on_mesh)
+    metrics = {f"train/{name}": float(value) for name, value in fetched.items()}
+    journal.write_step(
+        step,
+        metrics,
+        tokens=metrics["train/tokens"],
+        skipped=bool(metrics["train/skipped"]),
+    )
+
+
+def _state_shapes(run: SupervisedRun) -> State:
+    """Return shapes and shardings of the state."""
+    return trained_shapes(run.config.supervised, run.model, run.task.objective.head, run.mesh)
+
+
+def start_parameters(run: SupervisedRun, checkpoints: Checkpointer, step: int) -> State:
     """Return parameters and optimizer state to start from.
 
     Args:
@@ -180,12 +197,10 @@ def start_parameters(
       checkpoints: the run's checkpoints.
       step: the number of completed steps; with 0 the model's own parameters are read.
     """
-    head = run.task.objective.head
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
-    shapes = trained_shapes(run.config.supervised, run.model, head, run.mesh)
+    shapes = _state_shapes(run)
     if step:
-        arrays = checkpoints.restore(step, shapes).arrays
-        return arrays["params"], arrays["optimizer"]
+        return checkpoints.restore(step, shapes).arrays
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     options = run.config.supervised
     params = load_checkpoint(
@@ -193,11 +208,12 @@ def start_parameters(
         run.model.architecture,
         shardings["params"],
         jnp.dtype(options.optim.param_dtype),
-        head,
+        run.task.objective.head,
         console.make_loading_reporter("model"),
     )
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init
-    return params, jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
+    optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
+    return {"params": params, "optimizer": optimizer}
 
 
 def evaluate(
@@ -231,15 +247,3 @@ def evaluate(
     # Sums of all batches over all units: batches of any size count by their content.
     units = sums.pop("units")
     return {name: sums[name] / units for name in objective.names}
-
-
-def export_model(run: SupervisedRun, params: Params, workdir: Path) -> None:
-    """Write the trained model as a Hugging Face folder in the work directory."""
-    export_checkpoint(
-        params,
-        run.exported_architecture,
-        workdir / run.task.output,
-        dtype=run.config.trainer.export_dtype,
-        source_folder=run.folder,
-        tokenizer_folder=Path(run.tokenizer.name_or_path),
-    )

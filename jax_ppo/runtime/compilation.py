@@ -106,7 +106,7 @@ def count_compilations() -> Iterator[Compilations]:
         jax.monitoring.unregister_event_listener(add_hit)
 
 
-def compile_ahead(function: Any, *arguments: Any) -> Any:
+def compile_ahead(function: Any, *arguments: Any, **named: Any) -> Any:
     """Compile a jitted function for these arguments without running it.
 
     JAX keeps the program: a later call with arrays of the same shapes and shardings finds it.
@@ -114,13 +114,14 @@ def compile_ahead(function: Any, *arguments: Any) -> Any:
     Args:
       function: what `jax.jit` returned.
       arguments: arrays, `jax.ShapeDtypeStruct` with shardings, or static values.
+      named: static values by name.
 
     Returns:
       The outputs' tree of `jax.ShapeDtypeStruct` with shardings, which can be passed on
       to the next call.
     """
     with heartbeat.activity(f"compiling {function.__name__.strip('_')}"):
-        lowered = function.lower(*arguments)
+        lowered = function.lower(*arguments, **named)
         compile_program = _program_compiler.get()
         if compile_program is not None:
             return compile_program(lowered, arguments)

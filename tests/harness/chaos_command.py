@@ -26,7 +26,10 @@ PHASES = {
         "jax_ppo.run.supervised_loop:start_parameters",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
-    "compiling": ("jax_ppo.ppo.programs:compile_ahead",),
+    "compiling": (
+        "jax_ppo.ppo.programs:compile_ahead",
+        "jax_ppo.run.supervised_loop:compile_ahead",
+    ),
     "sampling": ("jax_ppo.ppo.step:sample_batch",),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
@@ -94,6 +97,7 @@ def announce_examples() -> None:
             announce(f"step {step} of examples {' '.join(map(str, placed))}")
             return function(*arguments, **options)
 
+        call.lower = function.lower  # it is also compiled ahead
         return call
 
     wrap("jax_ppo.ppo.step:sample_batch", wrap_sample_batch)

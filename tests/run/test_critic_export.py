@@ -31,21 +31,21 @@ OPTIONS = {
 def train(monkeypatch, workdir, **changes):
     """Train; return the critics that the run has started from and ended with, on the host."""
     seen = []
-    create_state, finish = loop.create_state, loop.Reporter.finish
+    create_state, finish = loop.create_state, loop.Reporter.export_models
 
     def created(*arguments, **options):
         state = create_state(*arguments, **options)
         seen.append(jax.device_get(state.critic or state.actor))
         return state
 
-    def finished(reporter, state, export):
+    def finished(reporter, state):
         seen.append(jax.device_get(state.critic or state.actor))
-        return finish(reporter, state, export)
+        finish(reporter, state)
 
     named = {name.replace("__", "."): value for name, value in changes.items()}
     with monkeypatch.context() as patch:
         patch.setattr(loop, "create_state", created)
-        patch.setattr(loop.Reporter, "finish", finished)
+        patch.setattr(loop.Reporter, "export_models", finished)
         loop.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
     return seen
 

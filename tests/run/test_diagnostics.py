@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from jax_ppo.run.diagnosis import Diagnosis
-from jax_ppo.run.diagnostics import DIAGNOSTICS
+from jax_ppo.run.diagnostics import DIAGNOSTICS, Diagnosis
 from jax_ppo.training.progress import Progress
 
 HEALTHY = {

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import types
-from unittest import mock
 
 import jax
 import jax.monitoring
@@ -33,9 +32,8 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.run import loop, precompilation, standalone_evaluation
+from jax_ppo.run import life_cycle, loop, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
-from jax_ppo.training.progress import Progress
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
 
@@ -911,12 +909,13 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
         patch.setattr(owner, name, call)
 
-    finish = loop.finish_step
+    finish = life_cycle.LifeCycle.finish_step
 
-    def finish_and_count(run, state, *, completed_steps: int, **named) -> None:
+    def finish_and_count(cycle, state) -> None:
+        completed_steps = cycle.completed_steps
         compiled_at_step[completed_steps] = len(compiled)
         calls_at_step[completed_steps] = calls.copy()
-        finish(run, state, completed_steps=completed_steps, **named)
+        finish(cycle, state)
         guard = "disallow" if completed_steps in (3, 4) else "allow"
         jax.config.update("jax_transfer_guard", guard)
 
@@ -933,7 +932,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "finish_step", finish_and_count)
+            patch.setattr(life_cycle.LifeCycle, "finish_step", finish_and_count)
             for owner, name in (
                 (placement, "place"),
                 (placement, "to_host"),
@@ -1021,7 +1020,7 @@ def test_an_error_stops_the_precompilation(monkeypatch):
     """It stops after the program in progress; a compiler error is raised only without another."""
     started, first, release = [], threading.Event(), threading.Event()
 
-    def programs(*_):
+    def programs():
         for name in ("one", "two"):
             started.append(name)
             first.set()
@@ -1036,20 +1035,16 @@ def test_an_error_stops_the_precompilation(monkeypatch):
             super().set()
             release.set()
 
-    monkeypatch.setattr(precompilation, "compile_programs", programs)
     threads = types.SimpleNamespace(Thread=threading.Thread, Event=Event)
-    monkeypatch.setattr(precompilation, "threading", threads)
-    monkeypatch.setattr(precompilation, "state_shapes", lambda *_: None)
-    run = mock.MagicMock(mesh=meshes.make_mesh(schema.MeshShape()))
-    run.config.data.train_batch_size = run.config.rollout.n = 1
-    run.batches.return_value = iter([mock.MagicMock()] * 2)
-    with pytest.raises(KeyError), precompilation.precompile_in_background(run, Progress()):
+    monkeypatch.setattr(life_cycle, "threading", threads)
+    mesh = meshes.make_mesh(schema.MeshShape())
+    with pytest.raises(KeyError), life_cycle.compile_in_background(programs(), mesh):
         first.wait(HANG_SECONDS)
         raise KeyError
     assert started == ["one"]
     with (
         pytest.raises(ValueError, match="out of memory"),
-        precompilation.precompile_in_background(run, Progress()),
+        life_cycle.compile_in_background(programs(), mesh),
     ):
         pass
 

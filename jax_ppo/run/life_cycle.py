@@ -1,0 +1,306 @@
+"""The life cycle of a training run: resume, take steps, report, evaluate, save, export.
+
+PPO, supervised fine-tuning, reward models and critics go through it. What differs, `Training`
+names: what is loaded, what a step does, what an evaluation measures, and what is exported.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config, Trainer
+from jax_ppo.reporting import console
+from jax_ppo.reporting.journal import Journal
+from jax_ppo.runtime import compilation, meshes, work_directory
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress
+from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
+
+THREAD_NAME = "precompilation"
+JournalT = TypeVar("JournalT", bound=Journal)
+# Metrics by which the best checkpoint is chosen; a metric without a value is `None`.
+Quality = dict[str, float | None]
+
+
+class Training(Protocol[JournalT]):
+    """What a run trains; its state is a pytree on the mesh.
+
+    Attributes:
+      command: the command's name: options that it does not read may change on resume.
+      mesh: the run's mesh.
+      total_steps: number of steps of the whole run.
+      position: training examples consumed by the steps so far.
+      can_evaluate: whether there are held-out data.
+    """
+
+    command: str
+    mesh: Mesh
+    total_steps: int
+    position: int
+    can_evaluate: bool
+
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Return facts that differ if the training data ("data"), or frozen models, do."""
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of all steps: engines and workers run in it."""
+
+    def open_journal(
+        self, workdir: Path, progress: Progress, compiled: compilation.Compilations
+    ) -> JournalT:
+        """Return the reports of the run."""
+
+    def compile_programs(self, progress: Progress) -> Iterator[Any]:
+        """Make the arguments of a step's programs; return what compiles one with each `next`."""
+
+    def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
+        """Return the state to start from: of the checkpoint after `step` steps, or a new one."""
+
+    def begin(self, state: Any, checkpoints: Checkpointer, progress: Progress) -> Any:
+        """Find the first batch, and return the state of the first step."""
+
+    def take_step(self, state: Any, step: int, journal: JournalT) -> Any:
+        """Take a step, numbered from 0; queue its report, and return the new state.
+
+        The report of the step before is written while the mesh computes.
+        """
+
+    def evaluate(
+        self,
+        state: Any,
+        completed_steps: int,
+        journal: JournalT,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Quality:
+        """Evaluate and report it.
+
+        Args:
+          state: the state.
+          completed_steps: steps before it.
+          journal: gets the figures.
+          before_batch: called before each batch; it may raise an exception to end the evaluation.
+        """
+
+    def checkpoint_trees(self, state: Any) -> dict[str, Any]:
+        """Return the trees of arrays that a checkpoint holds, by name."""
+
+    def export(self, state: Any, workdir: Path, journal: JournalT) -> None:
+        """Write the trained models."""
+
+
+def train(
+    config: Config,
+    workdir: Path,
+    build: Callable[[Mesh], Training[JournalT]],
+    best_metric: str,
+) -> dict[str, Any]:
+    """Train from the newest checkpoint in `workdir`, or from the start if there is none.
+
+    Args:
+      config: all options.
+      workdir: the run's folder.
+      build: builds the parts of the run; most user errors surface in it, before weights are loaded.
+      best_metric: the entry of an evaluation's `Quality` by which the best checkpoint is chosen.
+
+    Returns:
+      The contents of summary.json.
+    """
+    mesh = meshes.make_mesh(config.mesh)
+    with (
+        jax.set_mesh(mesh),
+        compilation.count_compilations() as compiled,
+        open_checkpoints(config.trainer, workdir, mesh, best_metric) as checkpoints,
+    ):
+        training = build(mesh)
+        progress = find_progress(
+            config,
+            training.total_steps,
+            checkpoints,
+            console.print_on_main,
+            training.command,
+            **training.fingerprints(),
+        )
+        with (
+            training.running(),
+            training.open_journal(workdir, progress, compiled) as journal,
+        ):
+            cycle = LifeCycle(training, config, checkpoints, progress, journal)
+            state, was_preempted = cycle.take_steps()
+            journal.flush()
+            # A preempted run ends without an export: the next start resumes it.
+            if config.trainer.export and not was_preempted:
+                training.export(state, workdir, journal)
+            return journal.write_summary(cycle.completed_steps, mesh)
+
+
+def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: str) -> Checkpointer:
+    """Return the checkpoints of the run in `workdir`, and on the local disks if there are any."""
+    checkpoints = Checkpointer(
+        work_directory.checkpoint_directory(workdir),
+        max_to_keep=options.max_checkpoints,
+        best_metric=best_metric,
+        report=console.print_on_main,
+        before_save=functools.partial(work_directory.publish, workdir),
+    )
+    if options.local_dir:
+        checkpoints.keep_local(options.local_dir, mesh)
+    return checkpoints
+
+
+class LifeCycle:
+    """The steps of a run, with what is due between them.
+
+    Attributes:
+      completed_steps: the number of completed steps.
+    """
+
+    def __init__(
+        self,
+        training: Training[JournalT],
+        config: Config,
+        checkpoints: Checkpointer,
+        progress: Progress,
+        journal: JournalT,
+    ) -> None:
+        """Collect the parts; arguments as in `train`."""
+        self._training = training
+        self._config = config
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._journal = journal
+        self._stop_request = StopRequest()
+        self.completed_steps = progress.step
+
+    def take_steps(self) -> tuple[Any, bool]:
+        """Take the remaining steps of the run.
+
+        Returns:
+          The last state, and whether a signal has ended the run after its current step was saved.
+        """
+        state = self._start()
+        for step in range(self.completed_steps, self._training.total_steps):
+            state = self._training.take_step(state, step, self._journal)
+            self.completed_steps = step + 1
+            self.finish_step(state)
+            if self._stop_request.should_stop(step + 1):
+                self._checkpoints.wait()
+                return state, True
+        return state, False
+
+    def _start(self) -> Any:
+        """Return the state to start from, evaluated if it is untrained.
+
+        The programs of a step are compiled in the background.
+        """
+        training, progress = self._training, self._progress
+        with contextlib.ExitStack() as precompilation:
+            # A finished run only exports: no program of a step is needed.
+            if progress.step < training.total_steps:
+                programs = training.compile_programs(progress)
+                precompilation.enter_context(compile_in_background(programs, training.mesh))
+            state = training.load_state(self._checkpoints, progress.step)
+            evaluates_first = progress.step == 0 and self._config.trainer.val_before_train
+            if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
+                training.evaluate(state, progress.step, self._journal)
+                progress.evaluation_pending = False
+        state = training.begin(state, self._checkpoints, progress)
+        self._journal.restart_clock()
+        return state
+
+    def finish_step(self, state: Any) -> None:
+        """Evaluate if that is due; save if that is due or the run is to stop."""
+        quality = self._evaluate_if_due(state)
+        step, trainer = self.completed_steps, self._config.trainer
+        saves = is_due(step, self._training.total_steps, trainer.save_freq)
+        # A preempted run saves even if no checkpoint is due.
+        saves = saves or self._stop_request.should_stop(step)
+        saves_locally = bool(trainer.local_dir) and step % trainer.local_save_freq == 0
+        if not (saves or saves_locally):
+            return
+        self._journal.flush()
+        with self._journal.phase("checkpoint"):
+            meta = {
+                "position": self._training.position,
+                **self._training.fingerprints(),
+                **self._progress.history(),
+                "config": dataclasses.asdict(self._config),
+            }
+            trees = self._training.checkpoint_trees(state)
+            if saves:
+                self._checkpoints.save(step, trees, meta, quality)
+            else:
+                self._checkpoints.save_local(step, trees, meta)
+        # The next step's time does not include the checkpoint.
+        self._journal.restart_clock()
+
+    def _evaluate_if_due(self, state: Any) -> Quality | None:
+        """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
+        step = self.completed_steps
+        if not self._training.can_evaluate or not is_due(
+            step, self._training.total_steps, self._config.trainer.test_freq
+        ):
+            return None
+        self._journal.flush()  # the evaluation is not part of the step's time
+        interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
+        try:
+            return self._training.evaluate(state, step, self._journal, interrupt)
+        except EvaluationInterrupted:
+            self._progress.evaluation_pending = True
+            return None
+
+
+@contextlib.contextmanager
+def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]:
+    """Compile beside what runs in the context, and wait at its end.
+
+    A call finds the program that was compiled for arguments of its shapes and shardings: JAX keeps
+    one cache for both. If the context ends with an error, no further program is compiled.
+
+    Args:
+      programs: compiles a program with each `next`. It makes no arrays: all processes must run
+        their programs in one order, which another thread would disturb.
+      mesh: the run's mesh.
+
+    Raises:
+      Exception: what the compiler raised, at the end of the context.
+    """
+    errors: list[Exception] = []
+    stop = threading.Event()
+    is_over = threading.Event()
+    end = object()
+
+    def compile_all() -> None:
+        try:
+            with jax.set_mesh(mesh):
+                while not stop.is_set() and next(programs, end) is not end:
+                    pass
+        except Exception as error:
+            errors.append(error)
+        finally:
+            is_over.set()
+
+    # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
+    thread = threading.Thread(target=compile_all, name=THREAD_NAME)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        is_over.wait()
+        raise
+    try:
+        # Not `join`: if a signal interrupts it, Python 3.11 takes the thread for ended, exits
+        # before it has returned from the compiler, and dies by "terminate called".
+        is_over.wait()
+    finally:
+        stop.set()
+    if errors:
+        raise errors[0]
