@@ -8,6 +8,7 @@ from jax_ppo.errors import did_you_mean, print_any_text
 
 COMMANDS = {
     "train": "train a language model with PPO",
+    "critic": "train a critic on a fixed policy's responses, before PPO",
     "evaluate": "evaluate a model on held-out prompts",
     "score": "value, reward and advantage of each token of given responses",
     "sft": "fine-tune a language model on responses, before PPO",

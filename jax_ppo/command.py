@@ -29,7 +29,7 @@ def run_command(
 
     Args:
       arguments: `sys.argv`.
-      command: "train", "evaluate", "score", "sft" or "reward_model".
+      command: "train", "critic", "evaluate", "score", "sft" or "reward_model".
       run: takes the options and the folder to write to; imports heavy modules itself.
       validate: raises `UserError` for options that do not fit the machine, before JAX is loaded.
     """

@@ -37,6 +37,7 @@ MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}
 MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "run", "supervised"}
 MAY_IMPORT["train"] = {"config", "command", "run", "api"}
+MAY_IMPORT["critic"] = {"config", "command", "run"}
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
@@ -48,6 +49,7 @@ MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 HOST = {"data", "rewards"}  # run on the host, without jax
 COMMANDS = {
     "train",
+    "critic",
     "evaluate",
     "score",
     "check",

@@ -24,6 +24,7 @@ from jax_ppo.storage import remote
 OWN_FLAGS = ("workdir", "help")
 EXAMPLES = {
     "train": "arithmetic",
+    "critic": "arithmetic",
     "evaluate": "arithmetic",
     "score": "arithmetic",
     "plan": "arithmetic",
@@ -49,7 +50,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 
     Args:
       arguments: `sys.argv`.
-      command: the command whose options are validated: train, evaluate, score, plan, sft or
+      command: the command whose options are validated: train, critic, evaluate, score, plan, sft or
         reward_model.
 
     Raises:
@@ -61,7 +62,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
-        # evaluate, score and plan take a configuration of train.
+        # critic, evaluate, score and plan take a configuration of train.
         reference.print_options(command, *([] if command in COMMANDS else ["train"]))
         raise SystemExit(0)
     config_values = []
@@ -87,7 +88,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     config = loading.from_config_dict(values.config, command)
     name = config.experiment_name
     # These leave the folder of the training run unchanged.
-    name += {"evaluate": "-evaluation", "score": "-scores"}.get(command, "")
+    name += {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}.get(command, "")
     workdir: str | Path = values.workdir or Path("output") / name
     if values.workdir and remote.is_address(values.workdir):
         remote.validate_address(values.workdir, "--workdir", schemes=("gs",))

@@ -125,7 +125,7 @@ def from_config_dict(
 
     Args:
       config: the options; those that are missing have their defaults.
-      command: the command that reads the options: train, evaluate, score, plan, sft or
+      command: the command that reads the options: train, critic, evaluate, score, plan, sft or
         reward_model.
 
     Raises:
@@ -133,6 +133,8 @@ def from_config_dict(
     """
     # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
+    if command == "critic":
+        frozen = _train_critic_alone(frozen)
     if command in ("sft", "reward_model"):
         validation.validate_supervised_config(frozen, command)
     elif command == "evaluate":
@@ -140,8 +142,21 @@ def from_config_dict(
     elif command == "score":
         validation.validate_score_config(frozen)
     else:
-        validation.validate_train_config(frozen, reads_data=command == "train")
+        validation.validate_train_config(frozen, reads_data=command in ("train", "critic"))
     return frozen
+
+
+def _train_critic_alone(config: Config) -> Config:
+    """Return the options that train the critic alone, on whole returns unless lambda is set.
+
+    With lambda below 1 the targets would contain values of a critic that knows nothing yet
+    (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
+    """
+    algorithm = config.algorithm
+    if algorithm.critic_lam is None:
+        algorithm = dataclasses.replace(algorithm, critic_lam=1.0)
+    trainer = dataclasses.replace(config.trainer, critic_only=True)
+    return dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
 
 
 def unknown_option_error(name: str) -> UserError:

@@ -951,6 +951,10 @@ class Trainer:
         unit="steps", at_least=1)
     critic_warmup: int = option(0, "first steps, in which only the critic is trained",
         unit="steps", at_least=0, read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+    critic_only: bool = option(False,
+        "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
+        "turns it on",
+        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), fixed_on_resume=True)
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
     val_before_train: bool = option(True, "evaluate before the first step")

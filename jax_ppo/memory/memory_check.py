@@ -212,7 +212,7 @@ def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMem
     phases = []
     for program in programs.PROGRAMS:
         gradients = 0
-        if program.kind == "update" and program.role in state.models:
+        if program.kind == "update" and program.role in state.optimizers:
             dtype = find_role(program.role).options(config).optim.gradient_dtype
             gradients = bytes_per_device(gradient_shapes(state.models[program.role], dtype))
         phases.append((gradients, sum(vars(fetched[program.name]).values())))

@@ -170,7 +170,8 @@ def reuses_logprobs(config: Config) -> bool:
     )
     adapts = KL_CONTROLLERS[config.algorithm.kl_ctrl.type].adapts
     in_reward = config.algorithm.use_kl_in_reward or config.teacher_gives_rewards
-    is_unused = config.updates_once and not in_reward and not adapts
+    needs_ratios = not (config.updates_once or config.trainer.critic_only)
+    is_unused = not (needs_ratios or in_reward or adapts)
     # Reused where they differ by rounding at most, or are only reported.
     if config.rollout.reuse_logprobs == "auto":
         return is_exact or is_unused

@@ -236,7 +236,7 @@ def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
 
 
 def _count_actor_epochs(config: Config, nets: Networks) -> int:
-    return config.actor.ppo_epochs
+    return 0 if config.trainer.critic_only else config.actor.ppo_epochs
 
 
 def _count_critic_epochs(config: Config, nets: Networks) -> int:

@@ -137,9 +137,11 @@ def update_state(
     arguments = update_arguments(
         options, nets, total_steps, state, experience, actor_batches, critic_batches
     )
-    step, actor, actor_optimizer, metrics = update_actor(*arguments["actor"])
-    models = {**state.models, "actor": actor}
-    optimizers = {"actor": actor_optimizer}
+    models, optimizers = dict(state.models), {}
+    if "actor" in arguments:
+        step, models["actor"], optimizers["actor"], metrics = update_actor(*arguments["actor"])
+    else:
+        step, metrics = next_step(state.step), {}
     if critic_batches is not None:
         # It does not need the actor's result.
         models["critic"], optimizers["critic"], critic_metrics = dispatch.beside(
@@ -159,17 +161,23 @@ def update_arguments(
     actor_batches: MiniBatches,
     critic_batches: MiniBatches | None,
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the arguments of `update_actor` and, for a separate critic, of `update_critic`."""
+    """Return the arguments of `update_actor` and `update_critic`, where the run trains them."""
     # A donated buffer may appear in no other argument: trained trees are passed separately.
     shared_args = (state.without_trained(), experience)
-    actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "actor": (options.actor, nets, total_steps, *actor_args)
-    }
+    arguments: dict[str, tuple[Any, ...]] = {}
+    if "actor" in state.optimizers:
+        actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
+        arguments["actor"] = (options.actor, nets, total_steps, *actor_args)
     if critic_batches is not None:
         critic_args = (state.critic, state.optimizers["critic"], *shared_args, critic_batches)
         arguments["critic"] = (options.critic, nets, total_steps, *critic_args)
     return arguments
+
+
+@jax.jit
+def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Return the number of the next step, where no update of the actor returns it."""
+    return step + 1
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state.

@@ -81,7 +81,7 @@ class PPOTraining:
         run = self._run
         return {
             "data": fingerprint_data(run.config.data, run.training),
-            "frozen": fingerprint_frozen(run.folders),
+            "frozen": fingerprint_frozen(run.config, run.folders),
         }
 
     @contextlib.contextmanager

@@ -201,10 +201,10 @@ class Reporter(journal.Journal):
         }
         self._write_optimizer_steps(pending.step, optimizer_steps)
         metrics = {name: float(value) for name, value in fetched.items()}
-        # Totals over the roles; a shared trunk has one optimizer and so no `critic/skipped`.
+        # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
-            critic_share = metrics.get(f"critic/{name}", 0.0)
-            metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
+            shares = [metrics.get(f"{role}/{name}", 0.0) for role in ("actor", "critic")]
+            metrics[f"update/{name}"] = sum(shares)
         # A metric of the loop wins over a rule's figure of the same name.
         metrics = {**pending.on_host, **metrics}
         # What has no value is absent. NaN of an update that had responses is a divergence.
@@ -359,7 +359,7 @@ class Reporter(journal.Journal):
 
 def _exports(config: Config) -> Iterator[tuple[ModelRole, Export]]:
     """Yield the roles that the end of a run exports, if it exports any."""
-    for role in trained_roles():
+    for role in trained_roles(config):
         if role.export is not None and role.export.is_wanted(config):
             yield role, role.export
 

@@ -74,7 +74,8 @@ class ModelRole:
       reads_actors_tokens: whether a tokenizer in its folder must have the actor's vocabulary.
       holds_base: whether it has all weights, even where other roles have adapters.
       param_offload: the option that keeps its parameters in the host's memory; empty if none does.
-      section: the section of the options that trains it; empty if it is frozen.
+      section: the section of the options that trains it; empty if it is always frozen.
+      learns: returns whether a run with these options trains it; read only with a section.
       adapter_stream: the random numbers of new adapters.
       rounding_stream: the random numbers that round what is stored in bfloat16, if it is trained.
       export: how it is exported; `None` if it is not.
@@ -92,14 +93,19 @@ class ModelRole:
     holds_base: bool = False
     param_offload: str = ""
     section: str = ""
+    learns: Callable[[Config], bool] = lambda config: True
     adapter_stream: Stream | None = None
     rounding_stream: Stream | None = None
     export: Export | None = None
 
     @property
     def is_trained(self) -> bool:
-        """Return whether training changes it: a checkpoint holds it and its optimizer."""
+        """Return whether there are options to train it."""
         return bool(self.section)
+
+    def trains(self, config: Config) -> bool:
+        """Return whether training changes it: a checkpoint holds it and its optimizer."""
+        return self.is_trained and self.learns(config)
 
     @property
     def optimizer_offload(self) -> str:
@@ -141,6 +147,10 @@ class ModelRole:
         return options
 
 
+def _trains_actor(config: Config) -> bool:
+    return not config.trainer.critic_only
+
+
 # All roles, in the order in which they are created. What lists roles reads this table.
 ROLES: tuple[ModelRole, ...] = (
     ModelRole(
@@ -150,11 +160,13 @@ ROLES: tuple[ModelRole, ...] = (
         path_option="model.path",
         head=lambda config: actor_head(config.shares_trunk),
         section="actor",
+        learns=_trains_actor,
         adapter_stream=Stream.ACTOR_ADAPTERS,
         rounding_stream=Stream.ACTOR_ROUNDING,
         export=Export(
             option="model.path",
             adapter_folder="adapter",
+            is_wanted=_trains_actor,
             # A critic's head on a shared trunk is not part of the policy.
             drop_head=heads.without_scalar_head,
             merges_adapters=True,
@@ -226,14 +238,14 @@ def used_roles(config: Config) -> tuple[ModelRole, ...]:
     return tuple(role for role in ROLES if role.is_used(config))
 
 
-def trained_roles() -> tuple[ModelRole, ...]:
-    """Return the roles that training changes."""
-    return tuple(role for role in ROLES if role.is_trained)
+def trained_roles(config: Config) -> tuple[ModelRole, ...]:
+    """Return the roles that training changes, also those that the run does not have."""
+    return tuple(role for role in ROLES if role.trains(config))
 
 
-def frozen_roles() -> tuple[ModelRole, ...]:
-    """Return the roles that stay as they are loaded."""
-    return tuple(role for role in ROLES if not role.is_trained)
+def frozen_roles(config: Config) -> tuple[ModelRole, ...]:
+    """Return the roles that stay as they are loaded, also those that the run does not have."""
+    return tuple(role for role in ROLES if not role.trains(config))
 
 
 def resolve_role_folders(
@@ -275,13 +287,13 @@ def resolve_role_folders(
     return Folders(**folders)
 
 
-def fingerprint_frozen(folders: Folders) -> dict[str, str]:
+def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
     """Return a digest of the files of each frozen role's folder, by the option that names it.
 
     No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
     """
     digests = {}
-    for role in frozen_roles():
+    for role in frozen_roles(config):
         if role.name not in folders:
             continue
         digest = hashlib.sha256()

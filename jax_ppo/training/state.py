@@ -82,7 +82,7 @@ class TrainState:
 
     def without_trained(self) -> "TrainState":
         """Return the state without the trees that training changes, which an update donates."""
-        names = {role.name for role in frozen_roles()} & self.models.keys()
+        names = self.models.keys() - self.optimizers.keys()
         models = {name: self.models[name] for name in sorted(names)}
         return dataclasses.replace(self, models=models, optimizers={})
 
@@ -98,9 +98,8 @@ def policy_params(nets: Networks, state: TrainState) -> Params:
 
 def trained_trees(state: TrainState) -> dict[str, Any]:
     """Return everything in a state that training changes: the trees of a checkpoint, by name."""
-    roles = [role.name for role in trained_roles() if role.name in state.models]
     return {
-        **{name: state.models[name] for name in roles},
+        **{name: params for name, params in state.models.items() if name in state.optimizers},
         "optimizer": state.optimizers,
         "control": state.control,
     }
@@ -108,7 +107,7 @@ def trained_trees(state: TrainState) -> dict[str, Any]:
 
 def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]) -> TrainState:
     """Return the state, or its shapes, of the trees that `trained_trees` names and the others."""
-    models = {role.name: trained[role.name] for role in trained_roles() if role.name in trained}
+    models = {name: x for name, x in trained.items() if name not in ("optimizer", "control")}
     return TrainState(
         step=step,
         models=models | frozen,
@@ -123,7 +122,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     Returns:
       Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
     """
-    roles = [role for role in trained_roles() if role.is_present(config, nets)]
+    roles = [role for role in trained_roles(config) if role.is_present(config, nets)]
     # Shapes come from tracing the initialization: nothing is allocated.
     params = {
         role.name: _with_dtype(_role_shapes(role, nets, role.head(config)), param_dtype(options))
@@ -160,7 +159,7 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     frozen_dtype = jnp.dtype(config.model.dtype)
 
     frozen = {}
-    for role in frozen_roles():
+    for role in frozen_roles(config):
         if not role.is_present(config, nets):
             continue
         rules = sharding.TRAIN_RULES
@@ -262,7 +261,7 @@ def create_state(
             seed=config.seed,
             progress=progress,
         )
-        for role in frozen_roles()
+        for role in frozen_roles(config)
         if role.is_present(config, nets)
     }
     return assemble_state(
@@ -289,7 +288,7 @@ def create_models_state(
             seed=config.seed,
             progress=progress,
         )
-        for role in trained_roles()
+        for role in trained_roles(config)
         if role.is_present(config, nets)
     }
     control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
@@ -311,7 +310,7 @@ def _create_trained(
     """Return everything that training changes, for a run that starts at step 0."""
     params = {}
     optimizers = {}
-    for role in trained_roles():
+    for role in trained_roles(config):
         if not role.is_present(config, nets):
             continue
         options = role.options(config)

@@ -1,0 +1,28 @@
+"""Train a critic alone: `python -m jax_ppo.critic --config=FILE [--config.OPTION=VALUE ...]`.
+
+The actor samples responses and stays as it is; the critic learns their returns, with the steps,
+checkpoints, evaluations and reports of PPO. WORKDIR/critic can then start a PPO run, as
+`--config.critic.path=WORKDIR/critic`.
+"""
+
+import sys
+from pathlib import Path
+
+from jax_ppo import command
+from jax_ppo.config import schema
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
+    command.run_command(arguments, "critic", run_critic)
+
+
+def run_critic(options: schema.Config, workdir: Path) -> None:
+    """Train a critic with validated options."""
+    from jax_ppo.run import loop
+
+    loop.train(options, workdir)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

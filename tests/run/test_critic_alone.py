@@ -1,0 +1,113 @@
+"""`jax_ppo.critic`: the critic learns from the responses of an actor that stays as it is."""
+
+import csv
+import shutil
+
+import pytest
+
+import tiny
+from jax_ppo.config.loading import default_config, from_config_dict
+from jax_ppo.demonstration import arithmetic
+from jax_ppo.errors import UserError
+from jax_ppo.run import loop
+from jax_ppo.training.state import state_shapes
+from llama_folder import write_llama
+
+STEPS = 4
+
+
+def alone(**changes):
+    """Return the options of a small run of `jax_ppo.critic`."""
+    values = default_config()
+    for name, value in changes.items():
+        values.update_from_flattened_dict({name.replace("__", "."): value})
+    return from_config_dict(values, "critic")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Train a critic alone; return its options and work directory."""
+    folder = tmp_path_factory.mktemp("critic")
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
+    ]
+    write_llama(folder, texts, 192)
+    config = alone(
+        model__path=str(folder / "llama"),
+        model__dtype="float32",
+        model__gradient_checkpointing=False,
+        data__train_files="arithmetic:32",
+        data__train_batch_size=8,
+        data__max_prompt_length=80,
+        data__max_response_length=10,
+        actor__ppo_mini_batch_size=8,
+        critic__optim__lr=1e-2,
+        reward__terms="length[5:200]:1",
+        trainer__save_freq=2,
+        trainer__max_checkpoints=4,
+        trainer__total_training_steps=STEPS,
+    )
+    loop.train(config, folder / "run")
+    return config, folder / "run"
+
+
+def test_only_the_critic_is_trained_saved_and_exported(trained):
+    config, workdir = trained
+    assert (workdir / "critic" / "model.safetensors").exists()
+    assert not (workdir / "actor").exists()
+    saved = {path.name for path in (workdir / "checkpoints" / str(STEPS)).iterdir()}
+    assert "critic" in saved and "actor" not in saved
+    shapes = state_shapes(config, tiny.networks(config), tiny.make_mesh())
+    assert set(shapes.optimizers) == {"critic"} and "actor" in shapes.models
+    with (workdir / "training_metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == STEPS and "actor/loss" not in rows[0]
+    # The values move from 0 towards the returns, which are positive.
+    assert float(rows[0]["critic/values_mean"]) == 0 < float(rows[1]["critic/values_mean"])
+
+
+def test_a_resumed_run_ends_with_the_same_critic(trained):
+    config, workdir = trained
+    weights = workdir / "critic" / "model.safetensors"
+    expected = weights.read_bytes()
+    weights.unlink()
+    shutil.rmtree(workdir / "checkpoints" / str(STEPS))
+    loop.train(config, workdir)
+    assert weights.read_bytes() == expected
+
+
+def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
+    config, workdir = trained
+    ppo = tiny.config(
+        model__path=config.model.path,
+        critic__path=str(workdir / "critic"),
+        data__train_files="arithmetic:32",
+        data__max_prompt_length=80,
+        reward__terms="length[5:200]:1",
+        trainer__export=False,
+        trainer__save_freq=0,
+        trainer__total_training_steps=1,
+    )
+    loop.train(ppo, tmp_path / "ppo")
+    with (tmp_path / "ppo" / "training_metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert abs(float(row["critic/values_mean"])) > 0.01
+
+
+def test_targets_are_whole_returns_unless_lambda_is_set():
+    values = {"data__train_files": "arithmetic:8", "algorithm__lam": 0.9}
+    assert alone(**values).algorithm.critic_lam == 1
+    assert alone(**values, algorithm__critic_lam=0.95).algorithm.critic_lam == 0.95
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__adv_estimator": "grpo", "rollout__n": 2}, "config.trainer.critic_only=True"),
+        ({"critic__shared_trunk": True}, "config.trainer.critic_only=True"),
+    ],
+)
+def test_without_a_separate_critic_there_is_nothing_to_train(changes, message):
+    with pytest.raises(UserError) as caught:
+        alone(data__train_files="arithmetic:8", **changes)
+    assert message in str(caught.value)
