@@ -203,8 +203,8 @@ class Reporter(journal.Journal):
         metrics = {name: float(value) for name, value in fetched.items()}
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
-            shares = [metrics.get(f"{role}/{name}", 0.0) for role in ("actor", "critic")]
-            metrics[f"update/{name}"] = sum(shares)
+            actor_share = metrics.get(f"actor/{name}", 0.0)
+            metrics[f"update/{name}"] = actor_share + metrics.get(f"critic/{name}", 0.0)
         # A metric of the loop wins over a rule's figure of the same name.
         metrics = {**pending.on_host, **metrics}
         # What has no value is absent. NaN of an update that had responses is a divergence.
