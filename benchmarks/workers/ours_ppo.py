@@ -4,7 +4,6 @@ Runs loop.train itself and pauses it where it requests the next batch. There it 
 update, which would otherwise overlap with the next step.
 """
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from turnstile import Turnstile
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompt_batches
 from jax_ppo.ppo import forward_passes, rewarding, step
-from jax_ppo.run import life_cycle, loop, parts
+from jax_ppo.run import loop, parts
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -92,7 +91,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         return state, current_step["metrics"]
 
     # Precompilation would interfere with the turnstile.
-    life_cycle.compile_in_background = lambda *_: contextlib.nullcontext()
+    loop.PPOTraining.compile_programs = lambda *_: iter(())
     parts.PromptBatches = Batches
     sample_lengths, step.sample_lengths = step.sample_lengths, lengths
     original_update, step.update_state = turnstile.phase("update", step.update_state), update
