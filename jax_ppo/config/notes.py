@@ -55,9 +55,7 @@ def note_long_warmup(config: Config, total_steps: int) -> str | None:
 
 def note_truncated_distribution(config: Config) -> str | None:
     """Return a note if sampling filters make training off-policy (trl#6789, verl#6240)."""
-    rollout = config.rollout
-    truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    if truncates and not rollout.exact_filters:
+    if config.rollout.truncates and not config.rollout.exact_filters:
         return (
             "config.rollout.top_k, top_p and min_p truncate the distribution that is sampled from, "
             "while log-probs and ratios are of the full one: training is off-policy to that "

@@ -238,6 +238,11 @@ def require_what_the_estimator_compares(config: Config) -> None:
             f"{setting}: cannot compare responses that were selected by their rewards; leave "
             "config.algorithm.filter_groups.enable and config.rollout.keep unset"
         )
+    if entry.needs_greedy and config.rollout.one_step_off:
+        raise UserError(
+            f"{setting}: a checkpoint does not hold greedy responses that were sampled a step "
+            "ahead; set config.rollout.one_step_off=False"
+        )
     if entry.needs_greedy:
         for name, value in (
             ("reward.model_path", config.reward.model_path),
@@ -326,6 +331,16 @@ def require_horizon_holds_step(control: KLControl, samples: int) -> None:
         raise UserError(
             f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
             "samples of a step, or one step could take the coefficient far past its target"
+        )
+
+
+def reject_comparison_in_score(estimator: str) -> None:
+    """Raise `UserError` for an estimator that compares what a file of responses does not have."""
+    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
+    if entry.needs_greedy or entry.needs_components:
+        raise UserError(
+            f"config.algorithm.adv_estimator={estimator!r}: compares greedy responses or several "
+            "rewards, which jax_ppo.score does not have; choose another estimator"
         )
 
 

@@ -103,6 +103,10 @@ REFERENCE_IS_SEPARATE = Requirement(lambda c: c.algorithm.use_reference and not 
     "`algorithm.use_reference` is on, without adapters",
     "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
     "adapters (config.model.lora)")
+VALUES_ARE_REWARDS = Requirement(lambda c: not c.critic.normalize_values,
+    "`critic.normalize_values` is off",
+    "the exported critic would predict normalized returns, without their mean and deviation; set "
+    "config.critic.normalize_values=False")
 HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set",
     "there is no teacher; set config.teacher.path")
 TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
@@ -130,12 +134,9 @@ NOT_ONE_STEP_OFF = Requirement(lambda c: not c.rollout.one_step_off,
     "samples are selected by the newest weights; set config.rollout.one_step_off=False")
 HAS_ENVIRONMENT = Condition(lambda c: bool(c.rollout.multi_turn.environment),
     "`rollout.multi_turn.environment` is set")
-ENGINE_RECORDS_ROUTING = Requirement(lambda c: c.rollout.engine == "built-in",
+ENGINE_RECORDS_DRAWS = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine")
-ENGINE_RECORDS_KEPT_TOKENS = Requirement(lambda c: c.rollout.engine == "built-in",
-    "`rollout.engine` is built-in",
-    "config.rollout.engine={config.rollout.engine!r} does not record them; use the built-in engine")
 HAS_NO_LOGIT_BIAS = Requirement(lambda c: not c.rollout.logit_bias,
     "`rollout.logit_bias` is empty",
     "a bias changes the probabilities of the tokens that are left, which training does not know; "
@@ -334,7 +335,7 @@ class RouterReplay:
     mode: str = option("disabled",
         "R3: the actor's passes send each token through the experts that it used in sampling "
         "(routing replay for a mixture of experts); disabled: each pass selects experts anew",
-        choices=("disabled", "R3"), requires=(ENGINE_RECORDS_ROUTING,))
+        choices=("disabled", "R3"), requires=(ENGINE_RECORDS_DRAWS,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -601,6 +602,11 @@ class Sampling:
         at_least=0, at_most=1)
     n: int = option(1, "responses per prompt", unit="responses", at_least=1)
 
+    @property
+    def truncates(self) -> bool:
+        """Return whether unlikely tokens are left out of a draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSampling(Sampling):
@@ -694,7 +700,7 @@ class RolloutOptions(Sampling):
         "record which tokens top_k, top_p, min_p, min_new_tokens and bad_words left for each draw, "
         "and train the distribution over these (DeepSeek-V3.2's keep sampling mask), instead of "
         "the one over all tokens; takes a bit per token of the vocabulary for each response token",
-        requires=(ENGINE_RECORDS_KEPT_TOKENS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,))
+        requires=(ENGINE_RECORDS_DRAWS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,))
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
@@ -729,8 +735,7 @@ class RolloutOptions(Sampling):
     @property
     def filters_tokens(self) -> bool:
         """Return whether some tokens may be left out of a draw."""
-        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return truncates or self.min_new_tokens > 0 or bool(self.bad_words)
+        return self.truncates or self.min_new_tokens > 0 or bool(self.bad_words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -842,7 +847,7 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """What an evaluation by itself adds."""
+    """Options of `jax_ppo.evaluate` alone."""
 
     rank_by: str = option("none",
         "also report how good the best response to a prompt is by this: critic, the value at the "
@@ -954,7 +959,8 @@ class Trainer:
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
         "turns it on",
-        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), fixed_on_resume=True)
+        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, VALUES_ARE_REWARDS),
+        fixed_on_resume=True)
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
     val_before_train: bool = option(True, "evaluate before the first step")

@@ -54,6 +54,7 @@ def validate_score_config(config: Config) -> None:
     """Validate a `score` config; raise `UserError` on the first problem."""
     rules.require_set("score.file", config.score.file)
     rules.require_set("model.path", config.model.path)
+    rules.reject_comparison_in_score(config.algorithm.adv_estimator)
     validate_train_config(config, reads_data=False)
 
 

@@ -36,8 +36,8 @@ def importance_weights(
     response with an upper bound alone it is masked importance sampling (Liu et al. 2025,
     https://richardli.xyz/rl-collapse).
 
-    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Of all of them only that of whole
-    responses, unbounded, is unbiased. A bound changes the objective: with weights of responses, it
+    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Only the ratio of whole responses,
+    unbounded, is unbiased. A bound changes the objective: with weights of responses, it
     becomes that of the scores times (bounded w) / w. So a mask leaves out what it masks and keeps
     the rest unbiased; truncation takes weight from what mu draws too rarely, and a lower bound
     gives weight to what pi hardly draws.
@@ -82,27 +82,27 @@ def unweighted(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.zeros_like(log_ratios)
 
 
-def of_token(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def token_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
     """Return each token's log-ratio. Biased: the preceding tokens are still mu's."""
     return log_ratios
 
 
-def of_sequence(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the sum over the response: the log of the product, whose variance grows with T."""
     return jnp.broadcast_to(log_ratios.sum(-1, keepdims=True), mask.shape)
 
 
-def of_sequence_mean(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def sequence_mean_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the mean over the response: the log of the geometric mean.
 
     Biased like the ratio of GSPO (arXiv 2507.18071), but of the same size for all lengths, so that
     narrow bounds reject responses as a whole.
     """
     counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
-    return of_sequence(log_ratios, mask) / counts
+    return sequence_log_ratio(log_ratios, mask) / counts
 
 
-def of_turn(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the sum over the token's turn: chosen tokens that nothing interrupts.
 
     Biased like that of a token, by the preceding turns, with a variance between the two others.

@@ -15,8 +15,8 @@ from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
 from jax_ppo.runtime import dispatch, placement
-from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward, packing
+from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState
@@ -251,7 +251,7 @@ def forward_part(
     state = state.on_device()
 
     def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-        rows = _gather_micro_batch(sequences, plan, i)
+        rows = gather_micro_batch(sequences, plan, i)
         if part == "policy":
             return _run_policy(options, nets, state, sequences, rows, outputs)
         if part == "teacher":
@@ -392,7 +392,7 @@ def reward_model_scores(
     params = placement.to_device(params)
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
-        rows = _gather_micro_batch(sequences, plan, i)
+        rows = gather_micro_batch(sequences, plan, i)
         if isinstance(model, Deberta):
             values = cast(
                 jax.Array,
@@ -404,8 +404,3 @@ def reward_model_scores(
 
     zeros_B = jnp.zeros(len(sequences.lengths), jnp.float32)
     return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros_B)
-
-
-def _gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
-    """Return the rows of micro-batch i of a plan [A, R, L], split over the devices."""
-    return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))

@@ -95,17 +95,17 @@ class Weights:
       loss: weights in the loss, according to `loss_agg_mode`.
       mean: weights in means over the mini-batch's tokens.
       sequence: weights of all tokens, prompts included, in means over tokens and then over the
-        mini-batch's sequences; `None` if no loss needs them.
+        mini-batch's sequences.
     """
 
     loss: Float32[Array, "R L"]
     mean: Float32[Array, "R L"]
-    sequence: Float32[Array, "R L"] | None = None
+    sequence: Float32[Array, "R L"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutObjective:
-    """What the objectives of actor and critic on one rollout share; see `learner.Objective`.
+    """The common part of actor's and critic's objectives on one rollout; see `learner.Objective`.
 
     Attributes:
       metrics: how each metric of the loss is reduced.
@@ -406,7 +406,6 @@ def _add_router_loss(
     if router_loss is None:
         return result
     loss, metrics = result
-    assert weights.sequence is not None, "sequences need weights"
     mean = jnp.sum(weights.sequence * router_loss)
     loss += coef * mean
     return loss, metrics | {f"{role}/loss": loss, f"{role}/router_loss": mean}

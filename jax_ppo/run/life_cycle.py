@@ -31,7 +31,7 @@ Quality = dict[str, float | None]
 
 
 class Training(Protocol[JournalT]):
-    """What a run trains; its state is a pytree on the mesh.
+    """The training that a run consists of; its state is a pytree on the mesh.
 
     Attributes:
       command: the command's name: options that it does not read may change on resume.

@@ -95,6 +95,12 @@ def with_exported_models(config: Config) -> Config:
     path = config.critic.path
     if not path and exported.is_dir() and config.has_critic:
         path = str(exported)
+    if path and config.critic.normalize_values:
+        raise UserError(
+            f"config.critic.normalize_values=True: the critic in {path} predicts normalized "
+            "returns, whose mean and deviation only checkpoints hold; set config.model.path to "
+            "one (RUN/checkpoints/STEP), or False if it was trained without"
+        )
     # Exported, it is a separate model.
     critic = dataclasses.replace(config.critic, path=path, shared_trunk=False)
     return dataclasses.replace(config, critic=critic)

@@ -41,7 +41,7 @@ class SamplingOptions:
       max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
       returns_routed_experts: the rollout holds the experts that each token passed through.
       returns_kept_tokens: the rollout holds the tokens among which each was drawn, and log-probs
-        are of the distribution over these.
+        are of the distribution over these; not for a temperature of 0.
     """
 
     max_response_length: int

@@ -77,7 +77,6 @@ class ModelRole:
       section: the section of the options that trains it; empty if it is always frozen.
       learns: returns whether a run with these options trains it; read only with a section.
       adapter_stream: the random numbers of new adapters.
-      rounding_stream: the random numbers that round what is stored in bfloat16, if it is trained.
       export: how it is exported; `None` if it is not.
     """
 
@@ -95,7 +94,6 @@ class ModelRole:
     section: str = ""
     learns: Callable[[Config], bool] = lambda config: True
     adapter_stream: Stream | None = None
-    rounding_stream: Stream | None = None
     export: Export | None = None
 
     @property
@@ -162,7 +160,6 @@ ROLES: tuple[ModelRole, ...] = (
         section="actor",
         learns=_trains_actor,
         adapter_stream=Stream.ACTOR_ADAPTERS,
-        rounding_stream=Stream.ACTOR_ROUNDING,
         export=Export(
             option="model.path",
             adapter_folder="adapter",
@@ -186,7 +183,6 @@ ROLES: tuple[ModelRole, ...] = (
         param_offload="critic.param_offload",
         section="critic",
         adapter_stream=Stream.CRITIC_ADAPTERS,
-        rounding_stream=Stream.CRITIC_ROUNDING,
         export=Export(
             option="critic.path",
             adapter_folder="critic",
@@ -288,16 +284,17 @@ def resolve_role_folders(
 
 
 def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
-    """Return a digest of the files of each frozen role's folder, by the option that names it.
+    """Return a digest of the files of each frozen model, by the option that names its folder.
 
     No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
     """
     digests = {}
     for role in frozen_roles(config):
-        if role.name not in folders:
+        folder = role.starts_from(config, folders) if role.is_used(config) else None
+        if folder is None:
             continue
         digest = hashlib.sha256()
-        for path in sorted(folders[role.name].iterdir()):
+        for path in sorted(folder.iterdir()):
             if path.suffix in (".json", ".safetensors"):
                 size = path.stat().st_size
                 digest.update(f"{path.name} {size} ".encode())
@@ -305,7 +302,8 @@ def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
                     digest.update(file.read(_DIGESTED_BYTES))
                     file.seek(max(0, size - _DIGESTED_BYTES))
                     digest.update(file.read())
-        digests[role.path_option] = digest.hexdigest()
+        option = role.path_option if role.path(config) else "model.path"
+        digests[option] = digest.hexdigest()
     return digests
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jax_ppo.config.schema import Actor, Config, Critic, option_value
 from jax_ppo.models import heads
@@ -19,7 +19,6 @@ from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_controller import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
@@ -125,9 +124,10 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     roles = [role for role in trained_roles(config) if role.is_present(config, nets)]
     # Shapes come from tracing the initialization: nothing is allocated.
     params = {
-        role.name: _with_dtype(_role_shapes(role, nets, role.head(config)), param_dtype(options))
+        role.name: _with_dtype(
+            _role_shapes(role, nets, role.head(config)), param_dtype(role.options(config))
+        )
         for role in roles
-        if (options := role.options(config))
     }
     optimizers = {
         role.name: jax.eval_shape(role_optimizer(role.options(config)).init, params[role.name])
@@ -252,14 +252,7 @@ def create_state(
         trained = {**trained, "control": control}
     frozen = {
         role.name: _load_role(
-            role,
-            role.model(nets),
-            role.starts_from(config, folders),
-            shardings.models[role.name],
-            head=role.loaded_head(config, folders),
-            dtype=jnp.dtype(config.model.dtype),
-            seed=config.seed,
-            progress=progress,
+            role, jnp.dtype(config.model.dtype), config, nets, folders, shardings, progress
         )
         for role in frozen_roles(config)
         if role.is_present(config, nets)
@@ -278,16 +271,7 @@ def create_models_state(
     """
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
     models = {
-        role.name: _load_role(
-            role,
-            role.model(nets),
-            role.starts_from(config, folders),
-            shardings.models[role.name],
-            head=role.loaded_head(config, folders),
-            dtype=jnp.float32,
-            seed=config.seed,
-            progress=progress,
-        )
+        role.name: _load_role(role, jnp.float32, config, nets, folders, shardings, progress)
         for role in trained_roles(config)
         if role.is_present(config, nets)
     }
@@ -315,14 +299,7 @@ def _create_trained(
             continue
         options = role.options(config)
         params[role.name] = _load_role(
-            role,
-            role.model(nets),
-            role.starts_from(config, folders),
-            shardings.models[role.name],
-            head=role.loaded_head(config, folders),
-            dtype=param_dtype(options),
-            seed=config.seed,
-            progress=progress,
+            role, param_dtype(options), config, nets, folders, shardings, progress
         )
         # Optimizer states are created in their shards: they may fit no single device.
         optimizers[role.name] = _create_optimizer_state(
@@ -345,26 +322,27 @@ def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: 
 
 def _load_role(
     role: ModelRole,
-    net: Transformer | Deberta,
-    folder: Path | None,
-    shardings: Params,
-    *,
-    head: str,
-    dtype: jnp.dtype,
-    seed: int,
+    dtype: DTypeLike,
+    config: Config,
+    nets: Networks,
+    folders: Folders,
+    shardings: TrainState,
     progress: LoadingProgress,
 ) -> Params:
     """Read a role's parameters or adapters, or create new adapters if there is no folder."""
+    net, folder = role.model(nets), role.starts_from(config, folders)
+    shards = shardings.models[role.name]
+    head, dtype = role.loaded_head(config, folders), jnp.dtype(dtype)
     if isinstance(net, Deberta) or net.lora is None or role.holds_base:
         assert folder is not None, f"the {role.title} has no checkpoint"
         # Where others have adapters, this is the base of them.
         name = role.title if getattr(net, "lora", None) is None else "base"
-        return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(name))
+        return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
     if folder is None:
-        return _new_adapters(role, net.architecture, net.lora, shardings, head, dtype, seed)
+        return _new_adapters(role, net.architecture, net.lora, shards, head, dtype, config.seed)
     # With adapters the progress is named apart from that of the base.
     report = progress(f"{role.title}'s adapters")
-    return load_adapters(folder, net.architecture, net.lora, shardings, dtype, head, report)
+    return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
 
 
 def _new_adapters(

@@ -101,6 +101,14 @@ def test_every_option_has_a_meaning():
             r"config\.reward\.components='right:1,right:2': 'right:2': expected NAME:WEIGHT",
         ),
         (
+            {
+                "algorithm__adv_estimator": "remax",
+                "rollout__one_step_off": True,
+                "algorithm__rollout_is": "token",
+            },
+            r"adv_estimator='remax': a checkpoint does not hold.*one_step_off=False",
+        ),
+        (
             {"algorithm__adv_estimator": "remax", "reward__model_path": "rm"},
             r"adv_estimator='remax'.*config\.reward\.model_path='rm'",
         ),

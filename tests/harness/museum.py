@@ -1752,7 +1752,7 @@ RULES_IN_A_RUN = [
         holds="a run with an inexact filter warns about it before it starts",
         test="tests/run/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="note_truncated_distribution",
-        old="truncates and not rollout.exact_filters",
+        old="config.rollout.truncates and not config.rollout.exact_filters",
         new="False",
     ),
     Exhibit(

@@ -70,6 +70,8 @@ def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy(
     "changes",
     [
         pytest.param({"rollout__stage_length": 4}, id="stages"),
+        # Its greedy responses are drawn from one token each.
+        pytest.param({"algorithm__adv_estimator": "remax"}, id="greedy baselines"),
         pytest.param(
             {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
             marks=pytest.mark.slow,
@@ -127,7 +129,7 @@ def test_only_an_inexact_filter_is_said_to_be_off_policy():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rollout.engine": "a:B"}, "config.rollout.engine='a:B' does not record them"),
+        ({"rollout.engine": "a:B"}, "config.rollout.engine='a:B' does not record it"),
         ({"rollout.logit_bias": "3:1.5"}, "unset config.rollout.logit_bias"),
     ],
 )

@@ -1,9 +1,11 @@
 """`jax_ppo.critic`: the critic learns from the responses of an actor that stays as it is."""
 
 import csv
+import dataclasses
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import tiny
 from jax_ppo.config.loading import default_config, from_config_dict
@@ -94,6 +96,28 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
     assert abs(float(row["critic/values_mean"])) > 0.01
 
 
+def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
+    config, _ = trained
+    lora = dataclasses.replace(config.model.lora, rank=2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora))
+    loop.train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "critic" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_resume_on_another_actor_is_refused(trained, tmp_path):
+    """No checkpoint holds the actor, nor the reference that starts as its copy."""
+    config, workdir = trained
+    copy = tmp_path / "llama"
+    shutil.copytree(config.model.path, copy)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(copy)))
+    loop.train(config, tmp_path / "run")
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: x * 2 for name, x in weights.items()}, copy / "model.safetensors")
+    with pytest.raises(UserError, match=r"config\.model\.path"):
+        loop.train(config, tmp_path / "run")
+
+
 def test_targets_are_whole_returns_unless_lambda_is_set():
     values = {"data__train_files": "arithmetic:8", "algorithm__lam": 0.9}
     assert alone(**values).algorithm.critic_lam == 1
@@ -105,9 +129,10 @@ def test_targets_are_whole_returns_unless_lambda_is_set():
     [
         ({"algorithm__adv_estimator": "grpo", "rollout__n": 2}, "config.trainer.critic_only=True"),
         ({"critic__shared_trunk": True}, "config.trainer.critic_only=True"),
+        ({"critic__normalize_values": True}, "without their mean and deviation"),
     ],
 )
-def test_without_a_separate_critic_there_is_nothing_to_train(changes, message):
+def test_what_no_other_run_could_use_is_refused(changes, message):
     with pytest.raises(UserError) as caught:
         alone(data__train_files="arithmetic:8", **changes)
     assert message in str(caught.value)

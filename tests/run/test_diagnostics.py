@@ -152,6 +152,11 @@ def test_a_run_of_few_steps_is_told_of_a_constant_reward():
     assert set(diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"])) == {"constant_reward"}
 
 
+def test_one_step_of_ratios_off_1_is_no_pattern():
+    """Regression: the message says "in each of the last 3 steps"."""
+    assert observe([{"actor/first_log_ratio": 0.7}, *[{}] * 5]) == []
+
+
 def test_lengths_that_run_away_with_the_reward_are_said():
     longest = tiny.config().data.max_response_length
     growth = [

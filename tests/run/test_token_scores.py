@@ -200,3 +200,16 @@ def test_options_without_a_file_or_a_model_are_refused():
         load(model__path="model")
     with pytest.raises(UserError, match="config.model.path=''"):
         load(score__file="rows.jsonl")
+
+
+def test_an_estimator_that_compares_what_no_file_holds_is_refused():
+    with pytest.raises(UserError, match="adv_estimator='remax': compares greedy responses"):
+        load(score__file="a.jsonl", model__path="m", algorithm__adv_estimator="remax")
+
+
+def test_an_exported_critic_of_normalized_returns_has_no_unit(trained, tmp_path):
+    """Regression: its values were taken for rewards."""
+    file = str(trained / "rollouts" / "training_000002.jsonl")
+    config = load(model__path=str(trained), score__file=file, critic__normalize_values=True)
+    with pytest.raises(UserError, match=r"normalize_values=True: the critic in .*critic predicts"):
+        score_file(config, tmp_path)

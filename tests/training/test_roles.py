@@ -17,7 +17,6 @@ from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.training import roles
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.decoders import build_decoder
-from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import Export, ModelRole, read_networks, resolve_role_folders
 from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
 
@@ -44,7 +43,6 @@ TRAINED = ModelRole(
     read_net=read_net,
     head=lambda config: "lm",
     section="critic",
-    rounding_stream=Stream.CRITIC_ROUNDING,
     export=Export(
         option="model.tokenizer_path", adapter_folder="adviser", drop_head=heads.without_scalar_head
     ),
