@@ -79,13 +79,13 @@ def estimate_experience(
     if algorithm.whiten_rewards:
         token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
 
-    # Raw advantages give the critic's targets; only then are they whitened.
     if compared is not None and compared.ndim == 1:
         # Greedy responses' scores are normalized and clipped like the others'.
         zeros = jnp.zeros(len(compared), jnp.int32)
         compared = reward_shaping.shape_scores(
             options.reward, options.max_response_length, reward_moments, compared, zeros, zeros > 0
         )
+    # Raw advantages give the critic's targets; only then are they whitened.
     raw, advantage_metrics = advantages.estimate_advantages(
         options, token_rewards, sequences, masks, outputs, moments.get("returns"), compared
     )
