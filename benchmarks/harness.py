@@ -76,7 +76,14 @@ def end_with_this_process(command: list[str]) -> list[str]:
 class Worker:
     """A worker process that runs one turn per request."""
 
-    def __init__(self, name: str, program: str, settings: dict, python: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: str,
+        settings: dict,
+        python: str | None = None,
+        platform: str = "cpu",
+    ) -> None:
         """Start workers/PROGRAM with the settings as JSON.
 
         Args:
@@ -84,13 +91,17 @@ class Worker:
           program: File name in the workers/ folder.
           settings: JSON-serialisable settings passed on the command line.
           python: Interpreter of the worker's environment; `None` for the current one.
+          platform: "cpu" or "cuda".
         """
         self.name, here = name, Path(__file__).parent
         environment = {
             "OMP_NUM_THREADS": str(THREADS),
             "MKL_NUM_THREADS": str(THREADS),
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))),
+            "JAX_PLATFORMS": platform,
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",  # the workers share a GPU
+            "PYTHONPATH": os.pathsep.join(
+                (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
+            ),
         }
         command = [python or sys.executable, str(here / "workers" / program), json.dumps(settings)]
         self._process = subprocess.Popen(

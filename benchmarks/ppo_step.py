@@ -43,6 +43,8 @@ REWARD_SIDES = {"rule": "tunix", "model": "trl"}  # library that runs with this 
 LENGTH_SIDES = {"forced": [], "verl": ["torch-padded"]}  # additional sides for these lengths
 RESPONSE = {"forced": 64, "verl": workload.VERL["longest"]}
 
+GPU_SIDES = ("ours", "trl")
+
 SCORING = ("reference", "values", "reward")
 TORCH_SETTINGS = {"train_rows": ("update",), "forward_rows": SCORING}
 # Micro-batch settings of each peer, with the phases whose time they affect.
@@ -134,6 +136,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--size", choices=workload.SIZES, default="small", help="of all models; random weights"
     )
+    parser.add_argument(
+        "--platform",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: one GPU, matrix products in bfloat16, weights in float32; sides ours and trl; "
+        "peak memory is the GPU's",
+    )
     parser.add_argument("--samples", type=int, default=32, help="prompts per step")
     parser.add_argument(
         "--reward",
@@ -174,6 +183,8 @@ def parse() -> argparse.Namespace:
     known = ["ours", "torch", REWARD_SIDES[args.reward], *LENGTH_SIDES[args.lengths]]
     if args.size == "small":
         known.append("floor")
+    if args.platform == "cuda":
+        known = [side for side in known if side in GPU_SIDES]
     args.sides = args.sides or known
     args.response = args.response or RESPONSE[args.lengths]
     harness.validate_sides(parser, args, known)
@@ -183,13 +194,17 @@ def parse() -> argparse.Namespace:
 def result_name(args: argparse.Namespace) -> str:
     """Return the name of the result file; runs at other than the default sizes get their own."""
     name = f"ppo_step_{args.lengths}_{args.reward}"
+    if args.platform != "cpu":
+        name += f"_{args.platform}"
     if args.size != "small":
         name += f"_{args.size}"
     if args.response != RESPONSE[args.lengths]:
         name += f"_{args.response}"
     if args.samples != 32:
         name += f"_{args.samples}_samples"
-    if not {"ours", "torch", REWARD_SIDES[args.reward]} <= set(args.sides):
+    if args.platform == "cpu" and not {"ours", "torch", REWARD_SIDES[args.reward]} <= set(
+        args.sides
+    ):
         name += "_" + "_".join(args.sides)
     return name
 
@@ -206,6 +221,7 @@ def make_settings(args: argparse.Namespace, folder: Path) -> dict:
     return {
         "model": str(workload.make_model(folder / "model", chance, **size)),
         "reward_model": reward_model,
+        "platform": args.platform,
         "samples": args.samples,
         "prompt": 64,
         "response": args.response,
@@ -232,7 +248,7 @@ def start_worker(
         "by_length": side != "torch-padded" and not settings["equal_lengths"],
     }
     python = None if side == "ours" else args.peers
-    return harness.Worker(side, SIDES[side], settings | own_settings, python)
+    return harness.Worker(side, SIDES[side], settings | own_settings, python, args.platform)
 
 
 def search_micro_batches(side: str, settings: dict, args: argparse.Namespace) -> dict:

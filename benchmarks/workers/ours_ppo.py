@@ -47,7 +47,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
             "data.max_response_length": settings["response"],
             "model.path": settings["model"],
             "model.tokenizer_path": settings["model"] + "/tokenizer",
-            "model.dtype": "float32",
+            "model.dtype": "float32" if settings["platform"] == "cpu" else "bfloat16",
             "model.gradient_checkpointing": False,
             "actor.ppo_mini_batch_size": settings["samples"],
             "actor.optim.lr": settings["lr"],
@@ -76,10 +76,13 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         def __next__(self):
             if "metrics" in current_step:
                 jax.block_until_ready(current_step["metrics"])
-            turnstile.step_done(
-                {"tokens": current_step["tokens"]} if "metrics" in current_step else None
-            )
+            turnstile.step_done(figures() if "metrics" in current_step else None)
             return super().__next__()
+
+    def figures():
+        memory = jax.local_devices()[0].memory_stats()  # None on a CPU
+        peak = {"peak_gib": memory["peak_bytes_in_use"] / 2**30} if memory else {}
+        return {"tokens": current_step["tokens"]} | peak
 
     def lengths(batch, rollout):
         response_lengths = sample_lengths(batch, rollout)
