@@ -7,7 +7,6 @@ from jax_ppo.models.hf.fields import (
     HARMLESS_FIELDS,
     MAX_LAYERS,
     ConfigReader,
-    refuse_quantization,
     require_divisor,
 )
 from jax_ppo.models.hf.json_files import quote_value
@@ -90,7 +89,6 @@ def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     Raises:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
     """
-    refuse_quantization(config)
     reader = ConfigReader(config)
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")

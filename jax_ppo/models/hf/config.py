@@ -11,7 +11,6 @@ from jax_ppo.models.hf.fields import (
     MAX_LAYERS,
     Config,
     ConfigReader,
-    refuse_quantization,
     require_divisor,
 )
 from jax_ppo.models.hf.json_files import quote_value
@@ -30,7 +29,6 @@ def from_hf_config(config: Config) -> Architecture:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
     """
     kind, family = _read_family(config)
-    refuse_quantization(config)
     reader = ConfigReader(config, family.defaults, names=family.field_names)
     reader.string("model_type")
     hidden_size = reader.integer("hidden_size")

@@ -308,12 +308,3 @@ def require_divisor(name: str, divisor: int, total_name: str, total: int) -> Non
     """Raise `UserError` unless one size of config.json divides another."""
     if total % divisor:
         raise UserError(f"config.json: {name}={divisor} must divide {total_name}={total}")
-
-
-def refuse_quantization(config: Config) -> None:
-    """Raise `UserError` for a quantized checkpoint."""
-    if config.get("quantization_config"):
-        raise UserError(
-            "config.json: quantization_config is not supported; use a checkpoint in float32 or "
-            "bfloat16"
-        )

@@ -32,6 +32,13 @@ MAGNITUDE_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 BLOCK_SIZE = 1 << 18
 # Bytes of a tensor that are compared at a time.
 COMPARED_BYTES = 1 << 26
+# How transformers is told to dequantize a checkpoint, by its `quant_method`.
+DEQUANTIZING_CONFIGS = {
+    "compressed-tensors": "CompressedTensorsConfig",
+    "fp8": "FineGrainedFP8Config",
+    "mxfp4": "Mxfp4Config",
+}
+DEQUANTIZE = "Dequantize it once with transformers 5, and give the folder `converted`"
 
 
 class StoredTensor(NamedTuple):
@@ -231,26 +238,70 @@ def _missing_weights_error(folder: Path) -> UserError:
     # Pickles are not downloaded. The hub's cache has the repository's name in the path.
     cached = re.search(r"models--([^/]+)/snapshots/\w+$", folder.as_posix())
     source = cached[1].replace("--", "/") if cached else str(folder)
+    if gguf := sorted(folder.glob("*.gguf")):
+        return gguf_error(gguf[0])
     found = f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
     if pickles:
         found = f"{folder} has its weights only in {pickles[0]}, a pickle"
     elif not cached:
         return UserError(found)
-    config = folder / "config.json"
-    description = config.read_text(encoding="utf-8") if config.exists() else ""
-    loader = "AutoModelForCausalLM"
-    for task in ("SequenceClassification", "TokenClassification"):
-        if f"For{task}" in description:
-            loader = f"AutoModelFor{task}"
     return UserError(
         f"{found}. A pickle such as pytorch_model.bin is not read, because reading it would run "
         "whatever code it holds. If you trust it, convert it once where torch is installed, and "
         "give the folder `converted`:",
-        details=f"    import transformers\n    source = {source!r}\n"
-        + "\n".join(
-            f'    transformers.{name}.from_pretrained(source).save_pretrained("converted")'
-            for name in (loader, "AutoTokenizer")
+        details=_conversion(source, _loader(folder)),
+    )
+
+
+def refuse_quantization(config: dict[str, Any], folder: Path) -> None:
+    """Raise `UserError` for a quantized checkpoint, with the lines that dequantize it if any do."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    problem = f"{folder}: quantization_config {quote_value(quantization)} is not supported"
+    if method == "bitsandbytes":
+        lines = _conversion(str(folder), _loader(folder), after=".dequantize()")
+    elif method in DEQUANTIZING_CONFIGS:
+        option = f"quantization_config=transformers.{DEQUANTIZING_CONFIGS[method]}(dequantize=True)"
+        lines = _conversion(str(folder), _loader(folder), option)
+    else:
+        raise UserError(f"{problem}; take the model's checkpoint in float32 or bfloat16")
+    raise UserError(f"{problem}. {DEQUANTIZE}:", details=lines)
+
+
+def gguf_error(path: Path) -> UserError:
+    """Return the error of a GGUF file, with the lines that dequantize it."""
+    name = f"gguf_file={path.name!r}"
+    option = f"{name}, quantization_config=transformers.GgufConfig(dequantize=True)"
+    return UserError(
+        f"{path} is in the format GGUF, which is not read. {DEQUANTIZE} (with the package gguf):",
+        details=_conversion(
+            str(path.parent), "AutoModelForCausalLM", option, tokenizer_options=name
         ),
+    )
+
+
+def _loader(folder: Path) -> str:
+    """Return the class by which transformers loads a folder."""
+    config = folder / "config.json"
+    description = config.read_text(encoding="utf-8") if config.exists() else ""
+    for task in ("SequenceClassification", "TokenClassification"):
+        if f"For{task}" in description:
+            return f"AutoModelFor{task}"
+    return "AutoModelForCausalLM"
+
+
+def _conversion(
+    source: str, loader: str, options: str = "", after: str = "", tokenizer_options: str = ""
+) -> str:
+    """Return the lines of Python that save a checkpoint as safetensors in float."""
+    model = ", ".join(filter(None, ("source", options)))
+    tokenizer = ", ".join(filter(None, ("source", tokenizer_options)))
+    return (
+        f"    import transformers\n    source = {source!r}\n"
+        f'    transformers.{loader}.from_pretrained({model}){after}.save_pretrained("converted")\n'
+        f'    transformers.AutoTokenizer.from_pretrained({tokenizer}).save_pretrained("converted")'
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.files import gguf_error
 from jax_ppo.storage import downloads, hub, remote
 from jax_ppo.storage.paths import expand_local_path
 
@@ -61,6 +62,8 @@ def resolve_model_folder(
     nearest = _nearest_folder(folder)
     if nearest:
         remedy += f" (the nearest one here is {nearest})"
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise gguf_error(folder)
     if folder.is_file():
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):

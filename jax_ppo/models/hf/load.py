@@ -21,7 +21,13 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
-from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
+from jax_ppo.models.hf.files import (
+    SAFETENSORS_DTYPES,
+    SafetensorsCheckpoint,
+    gguf_error,
+    refuse_quantization,
+    weight_files,
+)
 from jax_ppo.models.hf.ignored import OUTPUT_EMBEDDINGS, SCORE_WEIGHTS, is_ignorable
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import tensor_table
@@ -128,8 +134,12 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
                 "config.model.path to that model and config.model.lora.path to these, or merge "
                 "them into it first (PEFT's merge_and_unload)"
             )
+        if gguf := sorted(folder.glob("*.gguf")):
+            raise gguf_error(gguf[0])
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return read_json_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
+    refuse_quantization(config, folder)
+    return config
 
 
 def _open_checkpoint(folder: str | Path) -> SafetensorsCheckpoint:

@@ -300,7 +300,7 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
         ({"hidden_act": ["gelu"]}, "hidden_act must be a string, it is ['gelu']"),
         ({"layer_norm_eps": "1e-7"}, "layer_norm_eps must be a finite number, it is '1e-7'"),
         ({"num_experts": 8}, "num_experts is an unknown field"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
     ],
 )
 def test_configurations_that_are_not_supported(change, message):

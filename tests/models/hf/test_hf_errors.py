@@ -21,6 +21,7 @@ from jax_ppo.models.hf.files import (
     is_finite,
     write_safetensors,
 )
+from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
@@ -252,6 +253,62 @@ def test_a_repository_without_safetensors_is_refused_with_the_lines_that_convert
     assert "transformers.AutoModelForSequenceClassification.from_pretrained(source)" in program
 
 
+def programs(caught):
+    """Return an error's first line and the program below it, which must be Python."""
+    message, _, program = str(caught.value).partition("\n")
+    compile(textwrap.dedent(program), "program", "exec")
+    return message, program
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("fp8", "source, quantization_config=transformers.FineGrainedFP8Config(dequantize=True))."),
+        ("mxfp4", "source, quantization_config=transformers.Mxfp4Config(dequantize=True))."),
+        ("bitsandbytes", "source).dequantize()."),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_with_the_lines_that_dequantize_it(
+    method, call, tmp_path
+):
+    quantized = {"quantization_config": {"quant_method": method}}
+    for config in (quantized | CONFIG, quantized | {"model_type": "gemma3", "text_config": CONFIG}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError) as caught:
+            read_architecture(tmp_path)
+        message, program = programs(caught)
+        assert f"{tmp_path}: quantization_config {{'quant_method': {method!r}}}" in message
+        assert f"source = {str(tmp_path)!r}\n" in program
+        assert f'AutoModelForCausalLM.from_pretrained({call}save_pretrained("converted")' in program
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "gptq"}, {"bits": 4}, "int4"])
+def test_what_transformers_does_not_dequantize_is_refused_in_a_line(quantization, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": quantization})
+    )
+    with pytest.raises(UserError, match="take the model's checkpoint in float32 or bfloat16$"):
+        read_architecture(tmp_path)
+
+
+def test_gguf_is_refused_with_the_lines_that_dequantize_it(tmp_path):
+    (tmp_path / "some model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError) as caught:
+        resolve_model_folder(str(tmp_path / "some model.gguf"))
+    found = [programs(caught)]
+    with pytest.raises(UserError) as caught:
+        read_architecture(tmp_path)
+    found.append(programs(caught))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(UserError) as caught:
+        read_architecture(tmp_path)
+    found.append(programs(caught))
+    message, program = found[0]
+    assert found == [(message, program)] * 3
+    assert f"{tmp_path / 'some model.gguf'} is in the format GGUF" in message
+    assert "AutoTokenizer.from_pretrained(source, gguf_file='some model.gguf')" in program
+
+
 def test_folders_that_are_not_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="has no config.json: it is not a Hugging Face checkpoint"):
         read_architecture(tmp_path)
@@ -446,7 +503,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             },
             "sliding_attention with rope_type 'linear' are not supported",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "'sliding_attention'] are not supported",
