@@ -1,4 +1,4 @@
-"""The advantage estimators, policy losses, KL estimators and aggregations that options name.
+"""The estimators, losses, aggregations and engines that options name.
 
 Each is one entry below: its function as "module:function", what it needs, one line about it and its
 paper. The options' choices and their documentation, validation, notes, translation and the memory
@@ -606,6 +606,80 @@ LEARNING_RATE_SCHEDULES = Registry(
     ),
 )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutEngineEntry(Entry):
+    """A class that generates responses, as sampler/engine.py describes.
+
+    A user's class is called with `mesh`, `actor` and `params`. An external engine samples outside
+    of JAX; it is also called with `options`, the section `rollout`, `folder`, the actor's, and
+    `max_length`.
+
+    Attributes:
+      is_external: it gets the weights as files, and rounds differently from the trainer.
+      is_server: it is a program that is reached over HTTP, at `rollout.url`.
+      requirement: what it needs, in words.
+      lacks: options of `rollout` that it cannot follow.
+    """
+
+    is_external: bool = False
+    is_server: bool = False
+    requirement: str = ""
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> Iterator[str]:
+        """Yield what it needs, in words."""
+        if self.requirement:
+            yield self.requirement
+        if self.lacks:
+            yield f"no {' or '.join(f'`rollout.{name}`' for name in self.lacks)}"
+
+
+ROLLOUT_ENGINES = Registry(
+    RolloutEngineEntry,
+    "Rollout engines",
+    ("rollout.engine",),
+    RolloutEngineEntry(
+        name="built-in",
+        path="jax_ppo.sampler.built_in:BuiltInEngine",
+        summary="decodes on the devices of the training",
+        when="always, unless another engine was measured to be faster; the only one with "
+        "environments, records of draws and a plan of its memory",
+    ),
+    RolloutEngineEntry(
+        name="transformers",
+        path="jax_ppo.sampler.engines.hugging_face:HuggingFaceEngine",
+        summary="`generate` of Hugging Face transformers, on the CPU of this process",
+        when="another implementation of the model is to be compared with; draws the tokens that "
+        "the built-in engine draws, up to rounding",
+        requirement="torch",
+        other_names=("hf",),
+        is_external=True,
+    ),
+    RolloutEngineEntry(
+        name="vllm",
+        path="jax_ppo.sampler.engines.server:ServerEngine",
+        summary="a vLLM that the run starts, or one at `rollout.url`",
+        when="responses are long, or have very different lengths, and GPUs are left for it",
+        requirement="`rollout.vllm.python` or `rollout.url`",
+        lacks=("bad_words",),
+        is_external=True,
+        is_server=True,
+    ),
+    RolloutEngineEntry(
+        name="openai",
+        path="jax_ppo.sampler.engines.server:ServerEngine",
+        summary="a running server that takes and returns token ids: SGLang, vLLM, or completions",
+        when="such a server runs already, also on another machine",
+        requirement="`rollout.url`",
+        lacks=("bad_words",),
+        other_names=("sglang",),
+        is_external=True,
+        is_server=True,
+    ),
+)
+
 REGISTRIES: tuple[Registry[Any], ...] = (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -614,4 +688,5 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     IMPORTANCE_WEIGHTS,
     KL_CONTROLLERS,
     LEARNING_RATE_SCHEDULES,
+    ROLLOUT_ENGINES,
 )

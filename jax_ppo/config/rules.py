@@ -5,6 +5,7 @@ the algorithm; and of the mesh, the processes and the loggers, which hold for ev
 """
 
 import dataclasses
+import urllib.parse
 
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
@@ -30,7 +31,7 @@ from jax_ppo.config.schema import (
     option_value,
 )
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES
 
 # Responses of an example, each with a copy of the prompt.
 RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
@@ -171,12 +172,52 @@ def require_dual_clip_above_one(actor: Actor) -> None:
         )
 
 
-def require_known_rollout_engine(engine: str) -> None:
-    """Raise `UserError` unless `rollout.engine` is built in or named `module:Class`."""
-    if engine != "built-in" and ":" not in engine:
+def require_engine_fits(rollout: RolloutOptions) -> None:
+    """Raise `UserError` for options that the external engine cannot follow."""
+    entry = ROLLOUT_ENGINES.lookup(rollout.engine)
+    if not entry.is_external:
+        return
+    engine = f"config.rollout.engine={rollout.engine!r}"
+    for name in entry.lacks:
+        if getattr(rollout, name):
+            raise UserError(
+                f"config.rollout.{name}={getattr(rollout, name)!r}: {engine} has no equivalent; "
+                "unset it, or use the built-in engine"
+            )
+    if rollout.mesh.model is not None:
         raise UserError(
-            f"config.rollout.engine={engine!r}: expected 'built-in' or module:Class."
-            f"{did_you_mean(engine, ['built-in'])}"
+            f"config.rollout.mesh.model={rollout.mesh.model}: {engine} does not decode on the "
+            "mesh; unset it"
+        )
+    if rollout.reuse_logprobs == "always":
+        raise UserError(
+            f"config.rollout.reuse_logprobs='always': {engine} rounds differently, so its "
+            "log-probs are compared with the trainer's; set it to 'auto'"
+        )
+    if entry.is_server:
+        _require_usable_server(rollout)
+
+
+def _require_usable_server(rollout: RolloutOptions) -> None:
+    """Raise `UserError` without a valid address, or if log-probs would be of other draws."""
+    if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):
+        requirement = ROLLOUT_ENGINES[rollout.engine].requirement.replace("`", "")
+        raise UserError(f"config.rollout.engine={rollout.engine!r}: needs {requirement}")
+    parts = urllib.parse.urlsplit(rollout.url)
+    if parts.username or parts.password or parts.query:
+        raise UserError(
+            "config.rollout.url: the address contains a user name, a password or a query; set the "
+            "environment variable JAX_PPO_ROLLOUT_KEY instead"
+        )
+    if rollout.url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise UserError(
+            f"config.rollout.url={rollout.url!r}: expected http://HOST:PORT or https://HOST:PORT"
+        )
+    if rollout.temperature != 1 and (rollout.filters_tokens or rollout.logit_bias):
+        raise UserError(
+            f"config.rollout.temperature={rollout.temperature}: servers report log-probs before "
+            "temperature and filters or after both; set it to 1, unset top_k, top_p, min_p, "
+            "min_new_tokens and logit_bias, or use the built-in engine"
         )
 
 

@@ -18,6 +18,7 @@ from jax_ppo.registries import (
     KL_ESTIMATORS,
     LEARNING_RATE_SCHEDULES,
     POLICY_LOSSES,
+    ROLLOUT_ENGINES,
     AdvantageEstimator,
 )
 
@@ -86,6 +87,17 @@ USES_KL_COEFFICIENT = Requirement(lambda c: c.algorithm.use_kl_in_reward,
 HAS_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} stores its weights itself")
+ENGINE_IS_EXTERNAL = Condition(
+    lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
+    f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_external))}")
+ENGINE_IS_SERVER = Requirement(
+    lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
+    f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_server))}",
+    "config.rollout.engine={config.rollout.engine!r} is no server; set it to vllm or openai")
+STARTS_VLLM = Requirement(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
+    "`rollout.engine` is vllm without a `rollout.url`",
+    "no vLLM is started with config.rollout.engine={config.rollout.engine!r} and "
+    "config.rollout.url={config.rollout.url!r}")
 KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
     "`algorithm.kl_ctrl.type` is adaptive")
 HAS_IMPORTANCE_WEIGHTS = Requirement(lambda c: c.algorithm.rollout_is != "none",
@@ -665,6 +677,17 @@ class MultiTurn:
 
 
 @dataclasses.dataclass(frozen=True)
+class VLLM:
+    """The vLLM that a run starts and ends, on this machine."""
+
+    python: str = option("", "interpreter of an environment that has vLLM",
+        requires=(STARTS_VLLM,))
+    arguments: str = option("",
+        "further arguments, such as --gpu-memory-utilization=0.4 --tensor-parallel-size=2",
+        requires=(STARTS_VLLM,))
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutOptions(Sampling):
     """Sampling for training."""
 
@@ -673,8 +696,21 @@ class RolloutOptions(Sampling):
         "divides the logits, in sampling and in all passes of training",
         above=0)
     engine: str = option("built-in",
-        "what generates responses: built-in, or your implementation of RolloutEngine in "
-        "sampler/engine.py: `module:Class` or `file.py:Class`")
+        "what generates responses; or your implementation of RolloutEngine in sampler/engine.py: "
+        "`module:Class` or `file.py:Class`",
+        choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names())
+    weights_dir: str = option("",
+        "folder in which an external engine finds the weights of each step; a server on another "
+        "machine needs a shared one. Empty: shared memory, or the temporary folder if they do not "
+        "fit twice",
+        effective_when=(ENGINE_IS_EXTERNAL,))
+    url: str = option("",
+        "address of a running server that samples, http://HOST:PORT; prompts are sent there, and "
+        "with them the environment variable JAX_PPO_ROLLOUT_KEY as a bearer token, if it is set",
+        requires=(ENGINE_IS_SERVER,))
+    url_timeout: float = option(600.0, "longest wait for one response of a server",
+        unit="seconds", above=0, effective_when=(ENGINE_IS_SERVER,))
+    vllm: VLLM = section(VLLM)
     max_num_seqs: int = option(256,
         "samples that a device decodes at once; others take the place of those that have ended. "
         "0: as many as fit into memory",

@@ -24,7 +24,7 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     rules.require_row_holds_sample(config.packing, config.sequence_length)
     rules.require_valid_top_k(rollout)
     rules.require_dual_clip_above_one(config.actor)
-    rules.require_known_rollout_engine(rollout.engine)
+    rules.require_engine_fits(rollout)
     rules.require_known_environment(rollout.multi_turn.environment)
     rules.require_valid_constraints(rollout, data.max_response_length)
     rules.require_several_responses_to_compare(config)

@@ -84,6 +84,14 @@ def join_adapters(base: Params, adapters: Params) -> Params:
     return joined
 
 
+def split_adapters(params: Params) -> tuple[Params, Params]:
+    """Return base and adapters of a tree that `join_adapters` returned, without a head."""
+    flat = traverse_util.flatten_dict(params)
+    adapters = {path: x for path, x in flat.items() if path[-1] in ("lora_a", "lora_b")}
+    base = {path: x for path, x in flat.items() if path not in adapters}
+    return traverse_util.unflatten_dict(base), traverse_util.unflatten_dict(adapters)
+
+
 def merge_kernel(
     kernel: Float[Array, "inputs outputs"],
     lora_a: Float[Array, "inputs rank"],

@@ -13,7 +13,7 @@ from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
+from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
@@ -163,6 +163,8 @@ def reuses_logprobs(config: Config) -> bool:
     """
     if config.algorithm.rollout_is != "none":
         return False  # importance weights compare the two
+    if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
+        return False  # an external engine's are always checked
     is_exact = (
         config.model.dtype == "float32"
         and target_platform() == "cpu"

@@ -1,6 +1,7 @@
 """Set up a PPO run: from options to the parts that stay the same from step to step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
 from jax_ppo.ppo.rollout_packing import make_packer
 from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
@@ -108,6 +110,13 @@ def set_up_run(
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
 
+    if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
+        engine_class = functools.partial(
+            engine_class,
+            options=config.rollout,
+            folder=models.folders.actor,
+            max_length=config.sequence_length,
+        )
     # The engine gets shapes only; `update_weights` brings the weights at each step.
     sampled_params = policy_params(models.nets, state_shapes(config, models.nets, mesh))
     run = PPORun(

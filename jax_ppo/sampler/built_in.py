@@ -7,6 +7,7 @@ import jax
 
 from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.runtime import compilation
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decoding_weights import WeightPreparation
@@ -16,13 +17,15 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
-    """Return the class that `rollout.engine` names, called with `mesh`, `actor` and `params`.
+    """Return the class that `rollout.engine` names.
+
+    It is called with `mesh`, `actor` and `params`; see `registries.RolloutEngineEntry`.
 
     Raises:
       UserError: a user-defined class cannot be imported or does not take these arguments.
     """
-    if name == "built-in":
-        return BuiltInEngine
+    if name in ROLLOUT_ENGINES:
+        return ROLLOUT_ENGINES[name].function
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
 
 

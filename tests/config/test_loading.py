@@ -80,7 +80,45 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"rollout__engine": "builtin"},
-            r"config\.rollout\.engine='builtin'.*module:Class.*Did you mean 'built-in'",
+            r"config\.rollout\.engine='builtin'.*module:function.*Did you mean 'built-in'",
+        ),
+        (
+            {"rollout__engine": "transformers", "rollout__reuse_logprobs": "always"},
+            r"reuse_logprobs='always': config\.rollout\.engine='transformers' rounds differently",
+        ),
+        (
+            {"rollout__engine": "vllm"},
+            r"engine='vllm': needs rollout\.vllm\.python or rollout\.url",
+        ),
+        (
+            {"rollout__engine": "sglang", "rollout__vllm__python": "python"},
+            r"engine='openai': needs rollout\.url",
+        ),
+        ({"rollout__url": "http://a:1"}, r"rollout\.url=.*engine='built-in' is no server"),
+        (
+            {"rollout__engine": "openai", "rollout__url": "a:1"},
+            r"rollout\.url='a:1': expected http://HOST:PORT",
+        ),
+        (
+            {"rollout__engine": "openai", "rollout__url": "http://me:secret@a"},
+            r"config\.rollout\.url: the address contains a user name.*JAX_PPO_ROLLOUT_KEY",
+        ),
+        (
+            {"rollout__engine": "openai", "rollout__url": "http://a", "rollout__bad_words": "x"},
+            r"bad_words='x': config\.rollout\.engine='openai' has no equivalent",
+        ),
+        (
+            {
+                "rollout__engine": "openai",
+                "rollout__url": "http://a",
+                "rollout__temperature": 0.5,
+                "rollout__top_p": 0.9,
+            },
+            r"rollout\.temperature=0\.5: servers report log-probs before temperature and filters",
+        ),
+        (
+            {"rollout__engine": "hf", "rollout__mesh__model": 2},
+            r"rollout\.mesh\.model=2: config\.rollout\.engine='transformers' does not decode",
         ),
         ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
         (

@@ -1,0 +1,1 @@
+"""Rollout engines outside of JAX, which `registries.ROLLOUT_ENGINES` lists."""

@@ -1,0 +1,160 @@
+"""A client of one HTTP server, and a server in a separate process."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.errors import shorten
+
+# Sent as a bearer token. It never occurs in an option, a message or a file of the run.
+KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
+# Ends the whole process group with the run, however the run ends, and with the server, whose
+# workers would otherwise keep their memory.
+_SUPERVISOR = """
+import os, signal, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+def end():
+    os.killpg(0, signal.SIGKILL)
+def watch():
+    sys.stdin.buffer.read()
+    end()
+threading.Thread(target=watch, daemon=True).start()
+server.wait()
+end()
+"""
+
+
+class ServerFault(Exception):
+    """A request that failed; `is_final` if it would fail again."""
+
+    def __init__(self, text: str, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
+
+
+class Client:
+    """Sends requests to one address: without proxies, and without following redirections."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        """Prepare the client; nothing is sent.
+
+        Args:
+          url: http://HOST:PORT or https://HOST/PATH.
+          timeout: seconds to wait for a reply.
+        """
+        self._parts = urllib.parse.urlsplit(url.rstrip("/"))
+        self._timeout = timeout
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+
+    def get(self, route: str, timeout: float | None = None) -> Any:
+        """Return the reply to a GET request. See `post`."""
+        return self._send("GET", route, None, timeout)
+
+    def post(self, route: str, body: Any) -> Any:
+        """Return the reply to a POST request, `None` if it is empty.
+
+        Raises:
+          ServerFault: there was no reply in time, or none that is JSON with status 200.
+        """
+        return self._send("POST", route, body, None)
+
+    def abort(self) -> None:
+        """Let the requests of all threads fail."""
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError, AttributeError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        content = None if body is None else json.dumps(body)
+        try:
+            with self._connection(timeout or self._timeout) as connection:
+                connection.request(method, self._parts.path + route, content, headers)
+                reply = connection.getresponse()
+                data = reply.read()
+            if reply.status != 200:
+                # Its words, not the request's.
+                text = shorten(data.decode(errors="replace"), 200)
+                is_final = 300 <= reply.status < 500 and reply.status not in (408, 429)
+                raise ServerFault(f"{route}: HTTP {reply.status}: {text}", is_final)
+            return json.loads(data) if data else None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerFault(f"{route}: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _connection(self, timeout: float) -> Iterator[http.client.HTTPConnection]:
+        kind: type[http.client.HTTPConnection] = http.client.HTTPConnection
+        if self._parts.scheme == "https":
+            kind = http.client.HTTPSConnection
+        assert self._parts.hostname is not None
+        connection = kind(self._parts.hostname, self._parts.port, timeout=timeout)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+class ServerProcess:
+    """A server that this run starts and ends, with everything that it starts."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Start it.
+
+        Args:
+          command: program and arguments.
+          environment: variables besides those of this process.
+          log: file that its output is appended to.
+        """
+        self._log = log
+        inherited = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SUPERVISOR, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=inherited | environment,
+                start_new_session=True,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether it has not ended."""
+        return self._process.poll() is None
+
+    def last_words(self) -> str:
+        """Return the last error in its output, or its last line."""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line]
+        errors = [line for line in lines if "Error" in line]
+        return shorten((errors or lines or ["it wrote nothing"])[-1], 300)
+
+    def stop(self) -> None:
+        """End it and wait for its end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

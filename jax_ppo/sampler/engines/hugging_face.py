@@ -1,0 +1,147 @@
+"""The engine `transformers`: Hugging Face's `generate` with our draws."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo.errors import UserError
+from jax_ppo.sampler import constraints, sampling, text_search
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engines.external import ExternalEngine, Response
+
+
+class HuggingFaceEngine(ExternalEngine):
+    """Runs the exported weights in torch, on the CPU.
+
+    Tokens are drawn from its logits by `sampling.sample_tokens` with the same random numbers as in
+    the built-in engine, so that options mean the same and samples differ only by rounding.
+    """
+
+    def start(self) -> None:
+        """Require torch."""
+        try:
+            import torch  # noqa: F401  # heavy, and only this engine needs it
+        except ImportError:
+            raise UserError(f"{self.setting}: needs torch; `pip install torch`") from None
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of each update
+        super().start()
+
+    def load_weights(self) -> None:
+        """Read the weights, as any user of the export would."""
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.weights, dtype=self.dtype)
+        # The checkpoint's defaults, such as a repetition penalty, are not the policy's.
+        model.generation_config = transformers.GenerationConfig()
+        self._model = model
+
+    def sample(
+        self, prompts: Sequence[list[int]], keys: jax.Array, options: SamplingOptions
+    ) -> list[Response]:
+        """Return one response to each prompt, `options.slots` at a time."""
+        size = options.slots or len(prompts)
+        return [
+            response
+            for first in range(0, len(prompts), size)
+            for response in self._sample_batch(
+                prompts[first : first + size], keys[first : first + size], options
+            )
+        ]
+
+    def _sample_batch(
+        self, prompts: Sequence[list[int]], keys: jax.Array, options: SamplingOptions
+    ) -> list[Response]:
+        import torch
+        import transformers
+
+        longest = max(map(len, prompts))
+        tokens = torch.zeros((len(prompts), longest), dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        draws = _Draws(len(prompts), keys, options)
+
+        def draw(ids: Any, logits: Any) -> Any:
+            drawn = torch.from_numpy(draws.draw(logits.float().numpy()))
+            only = torch.full_like(logits, -torch.inf)
+            return only.scatter(1, drawn[:, None], 0.0)
+
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=tokens,
+                attention_mask=mask,
+                generation_config=transformers.GenerationConfig(
+                    do_sample=False, max_new_tokens=options.max_response_length, pad_token_id=0
+                ),
+                logits_processor=transformers.LogitsProcessorList([draw]),
+                stopping_criteria=transformers.StoppingCriteriaList(
+                    [lambda ids, scores: torch.from_numpy(draws.ended)]
+                ),
+            )
+        return draws.responses()
+
+
+class _Draws:
+    """The tokens that have been drawn for some rows, and which rows have ended."""
+
+    def __init__(self, count: int, keys: jax.Array, options: SamplingOptions) -> None:
+        self.ended = np.zeros(count, bool)
+        self._keys, self._options = keys, options
+        self._states = jnp.full((2, count), text_search.START, jnp.int32)
+        self._steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def draw(self, logits_BxV: np.ndarray) -> np.ndarray:
+        """Draw the next token of each row, int64 [B]."""
+        active = ~self.ended
+        tokens, logprobs, ends, self._states = _draw(
+            jnp.asarray(logits_BxV), self._keys, len(self._steps), self._states, self._options
+        )
+        self._steps.append((np.asarray(tokens), np.asarray(logprobs), active))
+        self.ended = self.ended | np.asarray(ends)
+        return np.asarray(tokens, np.int64)
+
+    def responses(self) -> list[Response]:
+        """Return the tokens of each row up to its end."""
+        tokens, logprobs, active = (np.stack(x, axis=1) for x in zip(*self._steps, strict=True))
+        return [
+            Response(tokens[row, mask].tolist(), logprobs[row, mask].tolist(), not ended)
+            for row, (mask, ended) in enumerate(zip(active, self.ended, strict=True))
+        ]
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _draw(
+    logits_BxV: jax.Array,
+    keys_B: jax.Array,
+    position: jax.Array,
+    states_2xB: jax.Array,
+    options: SamplingOptions,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return tokens, log-probs, whether rows end, and the searches' states; see decode_loop.py."""
+    stop_B, forbidden_B = states_2xB
+    drawn_B = jnp.full(stop_B.shape, position, jnp.int32)
+    added = constraints.constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
+    draws = sampling.sample_tokens(
+        logits_BxV,
+        sampling.token_uniforms(keys_B, position),
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        added_BxV=added,
+        min_p=options.min_p,
+    )
+    ends_B = jnp.isin(draws.tokens, jnp.array(options.eos_ids, jnp.int32))
+    if options.forbidden is not None:
+        forbidden_B = options.forbidden.advance(forbidden_B, draws.tokens)
+    if options.stop is not None:
+        stop_B = options.stop.advance(stop_B, draws.tokens)
+        stop_B = jnp.where(drawn_B + 1 <= options.min_new_tokens, text_search.START, stop_B)
+        ends_B |= stop_B == options.stop.found_state
+    return draws.tokens, draws.logprobs, ends_B, jnp.stack([stop_B, forbidden_B])

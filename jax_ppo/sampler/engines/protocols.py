@@ -1,0 +1,178 @@
+"""What servers that sample are sent and answer: vLLM, SGLang, and completions with token ids."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+from jax_ppo.sampler.engine import SamplingOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What a server answered: tokens, their log-probs, and the version of its weights."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    version: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerProtocol:
+    """How to talk to one kind of server.
+
+    Attributes:
+      name: the server.
+      sample_route: where a request for one response is sent.
+      request: (prompt, seed, options) -> body of the request.
+      read: the reply's body -> what it says. Raises `LookupError` or `TypeError` if it is another.
+      update: (folder, version) -> routes and bodies that make the server load weights, in order.
+      version_route: where the version is asked for, if replies do not contain it.
+      hint: how to start the server so that it has all routes.
+    """
+
+    name: str
+    sample_route: str
+    request: Callable[[list[int], int, SamplingOptions], dict[str, Any]]
+    read: Callable[[Any], Reply]
+    update: Callable[[str, str], list[tuple[str, dict[str, Any]]]]
+    version_route: str = ""
+    hint: str = ""
+
+    @property
+    def routes(self) -> list[str]:
+        """Return all routes that the server must have."""
+        updates = [route for route, _ in self.update("", "")]
+        return [self.sample_route, *updates, *([self.version_route] if self.version_route else [])]
+
+
+def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]:
+    """Return the protocol whose routes a server has most of, and the routes that it lacks."""
+
+    def missing(protocol: ServerProtocol) -> list[str]:
+        return [route for route in protocol.routes if route not in routes]
+
+    # What samples says which server it is.
+    best = min(PROTOCOLS, key=lambda p: (p.sample_route not in routes, len(missing(p))))
+    return best, missing(best)
+
+
+def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
+    """Return vLLM's sampling parameters; each is given, so that no default of the model counts."""
+    bias: dict[str, float] = {}
+    for token, added in options.logit_bias:
+        bias[str(token)] = bias.get(str(token), 0.0) + added
+    return {
+        "temperature": options.temperature,
+        "top_k": max(options.top_k, 0),
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": 1.0,
+        "seed": seed,
+        "max_tokens": options.max_response_length,
+        "min_tokens": options.min_new_tokens,
+        # Only the tokens that we name end a response.
+        "ignore_eos": True,
+        "stop_token_ids": list(options.eos_ids),
+        "stop": list(options.stop.strings) if options.stop else [],
+        "skip_special_tokens": False,
+        "logprobs": 0,  # of the sampled token alone
+        **({"logit_bias": bias} if bias else {}),
+    }
+
+
+def _vllm_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+    return {"token_ids": prompt, "sampling_params": _vllm_parameters(seed, options)}
+
+
+def _read_vllm(body: Any) -> Reply:
+    choice = body["choices"][0]
+    # One span per version that sampled a part of the response.
+    versions = {span["version"] for span in choice["weight_versions"] or ()}
+    return Reply(
+        tokens=choice["token_ids"],
+        logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
+        version=" and ".join(sorted(map(str, versions))),
+    )
+
+
+def _vllm_update(folder: str, version: str) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        ("/reset_prefix_cache", {}),
+        ("/update_weight_version", {"new_version": version}),
+    ]
+
+
+def _completion_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+    return {"prompt": prompt, "return_token_ids": True, **_vllm_parameters(seed, options)}
+
+
+def _read_completion(body: Any) -> Reply:
+    choice = body["choices"][0]
+    return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], version=None)
+
+
+def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+    bias = {str(token): added for token, added in options.logit_bias}
+    return {
+        "input_ids": prompt,
+        "return_logprob": True,
+        "sampling_params": {
+            "temperature": options.temperature,
+            "top_k": options.top_k if options.top_k > 0 else -1,
+            "top_p": options.top_p,
+            "min_p": options.min_p,
+            "repetition_penalty": 1.0,
+            "sampling_seed": seed,
+            "max_new_tokens": options.max_response_length,
+            "min_new_tokens": options.min_new_tokens,
+            "stop_token_ids": list(options.eos_ids),
+            "stop": list(options.stop.strings) if options.stop else [],
+            "skip_special_tokens": False,
+            **({"logit_bias": bias} if bias else {}),
+        },
+    }
+
+
+def _read_sglang(body: Any) -> Reply:
+    facts = body["meta_info"]
+    entries = facts["output_token_logprobs"]
+    return Reply(
+        tokens=[token for _, token, *_ in entries],
+        logprobs=[logprob for logprob, *_ in entries],
+        version=facts.get("weight_version", ""),
+    )
+
+
+def _sglang_update(folder: str, version: str) -> list[tuple[str, dict[str, Any]]]:
+    # It also empties the prefix cache.
+    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": version})]
+
+
+_VLLM_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+PROTOCOLS = (
+    ServerProtocol(
+        name="vLLM",
+        sample_route="/inference/v1/generate",
+        request=_vllm_request,
+        read=_read_vllm,
+        update=_vllm_update,
+        hint=_VLLM_HINT,
+    ),
+    ServerProtocol(
+        name="SGLang",
+        sample_route="/generate",
+        request=_sglang_request,
+        read=_read_sglang,
+        update=_sglang_update,
+    ),
+    ServerProtocol(
+        name="completions",
+        sample_route="/v1/completions",
+        request=_completion_request,
+        read=_read_completion,
+        update=_vllm_update,
+        version_route="/weight_info",
+        hint=_VLLM_HINT,
+    ),
+)

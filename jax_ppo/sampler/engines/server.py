@@ -1,0 +1,293 @@
+"""The engines `vllm` and `openai`: a server samples, which is sent token ids over HTTP."""
+
+import concurrent.futures
+import math
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import heartbeat
+from jax_ppo.sampler import text_search
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engines.client import Client, ServerFault, ServerProcess, free_port
+from jax_ppo.sampler.engines.external import ExternalEngine, Response
+from jax_ppo.sampler.engines.protocols import Reply, ServerProtocol, choose_protocol
+
+ATTEMPTS = 3  # in a row without any new response
+_START_SECONDS = 1800.0  # a large model takes minutes to load
+_CONNECT_SECONDS = 60.0
+_PAUSE = 0.2
+
+
+class ServerEngine(ExternalEngine):
+    """Samples from a server at `rollout.url`, or from a vLLM that it starts.
+
+    Every response has the version of the weights that sampled it; one of another version is
+    requested again after another update. Requests have seeds, so a response that is requested again
+    is the same one, as far as the server's batching is deterministic.
+    """
+
+    _protocol: ServerProtocol | None = None
+    _process: ServerProcess | None = None
+    _python = ""  # empty: the server is not ours
+    _has_run = False
+
+    def start(self) -> None:
+        """Require a server with all routes, or an interpreter that has vLLM."""
+        super().start()
+        self._run = os.urandom(4).hex()  # another run's versions are not ours
+        url = self.options.url
+        if not url:
+            self._python = str(Path(self.options.vllm.python).expanduser())
+            _require_vllm(self._python)
+            self._port = free_port()
+            url = f"http://127.0.0.1:{self._port}"
+        self._client = Client(url, self.options.url_timeout)
+        if not self._python:
+            self._wait_for_server(_CONNECT_SECONDS)
+
+    def stop(self) -> None:
+        """End a server that this engine has started."""
+        if self._process is not None:
+            self._process.stop()
+        super().stop()
+
+    def load_weights(self) -> None:
+        """Start the server with the weights, or let it load them."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self._publish()
+                return
+            except ServerFault as fault:
+                if fault.is_final or attempt == ATTEMPTS - 1:
+                    raise UserError(f"{self._server}: cannot load weights: {fault}") from None
+            self._revive()
+
+    def sample(
+        self, prompts: Sequence[list[int]], keys: jax.Array, options: SamplingOptions
+    ) -> list[Response]:
+        """Request one response per prompt; after a fault, again those that are missing.
+
+        Raises:
+          UserError: a request was refused, or several rounds brought no new response.
+        """
+        # 31 bits: all servers take them.
+        seeds = (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()
+        responses: dict[int, Response] = {}
+        attempts = 0
+        while len(responses) < len(prompts):
+            missing = [i for i in range(len(prompts)) if i not in responses]
+            requests = {i: (prompts[i], seeds[i], options) for i in missing}
+            before = len(responses)
+            fault = self._request_all(requests, responses)
+            if fault is None:
+                break
+            attempts = 0 if len(responses) > before else attempts + 1
+            if fault.is_final or attempts == ATTEMPTS:
+                raise UserError(
+                    f"{self._server}: {len(prompts) - len(responses)} of {len(prompts)} responses "
+                    f"are missing after {attempts or 1} attempts: {fault}"
+                )
+            self._revive()
+            self.load_weights()
+        return [responses[i] for i in range(len(prompts))]
+
+    @property
+    def _server(self) -> str:
+        """Return the option that says where the server is, for messages."""
+        if self._python:
+            return f"config.rollout.vllm.python={self._python!r}"
+        return f"config.rollout.url={self.options.url!r}"
+
+    @property
+    def _version(self) -> str:
+        return f"{self._run}-{self.version}"
+
+    def _request_all(
+        self,
+        requests: dict[int, tuple[list[int], int, SamplingOptions]],
+        responses: dict[int, Response],
+    ) -> ServerFault | None:
+        """Add the responses that the server gives; return the first fault, if there was one."""
+        faults: list[ServerFault] = []
+        received: dict[int, Response] = {}
+        is_over = False
+
+        def request(index: int) -> None:
+            # After a fault only what is under way goes on, as it may still succeed.
+            if not faults and not is_over:
+                try:
+                    received[index] = self._request(*requests[index])
+                except ServerFault as fault:
+                    faults.append(fault)
+
+        slots = next(iter(requests.values()))[2].slots
+        with concurrent.futures.ThreadPoolExecutor(slots or len(requests)) as pool:
+            futures = [pool.submit(request, index) for index in requests]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                # After an interrupt nobody waits for what is under way.
+                is_over = True
+                self._client.abort()
+        assert self._protocol is not None
+        if self._protocol.version_route and received:
+            try:
+                facts = self._client.get(self._protocol.version_route)
+                self._require_version(facts.get("weight_version"))
+            except ServerFault as fault:
+                return fault
+        responses.update(received)
+        return faults[0] if faults else None
+
+    def _request(self, prompt: list[int], seed: int, options: SamplingOptions) -> Response:
+        """Return one response.
+
+        Raises:
+          ServerFault: there is none, or none that the options and the weights permit.
+        """
+        protocol = self._protocol
+        assert protocol is not None
+        body = self._client.post(protocol.sample_route, protocol.request(prompt, seed, options))
+        try:
+            reply = protocol.read(body)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ServerFault(
+                f"{protocol.sample_route}: the reply has no token ids with log-probs "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        if not protocol.version_route:
+            self._require_version(reply.version)
+        return read_response(reply, options, self.actor.architecture.vocab_size)
+
+    def _require_version(self, version: str | None) -> None:
+        """Raise `ServerFault` unless this is the version of the last update."""
+        if version != self._version:
+            raise ServerFault(
+                f"the weights have version {version!r} instead of {self._version!r}: the server "
+                "was restarted, or something else updates it"
+            )
+
+    def _publish(self) -> None:
+        """Let the server load the weights, after it is started if need be."""
+        if self._python and (self._process is None or not self._process.is_running):
+            self._start_vllm()
+        if self._protocol is None:
+            self._wait_for_server(_START_SECONDS if self._python else _CONNECT_SECONDS)
+        assert self._protocol is not None
+        for route, body in self._protocol.update(str(self.weights), self._version):
+            reply = self._client.post(route, body)
+            if isinstance(reply, dict) and reply.get("success") is False:
+                raise ServerFault(f"{route}: {reply.get('message', 'it failed')}")
+
+    def _revive(self) -> None:
+        """End a server of ours that did not answer; wait for another's."""
+        time.sleep(_PAUSE)
+        if self._process is not None:
+            # Whether it died or hangs; a reply that cannot be used is as good a reason.
+            self._process.stop()
+            self._process, self._protocol = None, None
+        else:
+            self._wait_for_server(self.options.url_timeout)
+
+    def _start_vllm(self) -> None:
+        """Start vLLM with the weights in `weights`."""
+        # The log-probs of the policy itself: vLLM reports them before temperature and filters, or
+        # after both.
+        mode = "raw_logprobs" if self.options.temperature == 1 else "processed_logprobs"
+        arguments: dict[str, Any] = {
+            "model": self.weights,
+            "served-model-name": "policy",
+            "host": "127.0.0.1",
+            "port": self._port,
+            "dtype": self.dtype,
+            "max-model-len": self.max_length,
+            "logprobs-mode": mode,
+            "generation-config": "vllm",
+        }
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+        command += [f"--{name}={value}" for name, value in arguments.items()]
+        self._process = ServerProcess(
+            [*command, *shlex.split(self.options.vllm.arguments)],
+            {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+            self.weights.with_name("vllm.log"),
+        )
+
+    def _wait_for_server(self, seconds: float) -> None:
+        """Choose the protocol by the server's routes, when it answers.
+
+        Raises:
+          UserError: it does not answer in time, or it lacks routes.
+          ServerFault: it was started by this run, and ended.
+        """
+        deadline = time.monotonic() + seconds
+        with heartbeat.activity("waiting for the rollout server"):
+            while True:
+                try:
+                    routes = self._client.get("/openapi.json", timeout=10.0)["paths"]
+                    break
+                except (ServerFault, LookupError, TypeError) as error:
+                    problem = error
+                if self._process is not None and not self._process.is_running:
+                    text = f"vLLM ended: {self._process.last_words()}"
+                    raise ServerFault(text, is_final=not self._has_run)
+                if time.monotonic() > deadline:
+                    raise UserError(f"{self._server}: no answer in {seconds:.0f} s: {problem}")
+                time.sleep(_PAUSE)
+        protocol, missing = choose_protocol(routes)
+        if missing:
+            raise UserError(
+                f"{self._server}: the server lacks {', '.join(missing)}"
+                + (f"; {protocol.hint}" if protocol.hint else "")
+            )
+        self._protocol, self._has_run = protocol, True
+
+
+def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
+    """Return the response, cut after what ends it.
+
+    Raises:
+      ServerFault: tokens or log-probs are missing or are none.
+    """
+    tokens, logprobs = reply.tokens, reply.logprobs
+    T = options.max_response_length
+    if len(tokens) != len(logprobs):
+        raise ServerFault(f"a response has {len(tokens)} tokens and {len(logprobs)} log-probs")
+    if wrong := [x for x in tokens if not isinstance(x, int) or not 0 <= x < vocab_size]:
+        raise ServerFault(f"a response has the token {wrong[0]!r}; the model has {vocab_size}")
+    if bad := [x for x in logprobs if x is None or not -math.inf < x < 1e-3]:
+        raise ServerFault(f"a response has the log-prob {bad[0]!r}")
+    state = text_search.START
+    for count, token in enumerate(tokens, start=1):
+        ends = token in options.eos_ids
+        if options.stop is not None and count > options.min_new_tokens:
+            state = options.stop.next_states[state, options.stop.class_of_token[token]]
+            ends |= bool(state == options.stop.found_state)
+        if ends and count <= T:
+            return Response(tokens[:count], logprobs[:count], truncated=False)
+    if len(tokens) != T:
+        raise ServerFault(f"a response ends after {len(tokens)} of {T} tokens for no reason")
+    return Response(tokens, logprobs, truncated=True)
+
+
+def _require_vllm(python: str) -> None:
+    """Raise `UserError` unless the interpreter has vLLM."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", program], check=False).returncode
+    except OSError as error:
+        raise UserError(f"config.rollout.vllm.python={python!r}: {error.strerror}") from None
+    if found:
+        raise UserError(
+            f"config.rollout.vllm.python={python!r}: this interpreter has no vLLM; name one of an "
+            "environment with `pip install vllm`"
+        )

@@ -1,0 +1,171 @@
+"""A server that speaks vLLM's, SGLang's or the completions protocol, with faults on demand.
+
+Its tokens depend on seed, prompt and weights alone. As a program it takes vLLM's arguments, and
+--die-after=N: it kills itself when it gets the request after the Nth response.
+"""
+
+import argparse
+import http.server
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+import zlib
+from pathlib import Path
+
+UPDATES = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
+ROUTES = {
+    "vLLM": ("/inference/v1/generate", *UPDATES),
+    "SGLang": ("/generate", "/update_weights_from_disk"),
+    "completions": ("/v1/completions", "/weight_info", *UPDATES),
+}
+
+
+class FakeServer:
+    """The server's state; `with server:` runs it in a thread at `server.url`."""
+
+    def __init__(self, kind="vLLM", vocabulary=61, port=0, sample=None, weights=None):
+        self.kind, self.vocabulary, self.port = kind, vocabulary, port
+        self.sample = sample or self.draw
+        self.fault = lambda reply, number: reply  # changes the fields of a reply
+        self.die_after = math.inf
+        self.die = self.stop
+        self.version, self.weights = "default", weights
+        self.requests, self.responses = [], 0
+        self.authorization = None
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer(None)
+
+            def do_POST(self):
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def answer(self, body):
+                server.authorization = self.headers["Authorization"]
+                status, reply = server.answer(self.path, body)
+                data = json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *arguments):
+                pass
+
+        class Quiet(http.server.ThreadingHTTPServer):
+            request_queue_size = 100
+            daemon_threads = True
+            block_on_close = False
+
+            def handle_error(self, request, address):
+                pass  # the client went away
+
+        self.http = Quiet(("127.0.0.1", self.port), Handler)
+        self.port = self.http.server_port
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def stop(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+    def answer(self, path, body):
+        """Return status and body of the reply."""
+        if path == "/openapi.json":
+            return 200, {"paths": dict.fromkeys(ROUTES[self.kind])}
+        if path not in ROUTES[self.kind]:
+            return 404, {"error": f"no {path}"}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.load(body["kwargs"]["weights_path"])
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/update_weights_from_disk":
+            self.load(body["model_path"])
+            self.version = body["weight_version"]
+            return 200, {"success": True, "message": ""}
+        elif path != "/reset_prefix_cache":
+            return self.answer_request(body)
+        return 200, {}
+
+    def load(self, folder):
+        self.weights = Path(folder)
+
+    def answer_request(self, body):
+        with self.lock:
+            if self.responses >= self.die_after:
+                self.die()
+            self.requests.append(body)
+            number = len(self.requests)
+            prompt = body.get("token_ids") or body.get("input_ids") or body.get("prompt")
+            options = body.get("sampling_params", body)
+            tokens, logprobs = self.sample(prompt, options)
+        reply = {"tokens": tokens, "logprobs": logprobs, "version": self.version, "status": 200}
+        reply = self.fault(reply, number)
+        self.responses += 1
+        tokens, logprobs, version = reply["tokens"], reply["logprobs"], reply["version"]
+        if reply["status"] != 200:
+            return reply["status"], {"error": "refused"}
+        if self.kind == "vLLM":
+            content = [
+                {"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=False)
+            ]
+            spans = [{"version": version, "start": 0, "end": len(tokens)}]
+            choice = {"token_ids": tokens, "logprobs": {"content": content}}
+            return 200, {"choices": [choice | {"weight_versions": spans}]}
+        if self.kind == "SGLang":
+            entries = [[x, t, None] for t, x in zip(tokens, logprobs, strict=False)]
+            return 200, {"meta_info": {"output_token_logprobs": entries, "weight_version": version}}
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+        return 200, {"choices": [choice]}
+
+    def draw(self, prompt, options):
+        """Return tokens of a random length, of which only the last may be an EOS."""
+        seed = options.get("seed", options.get("sampling_seed"))
+        weights = zlib.crc32((self.weights / "model.safetensors").read_bytes())
+        random_numbers = random.Random(f"{seed} {prompt} {weights}")
+        ends = options["stop_token_ids"]
+        longest = options.get("max_tokens", options.get("max_new_tokens"))
+        length = random_numbers.randint(1, longest) if ends else longest
+        others = [t for t in range(self.vocabulary) if t not in ends]
+        tokens = [random_numbers.choice(others) for _ in range(length)]
+        if length < longest:
+            tokens[-1] = ends[0]
+        return tokens, [-math.log(self.vocabulary)] * length
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--model")
+    parser.add_argument("--die-after", type=float, default=math.inf)
+    arguments, others = parser.parse_known_args()
+    print("started with", *others, flush=True)
+    server = FakeServer(port=arguments.port, weights=Path(arguments.model))
+    server.die_after = arguments.die_after
+    server.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    with server:
+        while True:
+            time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

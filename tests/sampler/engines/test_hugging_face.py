@@ -1,0 +1,100 @@
+"""transformers' `generate` with our draws samples what the built-in engine samples."""
+
+import jax
+import numpy as np
+import pytest
+
+import tiny_actor
+from jax_ppo.config.schema import MeshShape, RolloutOptions
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf import save
+from jax_ppo.registries import ROLLOUT_ENGINES
+from jax_ppo.runtime import meshes
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions, running
+from jax_ppo.sampler.text_search import search_for
+
+pytest.importorskip("torch")
+MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
+# Token i is the letter i of the alphabet, so that a stop string may span tokens.
+LETTERS = [bytes([97 + i % 26]) for i in range(tiny_actor.ARCHITECTURE.vocab_size)]
+STOP = search_for(["ab", "e"], LETTERS, len(LETTERS))
+FORBIDDEN = search_for(["c"], LETTERS, len(LETTERS))
+OPTIONS = {
+    "plain": {"temperature": 0.8},
+    "ends": {"temperature": 1.0, "eos_ids": (1, 2, 3, 4, 5), "min_new_tokens": 2, "stop": STOP},
+    "filtered": {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    "constrained": {
+        "temperature": 1.0,
+        "forbidden": FORBIDDEN,
+        "logit_bias": ((7, 4.0), (9, -100.0)),
+        "slots": 2,
+    },
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(actor, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("actor") / "model"
+    save.export_checkpoint(actor.stacked, tiny_actor.ARCHITECTURE, folder)
+    return folder
+
+
+def make_engine(actor, folder, **changes):
+    options = RolloutOptions(engine="transformers", **changes)
+    engine_class = ROLLOUT_ENGINES["transformers"].function
+    return engine_class(MESH, actor.scored, actor.stacked, options, folder, 32)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name):
+    options = SamplingOptions(max_response_length=10, n=2, **OPTIONS[name])
+    rollouts = []
+    with jax.set_mesh(MESH):
+        for engine in (
+            make_engine(actor, folder),
+            BuiltInEngine(MESH, actor.scored, actor.stacked),
+        ):
+            with running(engine):
+                engine.update_weights(actor.stacked)
+                rollout = engine.generate(prompts, jax.random.key(7), options, 5)
+                engine.release_weights()
+                rollouts.append(jax.tree.map(np.asarray, rollout))
+    ours, expected = rollouts
+    for field in ("responses", "lengths", "truncated", "action_mask", "prompts"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(expected, field))
+    np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=2e-4)
+    assert len(set(ours.lengths.tolist())) > 1 or name != "ends"
+
+
+def test_its_shapes_are_known_ahead(actor, folder, prompts):
+    options = SamplingOptions(max_response_length=3, temperature=1.0, n=2)
+    engine = make_engine(actor, folder)
+    with pytest.raises(StopIteration) as end:
+        next(engine.precompile(actor.stacked, prompts, jax.random.key(0), options))
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(actor.stacked)
+        rollout = engine.generate(prompts, jax.random.key(7), options)
+    shapes = [
+        jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), r)
+        for r in (rollout, end.value.value)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_other_weights_are_noticed(actor, folder, monkeypatch):
+    engine = make_engine(actor, folder)
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(actor.stacked)
+        monkeypatch.setattr(engine, "load_weights", lambda: None)
+        with pytest.raises(UserError, match=r"after update 2 its log-probs differ.*other weights"):
+            engine.update_weights(jax.tree.map(lambda x: -x, actor.stacked))
+
+
+def test_weights_are_removed(actor, folder, tmp_path):
+    engine = make_engine(actor, folder, weights_dir=str(tmp_path / "weights"))
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(actor.stacked)
+        assert engine.weights.is_relative_to(tmp_path) and (engine.weights / "config.json").exists()
+    assert not list((tmp_path / "weights").iterdir())

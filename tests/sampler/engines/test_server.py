@@ -1,0 +1,337 @@
+"""A server samples: what it is asked, what is refused, and what happens when it fails."""
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fake_rollout_server
+import tiny_actor
+from fake_rollout_server import FakeServer
+from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf import save
+from jax_ppo.runtime import meshes
+from jax_ppo.sampler.engine import SamplingOptions, running
+from jax_ppo.sampler.engines import external, server
+from jax_ppo.sampler.engines.protocols import Reply
+from jax_ppo.sampler.text_search import search_for
+
+MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
+V = tiny_actor.ARCHITECTURE.vocab_size
+SAMPLING = SamplingOptions(max_response_length=6, temperature=1.0, n=8, eos_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def folder(actor, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("actor") / "model"
+    save.export_checkpoint(actor.stacked, tiny_actor.ARCHITECTURE, folder)
+    return folder
+
+
+@pytest.fixture
+def any_weights(monkeypatch):
+    """Accept log-probs that no model computed."""
+    monkeypatch.setattr(external, "MAX_DIFFERENCE", np.inf)
+    monkeypatch.setattr(server, "_PAUSE", 0.01)
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter whose vLLM is the fake server."""
+    path = tmp_path / "python"
+    program = f"exec {sys.executable} {fake_rollout_server.__file__}"
+    path.write_text(f'#!/bin/sh\n[ "$1" = "-c" ] && exit 0\n{program} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def make_engine(actor, folder, **options):
+    options = RolloutOptions(**{"engine": "openai"} | options)
+    return server.ServerEngine(MESH, actor.scored, actor.stacked, options, folder, 32)
+
+
+def generate(engine, actor, prompts, options=SAMPLING, updates=1):
+    with jax.set_mesh(MESH):
+        for _ in range(updates):
+            engine.update_weights(actor.stacked)
+        rollout = engine.generate(prompts, jax.random.key(7), options)
+        engine.release_weights()
+        return jax.tree.map(np.asarray, rollout)
+
+
+def same(rollout, other):
+    return all(
+        (getattr(rollout, name) == getattr(other, name)).all()
+        for name in ("responses", "lengths", "logprobs", "truncated")
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(actor, folder):
+    """The rollout of a server without faults."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(external, "MAX_DIFFERENCE", np.inf)
+    with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+        rollout = generate(engine, actor, tiny_actor.make_prompts())
+    patch.undo()
+    return rollout
+
+
+@pytest.mark.usefixtures("any_weights")
+class TestProtocols:
+    @pytest.mark.parametrize("kind", fake_rollout_server.ROUTES)
+    def test_all_give_the_same_rollout(self, actor, folder, prompts, expected, kind):
+        with FakeServer(kind) as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+            rollout = generate(engine, actor, prompts, updates=2)
+        assert same(rollout, expected)
+        assert len(rollout.lengths) == 4 * 8
+        # Not all of a prompt's samples are alike, some end early, and the padding is 0.
+        assert len({tuple(row) for row in rollout.responses[:8].tolist()}) > 4
+        assert 0 < rollout.truncated.sum() < 32
+        assert not rollout.logprobs[~rollout.action_mask].any()
+
+    def test_a_request_holds_every_option(self, actor, folder, prompts):
+        letters = [bytes([97 + i % 26]) for i in range(V)]
+        options = dataclasses.replace(
+            SAMPLING,
+            n=1,
+            top_k=5,
+            top_p=0.9,
+            min_p=0.1,
+            min_new_tokens=2,
+            stop=search_for(["never"], letters, V),
+            logit_bias=((3, 1.0), (3, 0.5)),
+        )
+        with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+            generate(engine, actor, prompts, options)
+        body = next(b for b in fake.requests if b["sampling_params"]["max_tokens"] == 6)
+        assert body["token_ids"] in [
+            row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)
+        ]
+        seed = body["sampling_params"].pop("seed")
+        assert 0 <= seed < 2**31
+        assert body["sampling_params"] == {
+            "temperature": 1.0,
+            "top_k": 5,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.0,
+            "max_tokens": 6,
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "stop_token_ids": [2],
+            "stop": ["never"],
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "logit_bias": {"3": 1.5},
+        }
+
+    def test_the_key_is_sent_and_not_shown(self, actor, folder, prompts, monkeypatch):
+        monkeypatch.setenv("JAX_PPO_ROLLOUT_KEY", "secret")
+        with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+            generate(engine, actor, prompts)
+            assert fake.authorization == "Bearer secret"
+            fake.fault = lambda reply, number: reply | {"status": 401}
+            with pytest.raises(UserError, match="HTTP 401") as error:
+                generate(engine, actor, prompts)
+        assert "secret" not in str(error.value)
+
+    def test_a_server_without_updates_is_refused_at_start(self, actor, folder, monkeypatch):
+        monkeypatch.setitem(fake_rollout_server.ROUTES, "vLLM", ("/inference/v1/generate",))
+        with FakeServer() as fake:
+            engine = make_engine(actor, folder, url=fake.url)
+            message = r"lacks /collective_rpc, .*start vLLM with VLLM_SERVER_DEV_MODE=1"
+            with pytest.raises(UserError, match=message):
+                engine.start()
+
+    def test_no_server_is_one_line(self, actor, folder, monkeypatch):
+        monkeypatch.setattr(server, "_CONNECT_SECONDS", 0.1)
+        engine = make_engine(actor, folder, url="http://127.0.0.1:9")
+        with pytest.raises(UserError, match=r"rollout\.url='http://127.0.0.1:9': no answer"):
+            engine.start()
+
+
+def once(**changes):
+    """Return a fault of the fifth reply."""
+    return lambda reply, number: reply | (changes if number == 5 else {})
+
+
+def hang_once(reply, number):
+    if number == 5:
+        time.sleep(2)
+    return reply
+
+
+@pytest.mark.usefixtures("any_weights")
+class TestFaults:
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            once(tokens=[5, 6], logprobs=[-1.0, -1.0]),
+            once(tokens=[5] * 9, logprobs=[-1.0] * 9),
+            once(tokens=[5] * 6, logprobs=[-1.0] * 5 + [float("nan")]),
+            once(tokens=[5] * 5 + [V], logprobs=[-1.0] * 6),
+            once(tokens=[5] * 6, logprobs=[-1.0] * 6, version="old"),
+            once(status=503),
+            hang_once,
+        ],
+        ids=["fewer", "more", "nan", "unknown-token", "old-version", "busy", "hang"],
+    )
+    def test_a_bad_response_is_requested_again(self, actor, folder, prompts, expected, fault):
+        with FakeServer() as fake:
+            fake.fault = fault
+            engine = make_engine(actor, folder, url=fake.url, url_timeout=0.5)
+            with running(engine):
+                assert same(generate(engine, actor, prompts), expected)
+                assert len(fake.requests) > 33
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"logprobs": [None] * 6, "tokens": [5] * 6}, "a response has the log-prob None"),
+            ({"tokens": [5], "logprobs": [-1.0]}, "ends after 1 of . tokens for no reason"),
+            ({"version": "old"}, "the weights have version 'old' instead of"),
+            ({"status": 400}, "HTTP 400: .*refused"),
+        ],
+    )
+    def test_a_fault_that_stays_is_one_line(self, actor, folder, prompts, changes, message):
+        with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+            fake.fault = lambda reply, number: reply | changes
+            with pytest.raises(UserError, match=message) as error:
+                generate(engine, actor, prompts)
+        assert "\n" not in str(error.value)
+
+    def test_a_restarted_server_gets_the_weights_again(self, actor, folder, prompts, expected):
+        with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
+            generate(engine, actor, prompts)
+
+            def restart(reply, number):
+                if number == 40:
+                    fake.version = "default"
+                return reply | {"version": fake.version}
+
+            fake.fault = restart
+            assert same(generate(engine, actor, prompts), expected)
+            assert len(fake.requests) > 50
+
+    def test_a_server_of_ours_is_killed_50_times(self, actor, folder, prompts, python, tmp_path):
+        """Every life answers one request: the samples are those of a server that lives on."""
+        options = dataclasses.replace(SAMPLING, n=13, slots=1)
+        rollouts = []
+        for arguments in ("--die-after=1", ""):
+            engine = make_engine(
+                actor,
+                folder,
+                engine="vllm",
+                weights_dir=str(tmp_path),
+                vllm=VLLM(python=python, arguments=arguments),
+            )
+            with running(engine):
+                rollouts.append(generate(engine, actor, prompts, options))
+                log = engine.weights.with_name("vllm.log").read_text()
+            assert log.count("started") == (53 if arguments else 1)
+            assert "--logprobs-mode=raw_logprobs" in log
+        assert len(rollouts[0].lengths) == 52
+        assert same(*rollouts)
+
+    def test_a_server_that_does_not_start_is_one_line(self, actor, folder, prompts, python):
+        Path(python).write_text(
+            '#!/bin/sh\n[ "$1" = "-c" ] && exit 0\necho "OSError: no such thing"\nexit 1\n'
+        )
+        engine = make_engine(actor, folder, engine="vllm", vllm=VLLM(python=python))
+        with running(engine), pytest.raises(UserError, match="vLLM ended: OSError: no such thing"):
+            generate(engine, actor, prompts)
+
+    def test_an_interpreter_without_vllm_is_refused(self, actor, folder):
+        for python, message in ((sys.executable, "has no vLLM"), ("/none", "No such file")):
+            engine = make_engine(actor, folder, engine="vllm", vllm=VLLM(python=python))
+            with pytest.raises(UserError, match=message):
+                engine.start()
+
+    def test_a_server_of_ours_ends_with_its_workers(self, tmp_path):
+        program = f"sleep 1000 & echo $! > {tmp_path}/worker; wait"
+        process = server.ServerProcess(["sh", "-c", program], {}, tmp_path / "log")
+        while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
+            time.sleep(0.01)
+        worker = int((tmp_path / "worker").read_text())
+        assert is_alive(worker)
+        process.stop()
+        deadline = time.monotonic() + 10
+        while is_alive(worker) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not is_alive(worker)
+
+
+def is_alive(pid):
+    """Return whether the process runs; nobody may have collected its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestResponse:
+    def read(self, tokens, **options):
+        options = dataclasses.replace(SAMPLING, **options)
+        return server.read_response(Reply(tokens, [-1.0] * len(tokens), None), options, V)
+
+    def test_it_ends_with_an_eos(self):
+        assert self.read([4, 2]) == server.Response([4, 2], [-1.0] * 2, truncated=False)
+        assert self.read([4, 4, 4, 4, 4, 2]).truncated is False
+        assert self.read([4, 4, 4, 4, 4, 4]).truncated is True
+        # What a server added to it is cut off.
+        assert self.read([4, 2, 5, 5]).tokens == [4, 2]
+
+    def test_it_ends_with_the_token_that_completes_a_stop_string(self):
+        letters = [bytes([97 + i % 26]) for i in range(V)]
+        stop = search_for(["ef"], letters, V)
+        assert self.read([4, 5, 5, 5], stop=stop).tokens == [4, 5]
+        assert self.read([4, 5, 4, 5], stop=stop, min_new_tokens=2).tokens == [4, 5, 4, 5]
+
+
+class TestWeights:
+    """The server runs the model that it is sent, in torch."""
+
+    def test_it_samples_from_them_and_other_weights_are_noticed(self, actor, folder, prompts):
+        torch = pytest.importorskip("torch")
+        import transformers
+
+        fake = FakeServer("SGLang")
+
+        def load(folder):
+            fake.model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+        def sample(prompt, options):
+            generator = torch.Generator().manual_seed(options["sampling_seed"])
+            tokens, logprobs = list(prompt), []
+            for _ in range(options["max_new_tokens"]):
+                with torch.inference_mode():
+                    logits = fake.model(torch.tensor([tokens])).logits[0, -1]
+                row = torch.log_softmax(logits / options["temperature"], -1)
+                token = int(torch.multinomial(row.exp(), 1, generator=generator))
+                tokens.append(token)
+                logprobs.append(float(row[token]))
+                if token in options["stop_token_ids"]:
+                    break
+            return tokens[len(prompt) :], logprobs
+
+        fake.load, fake.sample = load, sample
+        options = dataclasses.replace(SAMPLING, temperature=0.7, n=2)
+        with fake:
+            engine = make_engine(actor, folder, url=fake.url, temperature=0.7)
+            with running(engine):
+                rollout = generate(engine, actor, prompts, options)
+                fake.load = lambda folder: None
+                negative = jax.tree.map(lambda x: -x, actor.stacked)
+                message = r"after update 2 its log-probs differ.*it samples from other weights"
+                with jax.set_mesh(MESH), pytest.raises(UserError, match=message):
+                    engine.update_weights(negative)
+        ours = jax.nn.log_softmax(actor.full_logits(rollout.prompts, rollout.responses) / 0.7)
+        ours = np.take_along_axis(np.asarray(ours), rollout.responses[..., None], axis=2)[..., 0]
+        mask = rollout.action_mask
+        np.testing.assert_allclose(rollout.logprobs[mask], ours[mask], atol=1e-4)
