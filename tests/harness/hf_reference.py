@@ -36,6 +36,7 @@ CLASS_PREFIXES = {
     "smollm3": "SmolLM3",
     "granite": "Granite",
     "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
     "glm": "Glm",
     "glm4": "Glm4",
     "gemma": "Gemma",

@@ -144,6 +144,31 @@ VARIANTS = {
     "granite, biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.2,
+            },
+        },
+    ),
+    "olmo3, in a loop": (
+        "olmo3",
+        {
+            "num_hidden_layers": MAX_UNROLLED_LAYERS + 1,
+            "num_key_value_heads": 1,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+    ),
     "glm": ("glm", {"head_dim": 8}),
     "glm4": ("glm4", {"head_dim": 8, "attention_bias": False}),
     "glm4, a quarter of each head": (
@@ -228,6 +253,7 @@ SLOW = (
     "smollm3, in a loop",
     "granite, biases",
     "olmo2, one key head",
+    "olmo3, in a loop",
     "glm",
     "glm4, a quarter of each head",
     "gpt2, odd heads, untied",

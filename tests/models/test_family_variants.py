@@ -112,6 +112,10 @@ UNUSUAL = (
         {"hidden_size": 7, "num_attention_heads": 1, "max_position_embeddings": 24}
         | {"activation_function": "gelu_pytorch_tanh"},
     ),
+    (
+        "olmo3",
+        {"sliding_window": 7, "rope_parameters": {FULL: YARN, SLIDING: DEFAULT}, **ONE_HEAD},
+    ),
 )
 
 

@@ -16,6 +16,8 @@ from jax_ppo.models.hf.fields import (
 from jax_ppo.models.hf.json_files import quote_value
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
 
+# Beginnings of fields that describe media in the description of a decoder.
+MEDIA_FIELDS = ("vision_", "image_", "video_")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -75,15 +77,29 @@ def text_config(config: Config) -> Config:
     Any other config.json is returned as it is.
 
     Raises:
-      UserError: the multimodal model has no `text_config`, or of an unsupported family.
+      UserError: `text_config` is not an object.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return config
+    family = MULTIMODAL[kind]
     text = ConfigReader(config).table("text_config")
+    if not text and kind in family.text_families:
+        # The first files of Qwen2-VL describe the decoder next to the rest.
+        text = {name: value for name, value in config.items() if name != "text_config"}
+    text = {name: value for name, value in text.items() if not name.startswith(MEDIA_FIELDS)}
+    text_kind = str(text.get("model_type", ""))
     # In some files only the whole model has them.
     outer = {name: config[name] for name in SPECIAL_TOKENS if name in config}
-    return outer | text
+    defaults = dict(family.defaults.get(text_kind, {}))
+    if text.get("rope_parameters"):
+        defaults.pop("rope_theta", None)
+    fields = defaults | outer | text
+    fields["model_type"] = family.text_families.get(text_kind, text_kind)
+    # transformers asks the whole model first.
+    if tied := config.get("tie_word_embeddings", family.tied):
+        fields["tie_word_embeddings"] = tied
+    return fields
 
 
 def _read_family(config: Config) -> tuple[str, Family]:

@@ -5,6 +5,8 @@ with one entry in `FAMILIES`; a feature that the decoder lacks becomes a field o
 first.
 """
 
+import dataclasses
+
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config
 from jax_ppo.models.deberta.names import UNUSED_TENSORS, deberta_tensor_table
 from jax_ppo.models.hf.family import EncoderFamily, Family, Multimodal
@@ -17,6 +19,8 @@ _QWEN_DEFAULTS = {
     "max_window_layers": 28,
     "max_position_embeddings": 32_768,
 }
+# The three positions of a token of text are equal.
+_ROPE_OF_TEXT = {"mrope": "default"}
 _MISTRAL_DEFAULTS = {
     "num_key_value_heads": 8,
     "sliding_window": 4096,
@@ -28,6 +32,13 @@ _GRANITE_FACTORS = {
     "residual_multiplier": "residual_multiplier",
     "logits_scaling": "logit_divisor",
 }
+_OLMO_FIXED = {
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
+    "pre_norms": False,
+    "post_norms": True,
+}
+_OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _GLM_DEFAULTS = {
     "rms_norm_eps": 1.5625e-7,
     "num_key_value_heads": 2,
@@ -73,6 +84,7 @@ FAMILIES = {
         defaults=_QWEN_DEFAULTS,
         nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="last",
+        rope_aliases=_ROPE_OF_TEXT,
     ),
     "qwen3": Family(
         class_prefix="Qwen3",
@@ -81,6 +93,7 @@ FAMILIES = {
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
         nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="last",
+        rope_aliases=_ROPE_OF_TEXT,
     ),
     "mistral": Family(
         class_prefix="Mistral",
@@ -172,15 +185,22 @@ FAMILIES = {
     "olmo2": Family(
         class_prefix="Olmo2",
         has_token_classifier=False,
-        fixed={
-            "qk_norm": True,
-            "qk_norm_over_heads": True,
-            "pre_norms": False,
-            "post_norms": True,
-        },
+        fixed=_OLMO_FIXED,
         bias_fields=_ATTENTION_BIAS,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        defaults=_OLMO_DEFAULTS,
         nullable=frozenset({"num_key_value_heads"}),
+    ),
+    "olmo3": Family(
+        class_prefix="Olmo3",
+        has_token_classifier=False,
+        fixed=_OLMO_FIXED,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_OLMO_DEFAULTS | {"sliding_window": 4096},
+        nullable=frozenset({"num_key_value_heads"}),
+        sliding_windows="pattern",
+        window_period=4,
+        rope_theta=500_000.0,
+        local_rope_theta=500_000.0,
     ),
     "glm": Family(
         class_prefix="Glm",
@@ -244,7 +264,8 @@ FAMILIES = {
         window_period_field="sliding_window_pattern",
         activation_fields=("hidden_activation", "hidden_act"),
         activation=GELU_TANH,
-        rope_by_layer_type=True,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
         unsupported={
             "attn_logit_softcapping": "transformers reads it but caps nothing, so it is unclear "
             "whether the weights were trained with it"
@@ -334,21 +355,42 @@ FAMILIES = {
     ),
 }
 
-MULTIMODAL = {
-    "gemma3": Multimodal(
-        # The second and the third are those of files on the hub.
-        text_prefixes={
-            "model.language_model.": "model.",
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
+_LLAVA = Multimodal(
+    # What the text_config of the first Llava models leaves out.
+    defaults={
+        "llama": {
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        }
+    },
+)
+_QWEN_2_VL_TEXT = ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
+_QWEN_2_VL = Multimodal(
+    text_families=dict.fromkeys(_QWEN_2_VL_TEXT, "qwen2"),
+    defaults=dict.fromkeys(
+        _QWEN_2_VL_TEXT,
+        {
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000.0,
+            "max_window_layers": 80,
         },
-        other_prefixes=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-    )
+    ),
+)
+MULTIMODAL = {
+    "gemma3": Multimodal(tied=True),
+    "internvl": _LLAVA,
+    "llava": _LLAVA,
+    "llava_next": _LLAVA,
+    "mistral3": dataclasses.replace(_LLAVA, tied=True),
+    "qwen2_vl": _QWEN_2_VL,
+    "qwen2_5_vl": _QWEN_2_VL,
+    "qwen3_vl": Multimodal(
+        {"qwen3_vl_text": "qwen3"},
+        defaults={"qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}},
+    ),
 }
 
 ENCODERS = {

@@ -53,7 +53,8 @@ class Family:
       unrotated_period: with n, every n-th layer has no rotary embedding unless config.json lists
         others in `no_rope_layers`; 0: all layers have one.
       rope_aliases: the family's names of rotary embeddings, and the usual names.
-      rope_by_layer_type: whether layers with a sliding window have rotary parameters of their own.
+      local_rope_theta: base of layers with a sliding window, where these have rotary parameters
+        of their own, unless config.json has one; `None`: they have those of all layers.
       rope_length_outside: whether `original_max_position_embeddings` is stored outside the rotary
         parameters.
       fused_projections: projections that the checkpoint stores as one tensor, and its name.
@@ -91,7 +92,7 @@ class Family:
     partial_rotary_factor: float | None = None
     unrotated_period: int = 0
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    rope_by_layer_type: bool = False
+    local_rope_theta: float | None = None
     rope_length_outside: bool = False
     fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     fused_by_head: bool = False
@@ -128,25 +129,38 @@ class EncoderFamily:
     )
 
 
+# The decoder's tensors in files of transformers and on the hub, and those that are left out.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")
+
+
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
     """A family of models of which only the decoder of text is read.
 
-    Its config.json describes the decoder in `text_config`, which is one of `FAMILIES`.
+    Its config.json describes the decoder in `text_config` or, in old files, in the same place as
+    the rest.
 
     Attributes:
-      text_prefixes: prefixes of the decoder's tensors, and those of its own family.
-      other_prefixes: prefixes of the tensors that are left out.
+      text_families: the decoder's `model_type` where it is not one of `FAMILIES`, and the one of
+        these that computes the same.
+      defaults: by that `model_type`, values of fields that are missing.
+      tied: whether the output embedding is the input embedding unless config.json says so.
     """
 
-    text_prefixes: Mapping[str, str]
-    other_prefixes: tuple[str, ...]
+    text_families: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    tied: bool = False
 
     def text_name(self, name: str) -> str:
         """Return a tensor's name in the decoder's own family; "" if it is left out."""
-        if name.startswith(self.other_prefixes):
+        if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
             return ""
-        return _replace_prefix(name, self.text_prefixes)
+        return _replace_prefix(name, _TEXT_PREFIXES)
 
 
 def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:

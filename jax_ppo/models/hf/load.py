@@ -64,6 +64,17 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
 
+def describe_text_part(folder: str | Path) -> str:
+    """Return a line about the part of a multimodal checkpoint that is used; "" for any other."""
+    file = Path(folder) / "config.json"
+    config = read_json_object(file) if file.exists() else {}  # adapters have none
+    kind = str(config.get("model_type"))
+    if kind not in MULTIMODAL:
+        return ""
+    family = text_config(config)["model_type"]
+    return f"{folder}: only the text part of {kind} is used, as {family}; images are not read"
+
+
 def has_weights(folder: str | Path) -> bool:
     """Return whether a folder holds all safetensors weights of a checkpoint."""
     try:

@@ -19,10 +19,7 @@ OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 LISTS = frozenset({"short_factor", "long_factor"})
 # Entries that transformers ignores.
-HARMLESS_ENTRIES = ("finetuned",)
-# Of a family whose local layers have rotary parameters of their own.
-DEFAULT_GLOBAL_THETA = 1_000_000.0
-DEFAULT_LOCAL_THETA = 10_000.0
+HARMLESS_ENTRIES = ("finetuned", "mrope_section", "mrope_interleaved")
 PARTIAL_FACTOR = "partial_rotary_factor"
 
 RopeScaling = tuple[tuple[str, Any], ...]
@@ -58,7 +55,7 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields
         return NO_ROPE
     parameters = reader.table("rope_parameters")
     scaling = reader.table("rope_scaling")
-    if family.rope_by_layer_type:
+    if family.local_rope_theta is not None:
         return _read_two_ropes(reader, family, parameters, scaling, head_dim)
     for table in (parameters, scaling):
         nested = [name for name, value in table.items() if isinstance(value, dict)]
@@ -117,7 +114,7 @@ def _read_two_ropes(
     tables = ConfigReader(parameters, where="config.json: rope_parameters.")
     full = tables.table(FULL)
     local = tables.table(LOCAL)
-    other_rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_GLOBAL_THETA)
+    other_rope = _OneRope(reader, family, head_dim, "rope_theta", family.rope_theta)
     fields = other_rope.read(full, f"rope_parameters.{FULL}")
     if scaling:
         if "type" in scaling:
@@ -129,7 +126,8 @@ def _read_two_ropes(
         if full and merged != fields:
             raise _disagreement(reader)
         fields = merged
-    local_rope = _OneRope(reader, family, head_dim, "rope_local_base_freq", DEFAULT_LOCAL_THETA)
+    assert family.local_rope_theta is not None
+    local_rope = _OneRope(reader, family, head_dim, "rope_local_base_freq", family.local_rope_theta)
     local_fields = local_rope.read(local, f"rope_parameters.{LOCAL}")
     local_kind = dict(local_fields.scaling)["rope_type"]
     if local_kind != "default":
@@ -160,7 +158,7 @@ class _OneRope:
         self._max_length = reader.integer("max_position_embeddings")
         self._original_length: int | None = None
         # Where layer types have parameters of their own, transformers ignores this field.
-        if not family.rope_by_layer_type:
+        if family.local_rope_theta is None:
             self._original_length = _read_original_length(reader)
 
     def read(self, table: Config, name: str) -> RopeFields:

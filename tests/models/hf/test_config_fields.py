@@ -57,6 +57,7 @@ MODELS = {
         "logits_scaling": 3.0,
     },
     "olmo2": {},
+    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "gemma": {"head_dim": 16},
@@ -193,7 +194,7 @@ def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_secti
 ):
     config = make_config(family, tmp_path)
     assert from_hf_config(with_notes(config)) == from_hf_config(config)
-    multimodal = {"model_type": "gemma3", "text_config": config, "_x": 1}
+    multimodal = {"model_type": "llava", "text_config": config, "_x": 1}
     assert from_hf_config(text_config(with_notes(multimodal))) == from_hf_config(config)
     with pytest.raises(UserError, match="x_ is an unknown field"):
         from_hf_config(config | {"x_": 1})

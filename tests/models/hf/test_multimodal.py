@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
+from jax_ppo.models.hf.load import describe_text_part, read_architecture, read_reward_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 
 TEXT = reference.SIZES | {
@@ -72,6 +72,78 @@ def test_the_text_part_computes_the_logits_of_the_whole(model, tmp_path, prefix)
     assert written["architectures"] == ["Gemma3ForCausalLM"]
     exported = recorded.Checkpoint(tmp_path / "out", "Gemma3ForCausalLM")
     reference.assert_same_logits(exported, model, ids, atol=1e-5)
+
+
+QWEN_VISION = VISION | {"num_heads": 2, "depth": 1, "out_hidden_size": 32, "hidden_act": "silu"}
+MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]}
+OTHERS = {
+    "Llava": {
+        "text_config": reference.SIZES | {"model_type": "llama", "head_dim": 8},
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+    },
+    "Mistral3": {
+        "text_config": reference.SIZES | {"model_type": "mistral", "head_dim": 16},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 4},
+        "tie_word_embeddings": True,
+    },
+    "InternVL": {
+        "text_config": reference.SIZES | {"model_type": "qwen2"},
+        "vision_config": VISION | {"image_size": [8, 8], "patch_size": [4, 4]},
+    },
+    "Qwen2VL": {
+        "text_config": reference.SIZES | {"rope_parameters": MROPE},
+        "vision_config": {"embed_dim": 8, "hidden_size": 32, "num_heads": 2, "depth": 1},
+    },
+    "Qwen2_5_VL": {
+        "text_config": reference.SIZES | {"rope_parameters": MROPE},
+        "vision_config": QWEN_VISION | {"fullatt_block_indexes": [0]},
+        "tie_word_embeddings": True,
+    },
+    "Qwen3VL": {
+        "text_config": reference.SIZES
+        | {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+        "vision_config": QWEN_VISION
+        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_text_part_of_other_families_computes_the_logits_of_the_whole(name, tmp_path):
+    """The vocabulary's last tokens are those of images."""
+    folder = tmp_path / "in"
+    model = recorded.write_checkpoint(folder, f"{name}ForConditionalGeneration", OTHERS[name])
+    architecture, params = reference.load(folder)
+    ids = reference.tokens(rows=2, length=16, vocab_size=90)
+    ours = reference.our_logits(architecture, params, ids)
+    reference.assert_their_logits(ours, model, ids, rtol=1e-4, atol=1e-4 * np.abs(ours).max())
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=folder)
+    exported = recorded.Checkpoint(tmp_path / "out")
+    reference.assert_same_logits(exported, model, ids, atol=1e-5)
+    assert describe_text_part(folder).endswith(
+        f"only the text part of {json.loads((folder / 'config.json').read_text())['model_type']} "
+        f"is used, as {architecture.family}; images are not read"
+    )
+    assert not describe_text_part(tmp_path / "out")
+
+
+def test_old_files_describe_the_decoder_next_to_the_rest(tmp_path):
+    config = {
+        **reference.SIZES,
+        "model_type": "qwen2_5_vl",
+        "vision_start_token_id": 91,
+        "vision_config": {"depth": 1},
+        "image_token_id": 92,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "rope_theta": 700.0,
+        "sliding_window": 32_768,
+        "use_sliding_window": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = read_architecture(tmp_path, needs_weights=False)
+    assert (architecture.family, architecture.rope_theta, architecture.tied) == ("qwen2", 700, True)
+    assert architecture.norm_epsilon == 1e-5 and not any(architecture.layers_are_local)
 
 
 def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
