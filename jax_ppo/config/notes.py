@@ -1,25 +1,36 @@
 """Notes about options that are permitted but may not be what the user meant."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from jax_ppo.config.schema import Config, all_options, option_value
+from jax_ppo.config.schema import (
+    Actor,
+    Algorithm,
+    Config,
+    RolloutOptions,
+    all_options,
+    option_value,
+)
 from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
-
-Advice = Callable[[Config], str | None]
 
 
 def train_notes(config: Config) -> list[str]:
     """Return notes for a `train` run: easily missed biases, and options without an effect."""
-    advice = [text for rule in ADVICE if (text := rule(config))]
-    return [*advice, *_note_ineffective_options(config), *_note_unread_options(config, "train")]
+    actor, algorithm = config.actor, config.algorithm
+    advice = (
+        note_truncated_distribution(config.rollout),
+        note_biased_kl_in_reward(algorithm),
+        note_idle_kl_loss(actor),
+        note_unusual_clip(actor),
+        note_biased_policy_loss(actor.policy_loss, config.updates_once),
+        note_reference_without_adapters(
+            config.model.lora.path, algorithm.use_kl_in_reward or actor.use_kl_loss
+        ),
+    )
+    ineffective = _note_ineffective_options(config)
+    return [*filter(None, advice), *ineffective, *note_unread_options(config, "train")]
 
 
-def supervised_notes(config: Config, command: str) -> list[str]:
-    """Return notes for an `sft` or `reward_model` run: options that the command does not read."""
-    return list(_note_unread_options(config, command))
-
-
-def _note_unread_options(config: Config, command: str) -> Iterator[str]:
+def note_unread_options(config: Config, command: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to other commands."""
     for option in all_options():
         value = option_value(config, option.name)
@@ -42,9 +53,8 @@ def _note_ineffective_options(config: Config) -> Iterator[str]:
             )
 
 
-def note_long_warmup(config: Config, total_steps: int) -> str | None:
+def note_long_warmup(warmup: int, total_steps: int) -> str | None:
     """Return a note if the run is over before the actor is trained."""
-    warmup = config.trainer.critic_warmup
     if warmup >= total_steps:
         return (
             f"config.trainer.critic_warmup={warmup}: the actor is never trained in "
@@ -53,9 +63,9 @@ def note_long_warmup(config: Config, total_steps: int) -> str | None:
     return None
 
 
-def note_truncated_distribution(config: Config) -> str | None:
+def note_truncated_distribution(rollout: RolloutOptions) -> str | None:
     """Return a note if sampling filters make training off-policy (trl#6789, verl#6240)."""
-    if config.rollout.truncates and not config.rollout.exact_filters:
+    if rollout.truncates and not rollout.exact_filters:
         return (
             "config.rollout.top_k, top_p and min_p truncate the distribution that is sampled from, "
             "while log-probs and ratios are of the full one: training is off-policy to that "
@@ -64,9 +74,8 @@ def note_truncated_distribution(config: Config) -> str | None:
     return None
 
 
-def note_biased_kl_in_reward(config: Config) -> str | None:
+def note_biased_kl_in_reward(algorithm: Algorithm) -> str | None:
     """Return a note if the KL in the reward does not follow the gradient of the KL."""
-    algorithm = config.algorithm
     is_unbiased = KL_ESTIMATORS.lookup(algorithm.kl_penalty).unbiased_in_reward
     if algorithm.use_kl_in_reward and not is_unbiased:
         unbiased = " and ".join(KL_ESTIMATORS.names(lambda entry: entry.unbiased_in_reward))
@@ -77,10 +86,10 @@ def note_biased_kl_in_reward(config: Config) -> str | None:
     return None
 
 
-def note_idle_kl_loss(config: Config) -> str | None:
+def note_idle_kl_loss(actor: Actor) -> str | None:
     """Return a note if the KL in the loss has no expected gradient."""
-    kind = config.actor.kl_loss_type
-    if config.actor.use_kl_loss and not KL_ESTIMATORS.lookup(kind).restrains_in_loss:
+    kind = actor.kl_loss_type
+    if actor.use_kl_loss and not KL_ESTIMATORS.lookup(kind).restrains_in_loss:
         return (
             f"config.actor.kl_loss_type={kind!r}: its expected gradient is 0, so it does not "
             "restrain the policy; k2 does"
@@ -88,9 +97,8 @@ def note_idle_kl_loss(config: Config) -> str | None:
     return None
 
 
-def note_unusual_clip(config: Config) -> str | None:
+def note_unusual_clip(actor: Actor) -> str | None:
     """Return a note if what is no ratio of a token is clipped as if it were one."""
-    actor = config.actor
     # A range that the user set is intended, whatever its size.
     has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
     authors_range = POLICY_LOSSES.lookup(actor.policy_loss).authors_clip
@@ -104,10 +112,9 @@ def note_unusual_clip(config: Config) -> str | None:
     return None
 
 
-def note_biased_policy_loss(config: Config) -> str | None:
+def note_biased_policy_loss(loss: str, updates_once: bool) -> str | None:
     """Return a note if a loss without a ratio is used for several optimizer steps."""
-    loss = config.actor.policy_loss
-    if POLICY_LOSSES.lookup(loss).needs_one_update and not config.updates_once:
+    if POLICY_LOSSES.lookup(loss).needs_one_update and not updates_once:
         return (
             f"config.actor.policy_loss={loss!r}: is biased once the policy has changed; it is "
             "meant for one optimizer step per rollout"
@@ -115,23 +122,12 @@ def note_biased_policy_loss(config: Config) -> str | None:
     return None
 
 
-def note_reference_without_adapters(config: Config) -> str | None:
+def note_reference_without_adapters(path: str, restrains: bool) -> str | None:
     """Return a note if the KL is not measured to the policy that training starts from."""
-    path = config.model.lora.path
-    if path and (config.algorithm.use_kl_in_reward or config.actor.use_kl_loss):
+    if path and restrains:
         return (
             f"config.model.lora.path={path!r}: the reference is the bare base, not the policy "
             "that training starts from; merge those adapters into config.model.path to measure "
             "the KL to them"
         )
     return None
-
-
-ADVICE: tuple[Advice, ...] = (
-    note_truncated_distribution,
-    note_biased_kl_in_reward,
-    note_idle_kl_loss,
-    note_unusual_clip,
-    note_biased_policy_loss,
-    note_reference_without_adapters,
-)

@@ -11,6 +11,7 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
     LOGGERS,
     Actor,
+    Algorithm,
     Config,
     Create,
     Critic,
@@ -248,46 +249,58 @@ def require_valid_constraints(rollout: RolloutOptions, longest: int) -> None:
         )
 
 
-def require_several_responses_to_compare(config: Config) -> None:
-    """Raise `UserError` for an estimator that compares responses if there is one per prompt."""
-    estimator = config.algorithm.adv_estimator
+def require_several_responses_to_compare(algorithm: Algorithm, rollout: RolloutOptions) -> None:
+    """Raise `UserError` if there is one response per prompt, and something compares several."""
+    responses = rollout.keep or rollout.n
+    if responses >= 2:
+        return
+    name = "n" if rollout.keep is None else "keep"
+    setting = f"config.rollout.{name}={responses}"
+    estimator = algorithm.adv_estimator
     # The advantage of a single response within its group is always 0.
-    compares = ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups
-    if compares and config.responses_per_prompt < 2:
+    if ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups:
         raise UserError(
-            f"{_describe_responses(config)}: config.algorithm.adv_estimator={estimator!r} "
-            "compares responses to one prompt; set it to 2 or more"
+            f"{setting}: config.algorithm.adv_estimator={estimator!r} compares responses to one "
+            "prompt; set it to 2 or more"
+        )
+    if algorithm.filter_groups.enable:
+        raise UserError(
+            f"{setting}: config.algorithm.filter_groups.enable=True compares the rewards of a "
+            "prompt's responses; set it to 2 or more"
         )
 
 
-def require_what_the_estimator_compares(config: Config) -> None:
+def require_what_the_estimator_compares(
+    algorithm: Algorithm, reward: Reward, rollout: RolloutOptions
+) -> None:
     """Raise `UserError` if an estimator lacks rewards one by one, or scores of greedy responses."""
-    estimator = config.algorithm.adv_estimator
+    estimator = algorithm.adv_estimator
     entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
     setting = f"config.algorithm.adv_estimator={estimator!r}"
     try:
-        names = parsing.parse_weights(config.reward.components)
+        names = parsing.parse_weights(reward.components)
     except ValueError as error:
-        raise UserError(f"config.reward.components={config.reward.components!r}: {error}") from None
+        raise UserError(f"config.reward.components={reward.components!r}: {error}") from None
     if entry.needs_components and not names:
         raise UserError(
             f"{setting}: normalizes each reward of a response; name those that the reward function "
             "returns: config.reward.components=NAME:WEIGHT,NAME:WEIGHT"
         )
-    if (entry.needs_components or entry.needs_greedy) and config.selects_samples:
+    selects_samples = algorithm.filter_groups.enable or rollout.keep is not None
+    if (entry.needs_components or entry.needs_greedy) and selects_samples:
         raise UserError(
             f"{setting}: cannot compare responses that were selected by their rewards; leave "
             "config.algorithm.filter_groups.enable and config.rollout.keep unset"
         )
-    if entry.needs_greedy and config.rollout.one_step_off:
+    if entry.needs_greedy and rollout.one_step_off:
         raise UserError(
             f"{setting}: a checkpoint does not hold greedy responses that were sampled a step "
             "ahead; set config.rollout.one_step_off=False"
         )
     if entry.needs_greedy:
         for name, value in (
-            ("reward.model_path", config.reward.model_path),
-            ("rollout.multi_turn.environment", config.rollout.multi_turn.environment),
+            ("reward.model_path", reward.model_path),
+            ("rollout.multi_turn.environment", rollout.multi_turn.environment),
         ):
             if value:
                 raise UserError(
@@ -320,22 +333,6 @@ def require_responses_to_rank(config: Config) -> None:
         )
     if rank_by == "reward_model" and not config.reward.model_path:
         raise UserError(f"{setting}: there is no reward model; set config.reward.model_path")
-
-
-def require_several_responses_to_filter(config: Config) -> None:
-    """Raise `UserError` if groups of a single response are filtered, which never differ."""
-    if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:
-        raise UserError(
-            f"{_describe_responses(config)}: config.algorithm.filter_groups.enable=True compares "
-            "the rewards of a prompt's responses; set it to 2 or more"
-        )
-
-
-def _describe_responses(config: Config) -> str:
-    """Return the option that sets the number of responses per prompt that are trained on."""
-    if config.rollout.keep is None:
-        return f"config.rollout.n={config.rollout.n}"
-    return f"config.rollout.keep={config.rollout.keep}"
 
 
 def require_kept_responses_to_be_sampled(rollout: RolloutOptions) -> None:

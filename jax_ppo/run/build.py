@@ -259,7 +259,7 @@ def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) 
 def _report_size(run: PPORun, report: Report) -> None:
     """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
     config = run.config
-    long_warmup = notes.note_long_warmup(config, run.total_steps)
+    long_warmup = notes.note_long_warmup(config.trainer.critic_warmup, run.total_steps)
     if long_warmup is not None:
         report(f"note: {long_warmup}")
     batch_size = config.data.train_batch_size

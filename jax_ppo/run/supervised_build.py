@@ -138,7 +138,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
       UserError: an option does not fit the data, the model or the machine.
     """
     # 1. Notes and data, before anything of the model is read.
-    for note in notes.supervised_notes(config, task.command):
+    for note in notes.note_unread_options(config, task.command):
         console.print_on_main(f"note: {note}")
     response_key = config.supervised.response_key
     training, held_out = load_examples(config.data, config.seed, response_key)

@@ -50,7 +50,8 @@ def test_an_option_of_another_command_is_noted_instead_of_required():
     with pytest.raises(UserError, match="max_length=64: there is no reward model"):
         validation.validate_requirements(without, "train")
     validation.validate_requirements(without, "sft")
-    assert "config.reward.max_length=64 is not read" in notes.supervised_notes(without, "sft")[0]
+    first = next(notes.note_unread_options(without, "sft"))
+    assert "config.reward.max_length=64 is not read" in first
 
 
 def test_a_note_says_when_an_option_has_an_effect():

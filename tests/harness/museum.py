@@ -1752,7 +1752,7 @@ RULES_IN_A_RUN = [
         holds="a run with an inexact filter warns about it before it starts",
         test="tests/run/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="note_truncated_distribution",
-        old="config.rollout.truncates and not config.rollout.exact_filters",
+        old="rollout.truncates and not rollout.exact_filters",
         new="False",
     ),
     Exhibit(
@@ -2033,8 +2033,8 @@ MOMENTS_AND_SHAPING = [
         ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="require_several_responses_to_compare",
-        old="config.responses_per_prompt < 2",
-        new="config.responses_per_prompt < 1",
+        old="responses >= 2",
+        new="responses >= 1",
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",

@@ -366,7 +366,7 @@ def test_what_ppo_alone_reads_is_noted():
     values = loading.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
     values.trainer.log_samples = 0
-    assert notes.supervised_notes(loading.from_config_dict(values, "sft"), "sft") == [
+    assert list(notes.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == [
         "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
         "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
     ]
@@ -374,9 +374,8 @@ def test_what_ppo_alone_reads_is_noted():
     values.data.train_files = "x.jsonl"
     values.model.path = "llama"
     values.supervised.response_key = "solution"
-    assert notes.supervised_notes(loading.from_config_dict(values, "sft"), "sft") == []
+    assert list(notes.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == []
     note = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
-    assert notes.supervised_notes(
-        loading.from_config_dict(values, "reward_model"), "reward_model"
-    ) == [note]
+    config = loading.from_config_dict(values, "reward_model")
+    assert list(notes.note_unread_options(config, "reward_model")) == [note]
     assert notes.train_notes(loading.from_config_dict(values)) == [note]
