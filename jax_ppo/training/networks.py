@@ -1,6 +1,7 @@
 """The roles' models: reading each role's architecture, and joining adapters with their base."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,48 +90,139 @@ class Folders(ByRole[Path]):
         return name in self and self[name].resolve() == self.actor.resolve()
 
 
-def read_actor(config: Config, folders: Folders, needs_weights: bool) -> Transformer:
-    """Return the policy's model."""
-    # Only config.json is read here; weights are loaded once everything is validated. A small model
-    # that the run makes for itself is trained after that.
-    architecture = read_architecture(folders.actor, needs_weights and bool(config.model.path))
-    decoder = build_decoder(architecture, config.model, packed_row_length(config))
-    lora = None
-    if config.has_adapters:
-        adapters = folders.get("adapters")
-        lora = read_actor_lora(config.model, adapters, folders.actor, architecture)
-    # Only the actor decodes, so only its model has a program that reads a cache.
-    actor = decoder.clone(
-        decoding=decoding_program(config.rollout, config.sequence_length, decoder),
-        quantized=config.rollout.quantization == "int8",
-        lora=lora,
-    )
-    refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
-    refuse_router_replay(config.actor.router_replay.mode, actor)
-    return actor
+@dataclasses.dataclass(frozen=True)
+class NetworkReader:
+    """Reads the models of a run from the folders of its roles.
 
+    Attributes:
+      config: all options.
+      folders: each role's checkpoint.
+      needs_weights: False also accepts folders without weights, to plan a run from config.json.
+    """
 
-def validate_reference(
-    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer:
-    """Return the actor's model; raise `UserError` unless the reference has its architecture."""
-    setting = f"config.reference.path={config.reference.path!r}"
-    folder = folders["reference"]
-    _refuse_adapters(folder, setting)
-    reference = read_architecture(folder, needs_weights)
-    expected = actor.architecture
-    differences = [
-        f"{field.name} {getattr(reference, field.name)} instead of {getattr(expected, field.name)}"
-        for field in dataclasses.fields(expected)
-        # What ends a response does not matter to log-probs.
-        if field.name != "eos_ids"
-        and getattr(reference, field.name) != getattr(expected, field.name)
-    ]
-    if differences:
-        raise UserError(
-            f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
+    config: Config
+    folders: Folders
+    needs_weights: bool
+
+    @functools.cached_property
+    def actor(self) -> Transformer:
+        """Return the policy's model."""
+        config, folders = self.config, self.folders
+        # Only config.json is read here; weights are loaded once everything is validated. A small
+        # model that the run makes for itself is trained after that.
+        needs_weights = self.needs_weights and bool(config.model.path)
+        architecture = read_architecture(folders.actor, needs_weights)
+        decoder = self._build_decoder(architecture)
+        lora = None
+        if config.has_adapters:
+            adapters = folders.get("adapters")
+            lora = read_actor_lora(config.model, adapters, folders.actor, architecture)
+        # Only the actor decodes, so only its model has a program that reads a cache.
+        actor = decoder.clone(
+            decoding=decoding_program(config.rollout, config.sequence_length, decoder),
+            quantized=config.rollout.quantization == "int8",
+            lora=lora,
         )
-    return actor
+        refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
+        refuse_router_replay(config.actor.router_replay.mode, actor)
+        return actor
+
+    def validate_reference(self) -> Transformer:
+        """Return the actor's model; raise `UserError` unless the reference fits it."""
+        setting = f"config.reference.path={self.config.reference.path!r}"
+        folder = self.folders["reference"]
+        _refuse_adapters(folder, setting)
+        reference = read_architecture(folder, self.needs_weights)
+        expected = self.actor.architecture
+        differences = [
+            f"{field.name} {getattr(reference, field.name)} instead of "
+            f"{getattr(expected, field.name)}"
+            for field in dataclasses.fields(expected)
+            # What ends a response does not matter to log-probs.
+            if field.name != "eos_ids"
+            and getattr(reference, field.name) != getattr(expected, field.name)
+        ]
+        if differences:
+            raise UserError(
+                f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
+            )
+        return self.actor
+
+    def read_critic(self) -> Transformer:
+        """Return the model of a separate critic."""
+        options, folders = self.config.critic, self.folders
+        folder = folders["critic"]
+        head = critic_head(options, folder)
+        if self.config.has_adapters:
+            critic = self.actor
+            # The same adapters with another head: the actor's model fits them.
+            if not folders.is_actors("critic") or head != "scalar":
+                critic = self._with_adapters("critic", "critic.path", head)
+        else:
+            _refuse_adapters(folder, f"config.critic.path={options.path!r}")
+            # The actor's weights may not have been made yet, see `actor`.
+            needs_weights = self.needs_weights and bool(options.path or self.config.model.path)
+            if head == "reward":
+                architecture = _read_architecture_with_head(options, folder, needs_weights)
+            else:
+                architecture = read_architecture(folder, needs_weights)
+            if isinstance(architecture, DebertaArchitecture):
+                raise UserError(
+                    f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
+                    "end from its start; a critic must be a decoder"
+                )
+            critic = self._build_decoder(architecture)
+        refuse_router_loss("config.critic", options.router_aux_loss_coef, critic)
+        return critic
+
+    def read_reward_model(self) -> Transformer | Deberta:
+        """Return a decoder, an encoder, or the actor's model with other adapters."""
+        folder = self.folders["reward"]
+        option = "reward.model_path"
+        # Adapters share the actor's base; a full reward model has separate weights.
+        if self.config.has_adapters and holds_adapters(folder):
+            return self._with_adapters("reward", option, "reward")
+        _refuse_adapters(folder, f"config.{option}={self.config.reward.model_path!r}")
+        architecture = read_reward_architecture(folder, self.needs_weights)
+        if isinstance(architecture, DebertaArchitecture):
+            return Deberta(architecture, jnp.dtype(self.config.model.dtype))
+        return self._build_decoder(architecture)
+
+    def read_teacher(self) -> Transformer:
+        """Return the teacher's model: a decoder, or the actor's model with other adapters."""
+        config, folder = self.config, self.folders["teacher"]
+        option = "teacher.path"
+        if config.has_adapters and holds_adapters(folder):
+            return self._with_adapters("teacher", option, "lm")
+        _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
+        architecture = read_architecture(folder, self.needs_weights)
+        # Log-probs of tokens need no more than the tokens; a sum over the vocabulary needs the
+        # same.
+        compares = config.teacher.loss_coef or config.rollout.exact_filters
+        for field in ("vocab_size", "logit_softcap"):
+            teachers, actors = (getattr(x, field) for x in (architecture, self.actor.architecture))
+            if compares and teachers != actors:
+                raise UserError(
+                    f"config.teacher.path={config.teacher.path!r}: its {field} is {teachers}; "
+                    f"expected the actor's {actors}, or config.teacher.loss_coef=0 and "
+                    "config.rollout.exact_filters=False, with which the tokenizer is enough"
+                )
+        return self._build_decoder(architecture)
+
+    def _build_decoder(self, architecture: Architecture) -> Transformer:
+        return build_decoder(architecture, self.config.model, packed_row_length(self.config))
+
+    def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
+        """Return the actor's model with the adapters in a role's folder, on the same base."""
+        lora = read_adapters(
+            self.folders[role],
+            option=f"config.{option}",
+            head=head,
+            architecture=self.actor.architecture,
+            base_folder=self.folders.actor,
+            base_path=self.config.model.path,
+        )
+        return self.actor.clone(lora=lora)
 
 
 def _refuse_adapters(folder: Path, setting: str) -> None:
@@ -188,37 +280,6 @@ def critic_head(options: Critic, folder: Path | None) -> str:
     return "reward" if keeps_head else "scalar"
 
 
-def read_critic(
-    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer:
-    """Return the model of a separate critic."""
-    options = config.critic
-    folder = folders["critic"]
-    head = critic_head(options, folder)
-    if config.has_adapters:
-        critic = actor
-        # The same adapters with another head: the actor's model fits them.
-        if not folders.is_actors("critic") or head != "scalar":
-            path = config.model.path
-            critic = _with_adapters(actor, path, folders, "critic", "critic.path", head)
-    else:
-        _refuse_adapters(folder, f"config.critic.path={options.path!r}")
-        # The actor's weights may not have been made yet, see `read_actor`.
-        needs_weights = needs_weights and bool(options.path or config.model.path)
-        if head == "reward":
-            architecture = _read_architecture_with_head(options, folder, needs_weights)
-        else:
-            architecture = read_architecture(folder, needs_weights)
-        if isinstance(architecture, DebertaArchitecture):
-            raise UserError(
-                f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
-                "end from its start; a critic must be a decoder"
-            )
-        critic = build_decoder(architecture, config.model, packed_row_length(config))
-    refuse_router_loss("config.critic", options.router_aux_loss_coef, critic)
-    return critic
-
-
 def _read_architecture_with_head(
     options: Critic, folder: Path, needs_weights: bool
 ) -> Architecture | DebertaArchitecture:
@@ -233,57 +294,3 @@ def _read_architecture_with_head(
         raise UserError(
             f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
         ) from None
-
-
-def read_reward_model(
-    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer | Deberta:
-    """Return the reward model: a decoder, an encoder, or the actor's model with other adapters."""
-    folder = folders["reward"]
-    option = "reward.model_path"
-    # Adapters share the actor's base; a full reward model has separate weights.
-    if config.has_adapters and holds_adapters(folder):
-        return _with_adapters(actor, config.model.path, folders, "reward", option, "reward")
-    _refuse_adapters(folder, f"config.{option}={config.reward.model_path!r}")
-    architecture = read_reward_architecture(folder, needs_weights)
-    if isinstance(architecture, DebertaArchitecture):
-        return Deberta(architecture, jnp.dtype(config.model.dtype))
-    return build_decoder(architecture, config.model, packed_row_length(config))
-
-
-def read_teacher(
-    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
-) -> Transformer:
-    """Return the teacher's model: a decoder, or the actor's model with other adapters."""
-    folder = folders["teacher"]
-    option = "teacher.path"
-    if config.has_adapters and holds_adapters(folder):
-        return _with_adapters(actor, config.model.path, folders, "teacher", option, "lm")
-    _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
-    architecture = read_architecture(folder, needs_weights)
-    # Log-probs of tokens need no more than the tokens; a sum over the vocabulary needs the same.
-    compares = config.teacher.loss_coef or config.rollout.exact_filters
-    for field in ("vocab_size", "logit_softcap"):
-        teachers, actors = (getattr(x, field) for x in (architecture, actor.architecture))
-        if compares and teachers != actors:
-            raise UserError(
-                f"config.teacher.path={config.teacher.path!r}: its {field} is {teachers}; expected "
-                f"the actor's {actors}, or config.teacher.loss_coef=0 and "
-                "config.rollout.exact_filters=False, with which the tokenizer is enough"
-            )
-    return build_decoder(architecture, config.model, packed_row_length(config))
-
-
-def _with_adapters(
-    actor: Transformer, base_path: str, folders: Folders, role: str, option: str, head: str
-) -> Transformer:
-    """Return the actor's model with the adapters in a role's folder, on the same base."""
-    lora = read_adapters(
-        folders[role],
-        option=f"config.{option}",
-        head=head,
-        architecture=actor.architecture,
-        base_folder=folders.actor,
-        base_path=base_path,
-    )
-    return actor.clone(lora=lora)

@@ -19,21 +19,15 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import work_directory
 from jax_ppo.training.networks import (
     Folders,
+    NetworkReader,
     Networks,
     actor_head,
     critic_head,
-    read_actor,
-    read_critic,
-    read_reward_model,
-    read_teacher,
-    validate_reference,
 )
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Params
 
 _DIGESTED_BYTES = 1 << 16
-# (options, folders, the actor's model, whether weights must exist) -> the model of a role.
-ReadNet = Callable[[Config, Folders, Transformer, bool], Transformer | Deberta]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class ModelRole:
     title: str
     is_used: Callable[[Config], bool]
     path_option: str
-    read_net: ReadNet | None = None
+    read_net: Callable[[NetworkReader], Transformer | Deberta] | None = None
     has_actors_net: bool = False
     head: Callable[[Config], str]
     keeps_head: Callable[[Config, Folders], bool] = lambda config, folders: False
@@ -120,10 +114,6 @@ class ModelRole:
         """Return whether the train state has it."""
         return self.is_used(config) if self.has_actors_net else self.name in nets
 
-    def loaded_head(self, config: Config, folders: Folders) -> str:
-        """Return the head that it is loaded with, in the terms of the loader."""
-        return "reward" if self.keeps_head(config, folders) else self.head(config)
-
     def model(self, nets: Networks) -> Any:
         """Return its model."""
         return nets.actor if self.has_actors_net else nets[self.name]
@@ -145,10 +135,6 @@ class ModelRole:
         return options
 
 
-def _trains_actor(config: Config) -> bool:
-    return not config.trainer.critic_only
-
-
 # All roles, in the order in which they are created. What lists roles reads this table.
 ROLES: tuple[ModelRole, ...] = (
     ModelRole(
@@ -158,12 +144,12 @@ ROLES: tuple[ModelRole, ...] = (
         path_option="model.path",
         head=lambda config: actor_head(config.shares_trunk),
         section="actor",
-        learns=_trains_actor,
+        learns=lambda config: not config.trainer.critic_only,
         adapter_stream=Stream.ACTOR_ADAPTERS,
         export=Export(
             option="model.path",
             adapter_folder="adapter",
-            is_wanted=_trains_actor,
+            is_wanted=lambda config: not config.trainer.critic_only,
             # A critic's head on a shared trunk is not part of the policy.
             drop_head=heads.without_scalar_head,
             merges_adapters=True,
@@ -174,7 +160,7 @@ ROLES: tuple[ModelRole, ...] = (
         title="critic",
         is_used=lambda config: config.has_critic and not config.shares_trunk,
         path_option="critic.path",
-        read_net=read_critic,
+        read_net=NetworkReader.read_critic,
         head=lambda config: "scalar",
         keeps_head=lambda config, folders: (
             critic_head(config.critic, folders.get("critic")) == "reward"
@@ -196,7 +182,7 @@ ROLES: tuple[ModelRole, ...] = (
         title="reference",
         is_used=lambda config: config.keeps_reference,
         path_option="reference.path",
-        read_net=validate_reference,
+        read_net=NetworkReader.validate_reference,
         has_actors_net=True,
         head=lambda config: "lm",
         holds_base=True,
@@ -207,7 +193,7 @@ ROLES: tuple[ModelRole, ...] = (
         title="reward model",
         is_used=lambda config: bool(config.reward.model_path),
         path_option="reward.model_path",
-        read_net=read_reward_model,
+        read_net=NetworkReader.read_reward_model,
         head=lambda config: "reward",
         param_offload="reward.param_offload",
     ),
@@ -216,7 +202,7 @@ ROLES: tuple[ModelRole, ...] = (
         title="teacher",
         is_used=lambda config: bool(config.teacher.path),
         path_option="teacher.path",
-        read_net=read_teacher,
+        read_net=NetworkReader.read_teacher,
         head=lambda config: "lm",
         reads_actors_tokens=True,
         param_offload="teacher.param_offload",
@@ -232,16 +218,6 @@ def find_role(name: str) -> ModelRole:
 def used_roles(config: Config) -> tuple[ModelRole, ...]:
     """Return the roles that a run with these options has."""
     return tuple(role for role in ROLES if role.is_used(config))
-
-
-def trained_roles(config: Config) -> tuple[ModelRole, ...]:
-    """Return the roles that training changes, also those that the run does not have."""
-    return tuple(role for role in ROLES if role.trains(config))
-
-
-def frozen_roles(config: Config) -> tuple[ModelRole, ...]:
-    """Return the roles that stay as they are loaded, also those that the run does not have."""
-    return tuple(role for role in ROLES if not role.trains(config))
 
 
 def resolve_role_folders(
@@ -289,9 +265,9 @@ def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
     No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
     """
     digests = {}
-    for role in frozen_roles(config):
-        folder = role.starts_from(config, folders) if role.is_used(config) else None
-        if folder is None:
+    for role in used_roles(config):
+        folder = role.starts_from(config, folders)
+        if role.trains(config) or folder is None:
             continue
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
@@ -319,11 +295,11 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
       UserError: an architecture is not supported, the reward model is not a reward model, adapters
         do not fit their base, or an attention program cannot run on this machine.
     """
-    actor = read_actor(config, folders, needs_weights)
-    nets: dict[str, Transformer | Deberta] = {"actor": actor}
+    reader = NetworkReader(config, folders, needs_weights)
+    nets: dict[str, Transformer | Deberta] = {"actor": reader.actor}
     for role in ROLES:
         if role.read_net is not None and role.name in folders:
-            net = role.read_net(config, folders, actor, needs_weights)
+            net = role.read_net(reader)
             if not role.has_actors_net:
                 nets[role.name] = net
     return Networks(**nets)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jax_ppo.config.schema import Actor, Config, Critic, option_value
 from jax_ppo.models import heads
@@ -23,7 +22,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_controller import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ModelRole, frozen_roles, trained_roles
+from jax_ppo.training.roles import ROLES, ModelRole
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -121,7 +120,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     Returns:
       Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
     """
-    roles = [role for role in trained_roles(config) if role.is_present(config, nets)]
+    roles = _present_roles(config, nets, trained=True)
     # Shapes come from tracing the initialization: nothing is allocated.
     params = {
         role.name: _with_dtype(
@@ -159,9 +158,7 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     frozen_dtype = jnp.dtype(config.model.dtype)
 
     frozen = {}
-    for role in frozen_roles(config):
-        if not role.is_present(config, nets):
-            continue
+    for role in _present_roles(config, nets, trained=False):
         rules = sharding.TRAIN_RULES
         if isinstance(role.model(nets), Deberta):
             rules = sharding.ENCODER_RULES
@@ -171,6 +168,13 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
             frozen[role.name] = _in_host_memory(frozen[role.name], mesh)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
     return assemble_state(trained, step=step, frozen=frozen)
+
+
+def _present_roles(config: Config, nets: Networks, *, trained: bool) -> list[ModelRole]:
+    """Return the roles in the state that training changes, or the others."""
+    return [
+        role for role in ROLES if role.trains(config) == trained and role.is_present(config, nets)
+    ]
 
 
 def param_dtype(options: Actor | Critic) -> jnp.dtype:
@@ -243,22 +247,20 @@ def create_state(
         roles' folders.
       step: the number of completed steps, from the same checkpoint.
     """
-    # Each loader reads only the parts of a tensor that its devices hold.
-    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    loader = _RoleLoader(config, nets, folders, mesh, progress)
     if trained is None:
-        trained = _create_trained(config, nets, folders, shardings, progress)
+        trained = loader.create_trained()
     else:
         control = resumed_control(config.algorithm.kl_ctrl, trained["control"])
         trained = {**trained, "control": control}
-    frozen = {
-        role.name: _load_role(
-            role, jnp.dtype(config.model.dtype), config, nets, folders, shardings, progress
-        )
-        for role in frozen_roles(config)
-        if role.is_present(config, nets)
-    }
+    dtype = jnp.dtype(config.model.dtype)
     return assemble_state(
-        trained, step=placement.place(np.int32(step), sharding.replicated(mesh)), frozen=frozen
+        trained,
+        step=placement.place(np.int32(step), sharding.replicated(mesh)),
+        frozen={
+            role.name: loader.load(role, dtype)
+            for role in _present_roles(config, nets, trained=False)
+        },
     )
 
 
@@ -269,48 +271,69 @@ def create_models_state(
 
     Takes the same arguments as `create_state`.
     """
-    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    loader = _RoleLoader(config, nets, folders, mesh, progress)
     models = {
-        role.name: _load_role(role, jnp.float32, config, nets, folders, shardings, progress)
-        for role in trained_roles(config)
-        if role.is_present(config, nets)
+        role.name: loader.load(role, jnp.dtype(jnp.float32))
+        for role in _present_roles(config, nets, trained=True)
     }
-    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
-    trained = {
-        **models,
-        "optimizer": {},
-        "control": placement.place(jax.device_get(control), shardings.step),
-    }
+    trained = {**models, "optimizer": {}, "control": loader.create_control()}
     return create_state(config, nets, folders, mesh, progress, trained=trained)
 
 
-def _create_trained(
-    config: Config,
-    nets: Networks,
-    folders: Folders,
-    shardings: TrainState,
-    progress: LoadingProgress,
-) -> dict[str, Any]:
-    """Return everything that training changes, for a run that starts at step 0."""
-    params = {}
-    optimizers = {}
-    for role in trained_roles(config):
-        if not role.is_present(config, nets):
-            continue
-        options = role.options(config)
-        params[role.name] = _load_role(
-            role, param_dtype(options), config, nets, folders, shardings, progress
-        )
-        # Optimizer states are created in their shards: they may fit no single device.
-        optimizers[role.name] = _create_optimizer_state(
-            options, params[role.name], shardings.optimizers[role.name]
-        )
-    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
-    return {
-        **params,
-        "optimizer": optimizers,
-        "control": placement.place(jax.device_get(control), shardings.step),
-    }
+class _RoleLoader:
+    """Reads the trees of roles, each directly into its shards; arguments as in `create_state`."""
+
+    def __init__(
+        self,
+        config: Config,
+        nets: Networks,
+        folders: Folders,
+        mesh: Mesh,
+        progress: LoadingProgress,
+    ) -> None:
+        self._config = config
+        self._nets = nets
+        self._folders = folders
+        self._progress = progress
+        # Each loader reads only the parts of a tensor that its devices hold.
+        self._shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+
+    def create_trained(self) -> dict[str, Any]:
+        """Return everything that training changes, for a run that starts at step 0."""
+        params = {}
+        optimizers = {}
+        for role in _present_roles(self._config, self._nets, trained=True):
+            options = role.options(self._config)
+            params[role.name] = self.load(role, param_dtype(options))
+            # Optimizer states are created in their shards: they may fit no single device.
+            optimizers[role.name] = _create_optimizer_state(
+                options, params[role.name], self._shardings.optimizers[role.name]
+            )
+        return {**params, "optimizer": optimizers, "control": self.create_control()}
+
+    def create_control(self) -> Control:
+        """Return the control of the first step, on the mesh."""
+        config = self._config
+        control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+        placed: Control = placement.place(jax.device_get(control), self._shardings.step)
+        return placed
+
+    def load(self, role: ModelRole, dtype: jnp.dtype) -> Params:
+        """Read a role's parameters or adapters, or create new adapters if there is no folder."""
+        config, folders, progress = self._config, self._folders, self._progress
+        net, folder = role.model(self._nets), role.starts_from(config, folders)
+        shards = self._shardings.models[role.name]
+        head = "reward" if role.keeps_head(config, folders) else role.head(config)
+        if isinstance(net, Deberta) or net.lora is None or role.holds_base:
+            assert folder is not None, f"the {role.title} has no checkpoint"
+            # Where others have adapters, this is the base of them.
+            name = role.title if getattr(net, "lora", None) is None else "base"
+            return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
+        if folder is None:
+            return _new_adapters(role, net.architecture, net.lora, shards, head, dtype, config.seed)
+        # With adapters the progress is named apart from that of the base.
+        report = progress(f"{role.title}'s adapters")
+        return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
 
 
 def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:
@@ -318,31 +341,6 @@ def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: 
         return role_optimizer(options).init(placement.to_device(params))
 
     return jax.jit(init, out_shardings=shardings)(params)
-
-
-def _load_role(
-    role: ModelRole,
-    dtype: DTypeLike,
-    config: Config,
-    nets: Networks,
-    folders: Folders,
-    shardings: TrainState,
-    progress: LoadingProgress,
-) -> Params:
-    """Read a role's parameters or adapters, or create new adapters if there is no folder."""
-    net, folder = role.model(nets), role.starts_from(config, folders)
-    shards = shardings.models[role.name]
-    head, dtype = role.loaded_head(config, folders), jnp.dtype(dtype)
-    if isinstance(net, Deberta) or net.lora is None or role.holds_base:
-        assert folder is not None, f"the {role.title} has no checkpoint"
-        # Where others have adapters, this is the base of them.
-        name = role.title if getattr(net, "lora", None) is None else "base"
-        return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
-    if folder is None:
-        return _new_adapters(role, net.architecture, net.lora, shards, head, dtype, config.seed)
-    # With adapters the progress is named apart from that of the base.
-    report = progress(f"{role.title}'s adapters")
-    return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
 
 
 def _new_adapters(
