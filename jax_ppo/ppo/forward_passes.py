@@ -80,11 +80,16 @@ class ForwardOptions:
         return self.old_logprobs or self.full_kl or self.shared_trunk
 
     @property
+    def policy_passes(self) -> int:
+        """Return the number of passes of the policy's part, to which the reference belongs."""
+        return self.runs_policy + self.reference
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Return the programs that compute them."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
-        if self.runs_policy or self.reference:
+        if self.policy_passes:
             parts.append("policy")
         if self.values and not self.shared_trunk:
             parts.append("critic")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Actor, Config, Critic
+from jax_ppo.config.schema import Actor, Config, Critic, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss
@@ -325,6 +325,12 @@ def count_learned_tokens(experience: Experience, batch: MiniBatches) -> Int32[Ar
 def needs_reference_pass(options: Actor) -> bool:
     """Return whether the loss has a KL over the vocabulary, from the reference's hidden states."""
     return options.use_kl_loss and KL_ESTIMATORS.lookup(options.kl_loss_type).needs_vocabulary
+
+
+def roles_of_losses(actor: Actor, teacher: Teacher) -> tuple[str, ...]:
+    """Return the frozen roles that the actor's loss runs."""
+    reference = ("reference",) if needs_reference_pass(actor) else ()
+    return (*reference, "teacher") if teacher.path and teacher.loss_coef else reference
 
 
 def policy_batch(

@@ -13,7 +13,7 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.objectives import needs_reference_pass
+from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.response_sampling import compile_selection
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rollout_packing import RolloutPacking
@@ -84,6 +84,8 @@ class StepShapes:
     experience: Experience | None = None
 
 
+_forward_options = forward_passes.ForwardOptions.from_config
+
 # What a program does, which decides the formulas for its memory and its work.
 Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
 
@@ -140,14 +142,6 @@ def compile_programs(
             yield program.name
 
 
-def _once(config: Config, nets: Networks) -> int:
-    return 1
-
-
-def _count_selections(config: Config, nets: Networks) -> int:
-    return int(config.selects_samples)
-
-
 def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
     assert shapes.rollout is not None, "sampling comes first"
     config = step.config
@@ -157,22 +151,8 @@ def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
     )
 
 
-def _count_policy_passes(config: Config, nets: Networks) -> int:
-    """Return the number of passes: the reference's belong to the part of the policy."""
-    options = forward_passes.ForwardOptions.from_config(config)
-    return options.runs_policy + options.reference
-
-
-def _count_part(part: forward_passes.Part, config: Config, nets: Networks) -> int:
-    return int(part in forward_passes.ForwardOptions.from_config(config).parts)
-
-
-def _count_reward_passes(config: Config, nets: Networks) -> int:
-    return int(nets.reward is not None)
-
-
 def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
-    options = forward_passes.ForwardOptions.from_config(step.config)
+    options = _forward_options(step.config)
     sequences = _join_sequences(step, shapes)
     programs = forward_passes.forward_programs(
         options, step.nets, shapes.state, sequences, *shapes.packed.forward
@@ -235,16 +215,6 @@ def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
     return shapes.sequences
 
 
-def _count_actor_epochs(config: Config, nets: Networks) -> int:
-    return 0 if config.trainer.critic_only else config.actor.ppo_epochs
-
-
-def _count_critic_epochs(config: Config, nets: Networks) -> int:
-    if nets.critic is None:
-        return 0
-    return config.critic.ppo_epochs or config.actor.ppo_epochs
-
-
 def _compile_update(role: str, step: StepPrograms, shapes: StepShapes) -> None:
     """Compile the update of the actor, or of a separate critic."""
     assert shapes.experience is not None, "advantages come first"
@@ -261,12 +231,6 @@ def _compile_update(role: str, step: StepPrograms, shapes: StepShapes) -> None:
     compile_ahead(function, *arguments[role])
 
 
-def _read_by_actor(config: Config) -> tuple[str, ...]:
-    reference = ("reference",) if needs_reference_pass(config.actor) else ()
-    teacher = ("teacher",) if config.teacher.path and config.teacher.loss_coef else ()
-    return reference + teacher
-
-
 # All programs of a step, in their order. What compiles, plans or checks programs reads this table.
 PROGRAMS: tuple[StepProgram, ...] = (
     StepProgram(
@@ -274,18 +238,23 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        passes=_once,
+        passes=lambda config, nets: 1,
         compile=None,
     ),
     StepProgram(
-        name="sample", label="sampling", kind="sampling", role="actor", passes=_once, compile=None
+        name="sample",
+        label="sampling",
+        kind="sampling",
+        role="actor",
+        passes=lambda config, nets: 1,
+        compile=None,
     ),
     StepProgram(
         name="select",
         label="",
         kind="elementwise",
         role="",
-        passes=_count_selections,
+        passes=lambda config, nets: int(config.selects_samples),
         compile=_compile_selection,
     ),
     StepProgram(
@@ -293,7 +262,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="scoring, policy",
         kind="forward pass",
         role="actor",
-        passes=_count_policy_passes,
+        passes=lambda config, nets: _forward_options(config).policy_passes,
         compile=functools.partial(_compile_forward, "policy"),
         reads=lambda config: ("reference",),
         group="scoring",
@@ -303,7 +272,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="scoring, critic",
         kind="forward pass",
         role="critic",
-        passes=functools.partial(_count_part, "critic"),
+        passes=lambda config, nets: int("critic" in _forward_options(config).parts),
         compile=functools.partial(_compile_forward, "critic"),
         group="scoring",
     ),
@@ -312,7 +281,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="scoring, teacher",
         kind="forward pass",
         role="teacher",
-        passes=functools.partial(_count_part, "teacher"),
+        passes=lambda config, nets: int("teacher" in _forward_options(config).parts),
         compile=functools.partial(_compile_forward, "teacher"),
         group="scoring",
     ),
@@ -321,7 +290,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="scoring, reward",
         kind="forward pass",
         role="reward",
-        passes=_count_reward_passes,
+        passes=lambda config, nets: int("reward" in nets),
         compile=_compile_reward_model,
     ),
     StepProgram(
@@ -329,7 +298,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="advantages",
         kind="elementwise",
         role="",
-        passes=_once,
+        passes=lambda config, nets: 1,
         compile=_compile_experience,
     ),
     StepProgram(
@@ -337,9 +306,9 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, actor",
         kind="update",
         role="actor",
-        passes=_count_actor_epochs,
+        passes=lambda config, nets: 0 if config.trainer.critic_only else config.actor.ppo_epochs,
         compile=functools.partial(_compile_update, "actor"),
-        reads=_read_by_actor,
+        reads=lambda config: roles_of_losses(config.actor, config.teacher),
         group="update",
     ),
     StepProgram(
@@ -347,7 +316,9 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, critic",
         kind="update",
         role="critic",
-        passes=_count_critic_epochs,
+        passes=lambda config, nets: (
+            (config.critic.ppo_epochs or config.actor.ppo_epochs) if "critic" in nets else 0
+        ),
         compile=functools.partial(_compile_update, "critic"),
         group="update",
     ),
