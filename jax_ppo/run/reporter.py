@@ -30,7 +30,7 @@ from jax_ppo.run.sample_records import StepSamples, describe_step, format_first_
 from jax_ppo.runtime import compilation, distributed, signals, work_directory
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.roles import ROLES, Export, ModelRole
+from jax_ppo.training.roles import Export, ModelRole, trained_roles
 from jax_ppo.training.state import TrainState
 
 COLUMNS = (
@@ -359,8 +359,8 @@ class Reporter(journal.Journal):
 
 def _exports(config: Config) -> Iterator[tuple[ModelRole, Export]]:
     """Yield the roles that the end of a run exports, if it exports any."""
-    for role in ROLES:
-        if role.trains(config) and role.export is not None and role.export.is_wanted(config):
+    for role in trained_roles(config):
+        if role.export is not None and role.export.is_wanted(config):
             yield role, role.export
 
 

@@ -220,6 +220,18 @@ def used_roles(config: Config) -> tuple[ModelRole, ...]:
     return tuple(role for role in ROLES if role.is_used(config))
 
 
+def trained_roles(config: Config) -> tuple[ModelRole, ...]:
+    """Return the roles that training changes, also those that the run does not have."""
+    return tuple(role for role in ROLES if role.trains(config))
+
+
+def present_roles(config: Config, nets: Networks, *, trained: bool) -> list[ModelRole]:
+    """Return the roles in the state that training changes, or the others."""
+    return [
+        role for role in ROLES if role.trains(config) == trained and role.is_present(config, nets)
+    ]
+
+
 def resolve_role_folders(
     config: Config,
     workdir: Path,

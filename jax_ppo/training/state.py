@@ -22,7 +22,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_controller import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ROLES, ModelRole
+from jax_ppo.training.roles import ModelRole, present_roles
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -120,7 +120,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     Returns:
       Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
     """
-    roles = _present_roles(config, nets, trained=True)
+    roles = present_roles(config, nets, trained=True)
     # Shapes come from tracing the initialization: nothing is allocated.
     params = {
         role.name: _with_dtype(
@@ -158,7 +158,7 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     frozen_dtype = jnp.dtype(config.model.dtype)
 
     frozen = {}
-    for role in _present_roles(config, nets, trained=False):
+    for role in present_roles(config, nets, trained=False):
         rules = sharding.TRAIN_RULES
         if isinstance(role.model(nets), Deberta):
             rules = sharding.ENCODER_RULES
@@ -168,13 +168,6 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
             frozen[role.name] = _in_host_memory(frozen[role.name], mesh)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
     return assemble_state(trained, step=step, frozen=frozen)
-
-
-def _present_roles(config: Config, nets: Networks, *, trained: bool) -> list[ModelRole]:
-    """Return the roles in the state that training changes, or the others."""
-    return [
-        role for role in ROLES if role.trains(config) == trained and role.is_present(config, nets)
-    ]
 
 
 def param_dtype(options: Actor | Critic) -> jnp.dtype:
@@ -259,7 +252,7 @@ def create_state(
         step=placement.place(np.int32(step), sharding.replicated(mesh)),
         frozen={
             role.name: loader.load(role, dtype)
-            for role in _present_roles(config, nets, trained=False)
+            for role in present_roles(config, nets, trained=False)
         },
     )
 
@@ -274,7 +267,7 @@ def create_models_state(
     loader = _RoleLoader(config, nets, folders, mesh, progress)
     models = {
         role.name: loader.load(role, jnp.dtype(jnp.float32))
-        for role in _present_roles(config, nets, trained=True)
+        for role in present_roles(config, nets, trained=True)
     }
     trained = {**models, "optimizer": {}, "control": loader.create_control()}
     return create_state(config, nets, folders, mesh, progress, trained=trained)
@@ -302,7 +295,7 @@ class _RoleLoader:
         """Return everything that training changes, for a run that starts at step 0."""
         params = {}
         optimizers = {}
-        for role in _present_roles(self._config, self._nets, trained=True):
+        for role in present_roles(self._config, self._nets, trained=True):
             options = role.options(self._config)
             params[role.name] = self.load(role, param_dtype(options))
             # Optimizer states are created in their shards: they may fit no single device.

@@ -21,8 +21,9 @@ from jax_ppo.training.roles import Export, ModelRole, read_networks, resolve_rol
 from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
 
 
-def read_net(config, folders, actor, needs_weights):
-    return build_decoder(read_architecture(folders["adviser"], needs_weights), config.model, 64)
+def read_net(reader):
+    architecture = read_architecture(reader.folders["adviser"], reader.needs_weights)
+    return build_decoder(architecture, reader.config.model, 64)
 
 
 # Options that nothing else reads below: there are no texts, no reference and no critic.
