@@ -190,6 +190,12 @@ def has_rules(options: Reward) -> bool:
     return bool(options.function or options.url) or not options.model_path
 
 
+def scores_any_row(options: Reward) -> bool:
+    """Return whether any row can be scored: no rules apply, or a judge is the whole reward."""
+    is_judged = bool(options.url) and not options.terms
+    return is_judged or not has_rules(options)
+
+
 def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     """Return whether scores come from a user's function or from a rule without a time bound."""
     if options.function or options.url:

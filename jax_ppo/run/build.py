@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
+from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
@@ -29,14 +28,18 @@ from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
-from jax_ppo.run.cached_prompts import cache_training_prompts, load_run_examples
+from jax_ppo.run.cached_prompts import (
+    cache_training_prompts,
+    load_run_examples,
+    make_row_validation,
+)
 from jax_ppo.run.environment_rows import RunPrompts, set_up_environment
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import used_roles
@@ -70,16 +73,25 @@ def set_up_run(
     with heartbeat.activity("reading data"):
         examples, held_out_examples = list[Example](), held_out or []
         if held_out is None:
-            examples, held_out_examples = load_run_examples(config, trains)
-    _report_notes(config, mesh, report, trains)
+            examples, held_out_examples = load_run_examples(config.data, config.seed, trains)
+    if trains:
+        for note in notes.train_notes(config):
+            report(f"note: {note}")
+    _report_idle_offloads(config, mesh, report)
     if trains:
         _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
-    rule = _resolve_rule(config, [*examples, *held_out_examples])
+    rule = None
+    # The rewards may be an environment's alone, or in the rows.
+    if not (config.rewards_by_environment_alone or config.score.reward_key):
+        rule = _resolve_rule(config.reward, [*examples, *held_out_examples])
     if rule is not None and trains:
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")
-    environment_class, engine_class = _load_plugins(config)
+    # Plugins that cannot be loaded, or fail, raise here.
+    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
+    environment_class = load_environment_class(config.rollout.multi_turn)
+    engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
     # 2. Folders, architectures and tokenizers of the roles.
@@ -91,17 +103,33 @@ def set_up_run(
         validate_memory(PPOMemory(config, models.folders, models.nets, mesh))
 
     # 3. Prompts as tokens, which fix the number of steps.
-    prompts = _tokenize_prompts(config, examples, held_out_examples, models, trains)
+    data = config.data
+    with heartbeat.activity("tokenizing prompts"):
+        training = PromptDataset((), (), data.max_prompt_length)
+        if trains and data.cache_dir:
+            training = cache_training_prompts(
+                data,
+                config.model.tokenizer_path or str(models.folders.actor),
+                make_row_validation(config.reward, config.rewards_by_environment_alone),
+            )
+        elif trains:
+            training = _tokenize(data, examples, models.tokenizer, "config.data.train_files")
+        held_out_prompts = None
+        if held_out_examples:
+            held_out_prompts = _tokenize(
+                data, held_out_examples, models.tokenizer, "config.data.val_files"
+            )
+    prompts = RunPrompts(training, held_out_prompts)
     if environment_class is not None:
         multi_turn = config.rollout.multi_turn
         prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
         if isinstance(prompts.environment, PerDialogue):
-            turn = multi_turn.max_turn_length or config.data.max_response_length
+            turn = multi_turn.max_turn_length or data.max_response_length
             name = multi_turn.environment
             plugin_trials.try_environment(ENVIRONMENT_OPTION, name, prompts.environment, turn)
     total_steps = 0
     if trains:
-        steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
+        steps_per_epoch = batches_in_order(data, config.seed, prompts.training).steps_per_epoch
         total_steps = count_steps(config.trainer, steps_per_epoch)
 
     # 4. How the engine samples; the number of decoding slots changes no sample.
@@ -149,11 +177,8 @@ def set_up_run(
     return run
 
 
-def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> None:
-    """Report options that are valid, but unlikely to have the effect that they seem to have."""
-    if trains:
-        for note in notes.train_notes(config):
-            report(f"note: {note}")
+def _report_idle_offloads(config: Config, mesh: Mesh, report: Report) -> None:
+    """Report arrays in the memory of a host whose devices have no other."""
     offloads = [
         name for role in used_roles(config) for name in role.offloads if option_value(config, name)
     ]
@@ -173,18 +198,15 @@ def _reject_weights_with_curriculum(data: Data) -> None:
 
 
 def _resolve_rule(
-    config: Config, examples: list[Example]
+    options: Reward, examples: list[Example]
 ) -> RewardFunction | BatchFunction | RewardWorkers | None:
     """Return the reward function or the worker processes that apply it.
 
-    Returns `None` if all of the reward is a reward model's or an environment's.
+    Returns `None` if all of the reward is a reward model's.
     """
-    options = config.reward
     # Without a user-defined function or terms, a reward model replaces the built-in rule.
-    if config.rewards_by_environment_alone or not registry.has_rules(options):
+    if not registry.has_rules(options):
         return None
-    if config.score.reward_key:
-        return None  # the rewards are in the rows
     # Resolved here even if workers import it again: errors should surface before a run starts.
     judge = Judge.from_options(options)
     rule = registry.resolve_reward_function(
@@ -206,41 +228,6 @@ def _resolve_rule(
     if isinstance(rule, BatchFunction):
         return RewardWorkers(options, 1, takes_batches=True)
     return RewardWorkers(options, workers, takes_batches=False)
-
-
-def _load_plugins(
-    config: Config,
-) -> tuple[Callable[..., Any] | None, Callable[..., RolloutEngine]]:
-    """Load every plugin; return the classes of the environment and of the engine.
-
-    Raises:
-      UserError: one of them cannot be loaded, or fails.
-    """
-    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
-    environment_class = load_environment_class(config.rollout.multi_turn)
-    return environment_class, resolve_engine(config.rollout.engine)
-
-
-def _tokenize_prompts(
-    config: Config,
-    training: list[Example],
-    held_out: list[Example],
-    models: RunModels,
-    trains: bool,
-) -> RunPrompts:
-    """Return the training and the held-out prompts as tokens."""
-    data = config.data
-    with heartbeat.activity("tokenizing prompts"):
-        if not trains:
-            prompts = PromptDataset((), (), data.max_prompt_length)
-        elif data.cache_dir:
-            prompts = cache_training_prompts(config, models.folders.actor)
-        else:
-            prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")
-        held_out_prompts = None
-        if held_out:
-            held_out_prompts = _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
-    return RunPrompts(prompts, held_out_prompts)
 
 
 def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:

@@ -2,16 +2,14 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
-from jax_ppo.config.schema import Config, Data
+from jax_ppo.config.schema import Data, Reward
 from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.sources import locate_parquet
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.judge import Judge
 from jax_ppo.runtime import signals
 from jax_ppo.storage import paths
 from jax_ppo.training.setup import chat_template, load_examples, make_parser
@@ -20,20 +18,20 @@ from jax_ppo.types import Example
 _TRAIN_FILES = "config.data.train_files"
 
 
-def load_run_examples(config: Config, trains: bool) -> tuple[list[Example], list[Example]]:
+def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example], list[Example]]:
     """Return training and held-out examples; of training data in a cache one per `data_source`.
 
     Args:
-      config: all options.
+      data: the section of the options.
+      seed: of synthetic data.
       trains: False reads no training data.
 
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """
-    data = config.data
     if trains and not data.cache_dir:
-        return load_examples(data, config.seed)
-    _, held_out = load_examples(dataclasses.replace(data, train_files=""), config.seed)
+        return load_examples(data, seed)
+    _, held_out = load_examples(dataclasses.replace(data, train_files=""), seed)
     return _find_representatives(data) if trains else [], held_out
 
 
@@ -50,17 +48,19 @@ def _find_representatives(data: Data) -> list[Example]:
     return examples
 
 
-def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
+def cache_training_prompts(
+    data: Data, tokenizer: str, validate: functools.partial[None]
+) -> PromptDataset:
     """Return the training prompts, tokenized by worker processes unless the cache has them.
 
     Args:
-      config: all options.
-      actor_folder: the folder of the model whose tokenizer is used if no other is named.
+      data: the section of the options.
+      tokenizer: the folder of the tokenizer, or the name of its model.
+      validate: raises `UserError` for examples that the reward cannot score.
 
     Raises:
       UserError: a row cannot be used or scored, or no prompt is left.
     """
-    data = config.data
     report_count = console.make_count_reporter("tokenizing", "prompt")
 
     def on_progress(tokenized: int, total: int) -> None:
@@ -77,20 +77,17 @@ def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
             truncation=data.truncation,
             chat_template=chat_template(data),
         ),
-        config.model.tokenizer_path or str(actor_folder),
-        _make_validation(config),
+        tokenizer,
+        validate,
         max_samples=data.train_max_samples,
         on_progress=on_progress,
         name=_TRAIN_FILES,
     )
 
 
-def _make_validation(config: Config) -> functools.partial[None]:
-    """Return the check that the reward can score examples."""
-    options = config.reward
-    # A reward model, a judge that is the whole reward, and an environment score any row.
-    is_judged = Judge.from_options(options) is not None and not options.terms
-    if is_judged or config.rewards_by_environment_alone or not registry.has_rules(options):
+def make_row_validation(options: Reward, by_environment: bool) -> functools.partial[None]:
+    """Return the check that the reward can score examples; an environment alone scores any."""
+    if by_environment or registry.scores_any_row(options):
         return functools.partial(_accept)
     return functools.partial(
         row_validation.validate_data_sources, function=options.function, terms=options.terms

@@ -44,18 +44,21 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     """
     response_key = config.supervised.response_key if command == "sft" else None
     training, held_out = load_examples(config.data, config.seed, response_key)
-    command = command or _tell_command(training, config)
+    by_environment = config.rewards_by_environment_alone
+    command = command or _tell_command(training, config.reward, by_environment)
     tokenizer = _load_tokenizer(config.model)
-    obstacles = _find_obstacles(config, [*training, *held_out]) if command == "train" else []
+    obstacles: list[str] = []
+    if command == "train" and not by_environment:
+        obstacles = _find_obstacles([*training, *held_out], config.reward)
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
-    elif config.rewards_by_environment_alone:
+    elif by_environment:
         not_run = "an environment gives the rewards"
     elif obstacles:
         not_run = "no rule can score some rows"
     parts = [
-        _describe(examples, tokenizer, config, not_run) if examples else None
+        _describe(examples, tokenizer, config.reward, config.data, not_run) if examples else None
         for examples in (training, held_out)
     ]
     assert parts[0] is not None, "without training examples loading fails"
@@ -67,7 +70,11 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
         "first_prompt": first_prompt,
         "first_prompt_note": note,
-        "problems": obstacles + _find_problems(config, command, training, held_out, parts[0]),
+        "problems": [
+            *obstacles,
+            *_find_response_problems(training, held_out, command, config.supervised.response_key),
+            *_find_row_problems(config.data, training, parts[0]),
+        ],
         "warnings": [
             f"{name} data: {line}"
             for name, part in zip(("training", "held-out"), parts, strict=True)
@@ -104,14 +111,13 @@ def _load_tokenizer(options: Model) -> Any:
     return None
 
 
-def _tell_command(examples: Sequence[Example], config: Config) -> str:
+def _tell_command(examples: Sequence[Example], options: Reward, by_environment: bool) -> str:
     """Return the command that the rows are for, by the responses that they have.
 
     Rows with a rule, and rows for which the options set a reward, are for `train`.
     """
-    options = config.reward
     has_reward = options.function or options.terms or options.url or options.model_path
-    if has_reward or config.rewards_by_environment_alone:
+    if has_reward or by_environment:
         return "train"
     if any(rule_of_source(example.data_source) or example.ground_truth for example in examples):
         return "train"
@@ -123,14 +129,15 @@ def _tell_command(examples: Sequence[Example], config: Config) -> str:
 
 
 def _describe(
-    examples: Sequence[Example], tokenizer: Any, config: Config, not_run: str
+    examples: Sequence[Example], tokenizer: Any, reward: Reward, data: Data, not_run: str
 ) -> dict[str, Any]:
     """Return counts over examples.
 
     Args:
       examples: the rows.
       tokenizer: the actor's; without one, `prompt_tokens` is `None`.
-      config: all options.
+      reward: the section of the options.
+      data: the section of the options.
       not_run: why their rule is not run; "" if it is.
     """
     columns = collections.Counter(name for example in examples for name in example.extra_info)
@@ -142,10 +149,10 @@ def _describe(
         "chats": sum(not isinstance(example.prompt, str) for example in examples),
         "with_ground_truth": sum(bool(example.ground_truth) for example in examples),
         "with_response": sum(example.response is not None for example in examples),
-        "rule": _describe_rule(examples, config.reward, not_run),
+        "rule": _describe_rule(examples, reward, not_run),
         "preferences": sum(example.rejected is not None for example in examples),
         "duplicates": len(examples) - len(prompts),
-        "prompt_tokens": _count_tokens(examples, tokenizer, config.data),
+        "prompt_tokens": _count_tokens(examples, tokenizer, data),
     }
 
 
@@ -187,11 +194,9 @@ def _count_tokens(
     }
 
 
-def _find_obstacles(config: Config, examples: Sequence[Example]) -> list[str]:
+def _find_obstacles(examples: Sequence[Example], options: Reward) -> list[str]:
     """Return some of the rows that no rule can score."""
-    options = config.reward
-    scores_rows = registry.has_rules(options) and not config.rewards_by_environment_alone
-    if not scores_rows or (options.url and not options.terms):
+    if registry.scores_any_row(options):
         return []
     obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
     missing = row_validation.find_missing_package(examples, options.function, options.terms)
@@ -201,22 +206,24 @@ def _find_obstacles(config: Config, examples: Sequence[Example]) -> list[str]:
     return problems
 
 
-def _find_problems(
-    config: Config,
-    command: str,
-    training: Sequence[Example],
-    held_out: Sequence[Example],
-    part: dict[str, Any],
+def _find_response_problems(
+    training: Sequence[Example], held_out: Sequence[Example], command: str, response_key: str
 ) -> list[str]:
-    """Return what else would end a run of the command."""
+    """Return what would end a run that learns from the rows' responses."""
     problems = []
     fields = responses.PREFERENCE_FIELDS if command == "reward_model" else ("response",)
     data = (("config.data.train_files", training), ("config.data.val_files", held_out))
     for option, examples in data if command != "train" else ():
         try:
-            responses.validate_responses(examples, fields, option, config.supervised.response_key)
+            responses.validate_responses(examples, fields, option, response_key)
         except UserError as error:
             problems.append(str(error))
+    return problems
+
+
+def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, Any]) -> list[str]:
+    """Return what else would end a run on the training rows, which `part` describes."""
+    problems = []
     trial = part["rule"]
     if trial["tried"] and trial["failed"] == trial["tried"]:
         problems.append(
@@ -228,18 +235,18 @@ def _find_problems(
     usable = part["rows"]
     tokens = part["prompt_tokens"]
     if tokens and tokens["too_long"]:
-        if config.data.filter_overlong_prompts:
+        if data.filter_overlong_prompts:
             usable = round(usable * (1 - tokens["too_long"]))
-        elif config.data.truncation == "error":
+        elif data.truncation == "error":
             problems.append(
                 f"{tokens['too_long']:.1%} of the prompts are longer than "
                 f"config.data.max_prompt_length={tokens['limit']}, and config.data.truncation="
                 "'error'"
             )
-    if tokens and usable < config.data.train_batch_size:
+    if tokens and usable < data.train_batch_size:
         problems.append(
             f"{counted(usable, 'prompt')} left, and config.data.train_batch_size="
-            f"{config.data.train_batch_size} asks for that many per step"
+            f"{data.train_batch_size} asks for that many per step"
         )
     return problems
 

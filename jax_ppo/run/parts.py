@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches
 from jax_ppo.data.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
@@ -43,7 +43,7 @@ class PPORun(StepParts):
         """
         data = self.config.data
         if data.curriculum == "none" or solve_rates is None:
-            return batches_in_order(self.config, self.training, position)
+            return batches_in_order(data, self.config.seed, self.training, position)
         return CurriculumBatches(
             dataset=self.training,
             batch_size=data.train_batch_size,
@@ -58,14 +58,15 @@ class PPORun(StepParts):
         return prompt_batches.evaluation_batches(self.held_out, self.config.data.val_batch_size)
 
 
-def batches_in_order(config: Config, training: PromptDataset, position: int) -> PromptBatches:
+def batches_in_order(
+    data: Data, seed: int, training: PromptDataset, position: int = 0
+) -> PromptBatches:
     """Return the batches that follow a position, in the order of the data or by its weights."""
-    data = config.data
     return PromptBatches(
         training,
         data.train_batch_size,
         data.shuffle,
-        config.seed,
+        seed,
         position,
         weights=source_weights(data.train_files, "config.data.train_files"),
     )

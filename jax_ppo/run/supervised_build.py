@@ -13,13 +13,13 @@ from jax_ppo.config import notes
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.responses import ResponseDataset
-from jax_ppo.data.sources import source_weights
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import describe_text_part, has_score_head, read_architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting import console
+from jax_ppo.run.parts import batches_in_order
 from jax_ppo.run.supervised_tasks import Task
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
@@ -79,7 +79,7 @@ class SupervisedRun:
 
         Only their `indices` matter here.
         """
-        return _training_batches(self.config, self.training, position)
+        return batches_in_order(self.config.data, self.config.seed, self.training.prompts, position)
 
     def replicate(self, tree: Any) -> Any:
         """Return host arrays on every device of the mesh."""
@@ -173,7 +173,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
     parts = meshes.row_parts(mesh)
     row_length = config.packing.row_length or packing.row_width(longest, parts)
-    steps_per_epoch = _training_batches(config, training_set, position=0).steps_per_epoch
+    batches = batches_in_order(config.data, config.seed, training_set.prompts)
     run = SupervisedRun(
         config=config,
         task=task,
@@ -184,7 +184,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
         held_out=held_out_set,
         row_length=row_length,
         model=build_decoder(architecture, config.model, row_length),
-        total_steps=count_steps(config.trainer, steps_per_epoch),
+        total_steps=count_steps(config.trainer, batches.steps_per_epoch),
     )
     coef = config.supervised.router_aux_loss_coef
     refuse_router_loss("config.supervised", coef, run.model)
@@ -210,18 +210,4 @@ def _tokenize(
         truncation=data.truncation,
         chat_template=chat_template(data),
         name=option,
-    )
-
-
-def _training_batches(
-    config: Config, training: ResponseDataset, position: int
-) -> prompt_batches.PromptBatches:
-    data = config.data
-    return prompt_batches.PromptBatches(
-        training.prompts,
-        data.train_batch_size,
-        data.shuffle,
-        config.seed,
-        position,
-        weights=source_weights(data.train_files, "config.data.train_files"),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Algorithm, Config
+from jax_ppo.config.schema import Algorithm, Config, Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import RefusedRow, ResponseReader, ResponseRow
 from jax_ppo.data.token_rows import pad_token_rows
@@ -32,7 +32,6 @@ from jax_ppo.reporting import console, html_report, lambda_table
 from jax_ppo.reporting.atomic import replace_file
 from jax_ppo.reporting.summary import to_json_value, write_summary_file
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.judge import Judge
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.critic_quality import in_units_of_reward
 from jax_ppo.run.evaluation import response_rewards
@@ -195,6 +194,8 @@ def _read_rows(config: Config, workdir: Path) -> tuple[list[ResponseRow], list[R
     """Return the rows that can be used, and the others."""
     folders = resolve_role_folders(config, workdir, lambda folder: None)
     option = "config.score.file"
+    scores_any = config.score.reward_key or config.rewards_by_environment_alone
+    scores_any = scores_any or registry.scores_any_row(config.reward)
     reader = ResponseReader(
         tokenizer=load_model_tokenizer(config.model, folders.actor),
         parse=make_parser(config.data, config.score.response_key).parse,
@@ -203,7 +204,7 @@ def _read_rows(config: Config, workdir: Path) -> tuple[list[ResponseRow], list[R
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         reward_key=config.score.reward_key,
-        find_obstacle=functools.partial(_find_obstacle, config),
+        find_obstacle=functools.partial(_find_obstacle, None if scores_any else config.reward),
     )
     rows, refused = [], list[RefusedRow]()
     for row in reader.read(expand_local_path(config.score.file, option), option):
@@ -214,13 +215,9 @@ def _read_rows(config: Config, workdir: Path) -> tuple[list[ResponseRow], list[R
     return rows, refused
 
 
-def _find_obstacle(config: Config, example: Example) -> str:
-    """Return why no rule can score an example; "" if one can, or none is applied."""
-    options = config.reward
-    is_judged = Judge.from_options(options) is not None and not options.terms
-    if config.score.reward_key or is_judged or config.rewards_by_environment_alone:
-        return ""
-    if not registry.has_rules(options):
+def _find_obstacle(options: Reward | None, example: Example) -> str:
+    """Return why no rule can score an example; "" if one can, or `options` is `None`."""
+    if options is None:
         return ""
     obstacles = row_validation.find_obstacles([example], options.function, options.terms)
     return next(obstacles, "").removeprefix("example 1: ")
