@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Create, CriticOptim, Supervised
+from jax_ppo.config.schema import Create, CriticOptim, Model, Supervised
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.demonstration import arithmetic
@@ -50,13 +50,14 @@ RESIDUAL_SCALE = 2
 RESIDUAL_KERNELS = ("o_proj", "down_proj")
 
 
-def describe_model(config: Config, folder: Path) -> None:
+def describe_model(create: Create, seed: int, folder: Path) -> None:
     """Write the tokenizer and config.json of a small model, to which `train_weights` adds weights.
 
     Does nothing if the folder already holds a complete model.
 
     Args:
-      config: `model.create` describes the model and its training.
+      create: the section of the options.
+      seed: of the problems.
       folder: where the Hugging Face folder is written.
 
     Raises:
@@ -64,10 +65,8 @@ def describe_model(config: Config, folder: Path) -> None:
     """
     if has_weights(folder):
         return
-    create = config.model.create
-    texts = [
-        prompt + response for prompt, response in _generate_pairs(create.steps, 1.0, config.seed)
-    ]
+    pairs = _generate_pairs(create.steps, 1.0, seed)
+    texts = [prompt + response for prompt, response in pairs]
     # Each process writes a folder of its own: they may share a disk.
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     tokenizer = tokenizer_lib.train_tokenizer(
@@ -84,23 +83,25 @@ def describe_model(config: Config, folder: Path) -> None:
     shutil.rmtree(tokenizer_folder)
 
 
-def train_weights(config: Config, folder: Path, mesh: Mesh, report: Callable[[str], None]) -> None:
+def train_weights(
+    options: Model, seed: int, folder: Path, mesh: Mesh, report: Callable[[str], None]
+) -> None:
     """Train the weights of the model that `describe_model` described, and add them to its folder.
 
     Does nothing if the folder already holds weights.
 
     Args:
-      config: `model.create` describes the training.
+      options: the section of the options; `create` describes the training.
+      seed: of the problems and of the first weights.
       folder: the folder of the description.
       mesh: the mesh to train on.
       report: called with lines for the user.
     """
     if has_weights(folder):
         return
-    create = config.model.create
-    seed = config.seed
+    create = options.create
     architecture = read_architecture(folder, needs_weights=False)
-    model = Transformer(architecture, jnp.dtype(config.model.dtype))
+    model = Transformer(architecture, jnp.dtype(options.dtype))
     init = functools.partial(_init_params, model)
     shapes = jax.eval_shape(init, jax.random.key(0))
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)

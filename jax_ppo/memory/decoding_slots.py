@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Data
-from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.config.schema import Data
+from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
@@ -18,7 +18,6 @@ from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
-from jax_ppo.training.networks import Networks
 from jax_ppo.types import Prompts
 
 # Where the platform does not report its memory, as on CPUs.
@@ -29,35 +28,32 @@ _RESERVE = 0.1
 _MULTIPLE = 8
 
 
-def count_decoding_slots(
-    config: Config, nets: Networks, mesh: Mesh, rollout_mesh: Mesh, sampling: SamplingOptions
-) -> int:
+def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingOptions) -> int:
     """Return `rollout.max_num_seqs`, or with 0 the number of slots whose cache fits.
 
     No sample depends on it. All processes return the same number.
 
     Args:
-      config: all options.
-      nets: each role's model.
-      mesh: the run's mesh.
+      run: the memory of the run.
       rollout_mesh: the mesh to decode on.
       sampling: how the engine samples for training.
     """
+    config, actor = run.config, run.nets.actor
     if config.rollout.max_num_seqs:
         return config.rollout.max_num_seqs
     limit = read_memory_limit()
     if limit is None:
         return FALLBACK_SLOTS
-    least = measure_least_memory(config, nets, mesh)
+    least = run.measure()
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
     queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
     # The previous step's record stays until that step is reported.
     longest = config.data.max_prompt_length
-    resident += 2 * record_bytes(nets.actor.architecture, sampling, queue, longest)
+    resident += 2 * record_bytes(actor.architecture, sampling, queue, longest)
 
     def slot_bytes(slots: int) -> int:
         options = dataclasses.replace(sampling, slots=slots)
-        return _slot_bytes(config.data, nets.actor, rollout_mesh, options)
+        return _slot_bytes(config.data, actor, rollout_mesh, options)
 
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)

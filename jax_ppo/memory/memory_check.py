@@ -91,8 +91,7 @@ class PPOMemory:
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
         return rank_remedies(
-            self.config,
-            self.mesh,
+            PossibleChanges(self.config, self.mesh),
             needed=needed,
             read_nets=lambda changed: read_networks(changed, self.folders),
             measure=lambda *changed: measure_least_memory(*changed).peak,

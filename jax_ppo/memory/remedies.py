@@ -50,8 +50,7 @@ class Remedy:
 
 
 def rank_remedies(
-    config: Config,
-    mesh: Mesh,
+    changes: "PossibleChanges",
     needed: int,
     read_nets: Callable[[Config], Networks],
     measure: Measure,
@@ -60,23 +59,21 @@ def rank_remedies(
     """Return changes of options that save memory, most effective first.
 
     Args:
-      config: all options.
-      mesh: the run's mesh.
+      changes: the changes to try.
       needed: bytes that a device needs without a change.
       read_nets: returns each role's model after a change.
       measure: returns the bytes that a device needs after a change.
       available: bytes of a device; if given and no change is enough, pairs of changes that are
         enough are returned, too.
     """
-    changes = PossibleChanges(config, mesh)
     remedies = list(_possible_remedies(changes, needed, read_nets, measure))
     remedies.sort(key=lambda remedy: remedy.needed)
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
-        changes = PossibleChanges(first.config, mesh)
-        seconds = _possible_remedies(changes, int(available) + 1, read_nets, measure)
+        further = PossibleChanges(first.config, changes.mesh)
+        seconds = _possible_remedies(further, int(available) + 1, read_nets, measure)
         for second in seconds:
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))

@@ -12,7 +12,7 @@ from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
 from jax_ppo.memory.compiler_figures import measure_phases
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
-from jax_ppo.memory.remedies import rank_remedies
+from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
 from jax_ppo.ppo.programs import find_step_program
 from jax_ppo.runtime import meshes
@@ -203,7 +203,9 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             response_tokens=step.programs.samples * config.data.max_response_length,
         )
         if plan.fits is False:
-            plan = dataclasses.replace(plan, remedies=_rank_remedies(config, mesh, plan))
+            changes = PossibleChanges(config, mesh)
+            remedies = _rank_remedies(changes, plan.estimated_peak, plan.available)
+            plan = dataclasses.replace(plan, remedies=remedies)
     return plan
 
 
@@ -219,29 +221,24 @@ def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Devi
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
 
 
-def _rank_remedies(config: Config, mesh: Mesh, plan: StepPlan) -> tuple[tuple[str, int], ...]:
+def _rank_remedies(
+    changes: PossibleChanges, needed: int, available: float | None
+) -> tuple[tuple[str, int], ...]:
     """Return the changes of options that save memory, and the bytes needed after each."""
 
     def read_nets(changed: Config) -> Networks:
-        changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
-        return read_descriptions(changed, changed_mesh)
+        mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
+        return read_descriptions(changed, mesh)
+
+    def estimate_peak(changed: Config, nets: Networks, mesh: Mesh) -> int:
+        with jax.set_mesh(mesh):
+            estimated = estimate_phases(set_up_step(changed, nets, mesh))
+        return max(memory.peak for memory in estimated.values())
 
     remedies = rank_remedies(
-        config,
-        mesh,
-        needed=plan.estimated_peak,
-        read_nets=read_nets,
-        measure=_estimate_peak,
-        available=plan.available,
+        changes, needed=needed, read_nets=read_nets, measure=estimate_peak, available=available
     )
     return tuple((remedy.options, remedy.needed) for remedy in remedies)
-
-
-def _estimate_peak(config: Config, nets: Networks, mesh: Mesh) -> int:
-    """Return the bytes that a step needs on each device, by arithmetic."""
-    with jax.set_mesh(mesh):
-        estimated = estimate_phases(set_up_step(config, nets, mesh))
-    return max(memory.peak for memory in estimated.values())
 
 
 GIB = 2**30

@@ -99,8 +99,9 @@ def set_up_run(
     with heartbeat.activity("reading models' descriptions"):
         models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
     validate_run_models(config, models, mesh, rollout_mesh)
+    memory = PPOMemory(config, models.folders, models.nets, mesh)
     if trains:
-        validate_memory(PPOMemory(config, models.folders, models.nets, mesh))
+        validate_memory(memory)
 
     # 3. Prompts as tokens, which fix the number of steps.
     data = config.data
@@ -134,7 +135,7 @@ def set_up_run(
 
     # 4. How the engine samples; the number of decoding slots changes no sample.
     sampling, held_out_sampling = _sampling_options(config, models, prompts.environment)
-    slots = count_decoding_slots(config, models.nets, mesh, rollout_mesh, sampling)
+    slots = count_decoding_slots(memory, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
 

@@ -23,7 +23,6 @@ from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter, refuse_foreign_exports
 from jax_ppo.run.reward_moments import measure_first_rewards
-from jax_ppo.run.run_models import train_missing_actor
 from jax_ppo.run.sample_metrics import measure_sampling
 from jax_ppo.run.sample_records import StepSamples
 from jax_ppo.runtime import compilation, distributed, sharding
@@ -127,7 +126,7 @@ class PPOTraining:
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from; train a small actor first if the run makes one."""
         run = self._run
-        train_missing_actor(run.config, run.folders, run.mesh, console.print_on_main)
+        run.train_missing_actor()
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
         if step:

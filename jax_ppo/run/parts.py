@@ -10,7 +10,10 @@ from jax_ppo.data.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
+from jax_ppo.demonstration import warmup
 from jax_ppo.ppo.step_parts import StepParts, TrainingBatches
+from jax_ppo.reporting import console
+from jax_ppo.runtime import work_directory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
 
@@ -51,6 +54,15 @@ class PPORun(StepParts):
             position=position,
             solve_rates=solve_rates,
         )
+
+    def train_missing_actor(self) -> None:
+        """Train the weights of the small actor that a run makes for itself, unless it has them."""
+        if not self.config.model.path:
+            folder = self.folders.actor
+            warmup.train_weights(
+                self.config.model, self.config.seed, folder, self.mesh, console.print_on_main
+            )
+            work_directory.share_with_all(folder.parent, folder.name)
 
     def held_out_batches(self) -> Iterator[PromptBatch]:
         """Return the batches of an evaluation."""

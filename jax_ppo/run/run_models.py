@@ -66,7 +66,7 @@ def read_run_models(
     """
 
     def describe_model(folder: Path) -> None:
-        warmup.describe_model(config, folder)
+        warmup.describe_model(config.model.create, config.seed, folder)
         work_directory.share_with_all(workdir, folder.name)
 
     folders = resolve_role_folders(config, workdir, describe_model)
@@ -104,20 +104,6 @@ def read_run_models(
             prompts_are_chats=prompts_are_chats,
         )
     return RunModels(folders, nets, tokenizer, reward_inputs)
-
-
-def train_missing_actor(config: Config, folders: Folders, mesh: Mesh, report: Report) -> None:
-    """Train the weights of the small actor that a run makes for itself, unless it has them.
-
-    Args:
-      config: all options.
-      folders: each role's checkpoint; the actor's gets the weights.
-      mesh: the run's mesh.
-      report: called with lines for the user.
-    """
-    if not config.model.path:
-        warmup.train_weights(config, folders.actor, mesh, report)
-        work_directory.share_with_all(folders.actor.parent, folders.actor.name)
 
 
 def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_mesh: Mesh) -> None:

@@ -15,7 +15,6 @@ from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
-from jax_ppo.run.run_models import train_missing_actor
 from jax_ppo.runtime import compilation, meshes, work_directory
 from jax_ppo.sampler import engine
 from jax_ppo.storage import staging
@@ -41,12 +40,24 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
         raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
     checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
-        config = _read_run(config, checkpoint)
+        saved = read_run_options(checkpoint)
+        config = dataclasses.replace(
+            config, model=saved.model, critic=saved.critic, algorithm=saved.algorithm
+        )
     elif config.evaluate.rank_by == "critic":
-        config = _with_critic(config)
+        config = with_exported_models(config)
     else:
-        config = _without_critic(config)
-    _require_critic_to_rank(config, has_critic=bool(checkpoint or config.critic.path))
+        # Only the policy is read: an estimator without a critic.
+        algorithm = dataclasses.replace(config.algorithm, adv_estimator="rloo")
+        config = dataclasses.replace(with_exported_actor(config), algorithm=algorithm)
+    algorithm = dataclasses.replace(config.algorithm, use_reference=False)
+    config = dataclasses.replace(config, algorithm=algorithm, teacher=Teacher())
+    has_critic = (checkpoint or config.critic.path) and config.has_critic
+    if config.evaluate.rank_by == "critic" and not has_critic:
+        raise UserError(
+            "config.evaluate.rank_by='critic': there is no critic; set config.critic.path, or "
+            "config.model.path to the work directory or a checkpoint of a run with one"
+        )
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
         run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
@@ -106,34 +117,6 @@ def with_exported_models(config: Config) -> Config:
     return dataclasses.replace(config, critic=critic)
 
 
-def _require_critic_to_rank(config: Config, has_critic: bool) -> None:
-    if config.evaluate.rank_by == "critic" and not (has_critic and config.has_critic):
-        raise UserError(
-            "config.evaluate.rank_by='critic': there is no critic; set config.critic.path, or "
-            "config.model.path to the work directory or a checkpoint of a run with one"
-        )
-
-
-def _with_critic(config: Config) -> Config:
-    """Return the options for an exported model with a critic."""
-    config = with_exported_models(config)
-    return dataclasses.replace(
-        config,
-        algorithm=dataclasses.replace(config.algorithm, use_reference=False),
-        teacher=Teacher(),
-    )
-
-
-def _without_critic(config: Config) -> Config:
-    """Return the options for a model that was exported: only the policy is read."""
-    config = with_exported_actor(config)
-    return dataclasses.replace(
-        config,
-        algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
-        teacher=Teacher(),
-    )
-
-
 def _describe_unexported_run(workdir: Path) -> str:
     """Return what to evaluate instead of a run that has not exported its model."""
     checkpoints = workdir / staging.CHECKPOINTS
@@ -158,18 +141,6 @@ def read_run_options(checkpoint: Path) -> Config:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 
 
-def _read_run(config: Config, checkpoint: Path) -> Config:
-    """Return the options with the models of the run that wrote a checkpoint."""
-    run = read_run_options(checkpoint)
-    return dataclasses.replace(
-        config,
-        model=run.model,
-        critic=run.critic,
-        algorithm=dataclasses.replace(run.algorithm, use_reference=False),
-        teacher=Teacher(),
-    )
-
-
 def load_models(
     run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, ...] = ("actor",)
 ) -> TrainState:
@@ -182,7 +153,7 @@ def load_models(
     """
     config = run.config
     progress = console.make_loading_reporter
-    train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
+    run.train_missing_actor()
     if checkpoint is None:
         return create_models_state(config, run.nets, run.folders, run.mesh, progress)
     step = int(checkpoint.name)

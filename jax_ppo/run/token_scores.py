@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Algorithm, Config, Reward
+from jax_ppo.config.schema import Algorithm, Config, Data, Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import RefusedRow, ResponseReader, ResponseRow
 from jax_ppo.data.token_rows import pad_token_rows
@@ -142,7 +142,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
             f"config.algorithm.adv_estimator={config.algorithm.adv_estimator!r} compares "
             f"{config.responses_per_prompt} responses to the same prompt"
         )
-    table = _compare_lambdas(config, rows, scores)
+    table = _compare_lambdas(config.algorithm, rows, scores)
     summary = {
         "rows": len(rows),
         "refused": len(refused),
@@ -254,7 +254,7 @@ def _score_batch(
 ) -> dict[str, Any]:
     """Return the outputs of the forward passes and the rewards of the first `count` rows."""
     options = run.step_options
-    batch, rollout = _make_batch(run.config, rows, count, has_turns)
+    batch, rollout = _make_batch(run.config.data, rows, count, has_turns)
     rollout = placement.place(rollout, sharding.batch_rows(run.mesh, len(rows)))
     # The sampler's log-probs are not known, or of another model.
     forward = dataclasses.replace(options.forward, old_logprobs=True, entropy=True)
@@ -288,10 +288,10 @@ def _score_batch(
 
 
 def _make_batch(
-    config: Config, rows: Sequence[ResponseRow], count: int, has_turns: bool
+    data: Data, rows: Sequence[ResponseRow], count: int, has_turns: bool
 ) -> tuple[PromptBatch, Rollout]:
     """Return rows as a batch of prompts and their responses, on the host."""
-    width = config.data.max_response_length
+    width = data.max_response_length
 
     def pad(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
         padded = np.zeros((len(values), width), dtype)
@@ -300,7 +300,7 @@ def _make_batch(
         return padded
 
     prompts = Prompts(
-        tokens=pad_token_rows([row.prompt_ids for row in rows], config.data.max_prompt_length),
+        tokens=pad_token_rows([row.prompt_ids for row in rows], data.max_prompt_length),
         lengths=np.array([len(row.prompt_ids) for row in rows], np.int32),
     )
     turn_rewards = None
@@ -344,7 +344,7 @@ def _estimate(
         for name, x in found.items()
         if name.startswith("outputs/")
     }
-    order = _group_rows(run.config, rows)
+    order = _group_rows(run.config.algorithm.adv_estimator, run.config.responses_per_prompt, rows)
     figures = {name: np.full(actions.shape, np.nan, np.float32) for name in FIGURES}
 
     def write(name: str, values: Any, numbers: np.ndarray | slice = slice(None)) -> None:
@@ -408,12 +408,10 @@ def _reference_kl(algorithm: Algorithm, outputs: ForwardOutputs, actions: jax.Ar
     return reward_shaping.reference_kl(algorithm, outputs.old_logprobs, outputs, actions)
 
 
-def _group_rows(config: Config, rows: Sequence[ResponseRow]) -> np.ndarray:
+def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarray:
     """Return the rows that have advantages; if groups are compared, those of a prompt adjacent."""
-    name = config.algorithm.adv_estimator
-    if not (":" in name or ADVANTAGE_ESTIMATORS.lookup(name).needs_groups):
+    if not (":" in estimator or ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups):
         return np.arange(len(rows))
-    n = config.responses_per_prompt
     groups: dict[tuple[bytes, str], list[int]] = {}
     for number, row in enumerate(rows):
         key = (row.prompt_ids.tobytes(), repr(row.example.ground_truth))
@@ -423,7 +421,7 @@ def _group_rows(config: Config, rows: Sequence[ResponseRow]) -> np.ndarray:
 
 
 def _compare_lambdas(
-    config: Config, rows: Sequence[ResponseRow], scores: Scores
+    algorithm: Algorithm, rows: Sequence[ResponseRow], scores: Scores
 ) -> list[dict[str, Any]]:
     """Return the table of lambda and gamma; empty without a critic."""
     if scores.values is None:
@@ -438,7 +436,7 @@ def _compare_lambdas(
     )
     if tokens is None:
         return []
-    return lambda_table.compare_lambdas(tokens, config.algorithm.lam, config.algorithm.gamma)
+    return lambda_table.compare_lambdas(tokens, algorithm.lam, algorithm.gamma)
 
 
 def _write_results(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.config import schema
 from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
@@ -83,14 +84,14 @@ def test_a_model_is_described_anew_until_it_has_its_weights(tmp_path, monkeypatc
     folder, mesh = tmp_path / "model", tiny.make_mesh()
     for hidden_size in (64, 32):
         config = tiny.config(model__create__hidden_size=hidden_size, model__create__steps=1)
-        warmup.describe_model(config, folder)
+        warmup.describe_model(config.model.create, config.seed, folder)
         assert read_architecture(folder, needs_weights=False).hidden_size == hidden_size
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    warmup.train_weights(config, folder, mesh, print)
+    warmup.train_weights(config.model, config.seed, folder, mesh, print)
     weights = (folder / "model.safetensors").read_bytes()
     monkeypatch.setattr(warmup, "train_on_responses", None)
-    warmup.describe_model(tiny.config(model__create__hidden_size=64), folder)
-    warmup.train_weights(config, folder, mesh, print)
+    warmup.describe_model(schema.Create(hidden_size=64), 0, folder)
+    warmup.train_weights(config.model, config.seed, folder, mesh, print)
     assert read_architecture(folder).hidden_size == 32
     assert (folder / "model.safetensors").read_bytes() == weights
     assert load_tokenizer(str(folder)).decode(load_tokenizer(str(folder))("1+2").input_ids) == "1+2"

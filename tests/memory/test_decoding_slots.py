@@ -7,8 +7,9 @@ import pytest
 
 import tiny
 from jax_ppo.memory import decoding_slots
-from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.ppo.rollout_engine import sampling_options
+from jax_ppo.training.networks import Folders
 
 CONFIG = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, rollout__n=2)
 
@@ -21,11 +22,12 @@ def count_slots(monkeypatch):
         mesh, nets = tiny.make_mesh(2), tiny.networks(config)
         sampling = sampling_options(config, config.rollout, (1,))
         with jax.set_mesh(mesh):
-            least = measure_least_memory(config, nets, mesh)
+            run = PPOMemory(config, Folders(), nets, mesh)
+            least = run.measure()
             resident = least.parameters + least.optimizer + least.frozen + least.decoding
             limit = None if left is None else (resident + left) / 0.9 + 1
             monkeypatch.setattr(decoding_slots, "read_memory_limit", lambda: limit)
-            return decoding_slots.count_decoding_slots(config, nets, mesh, mesh, sampling)
+            return decoding_slots.count_decoding_slots(run, mesh, sampling)
 
     return count
 

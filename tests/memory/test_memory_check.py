@@ -92,8 +92,7 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
 
     def rank(available=None):
         return rank_remedies(
-            CONFIG,
-            mesh,
+            PossibleChanges(CONFIG, mesh),
             needed=least.peak,
             read_nets=tiny.networks,
             measure=measure,
@@ -130,8 +129,7 @@ def remedies_for(config, platform):
     """Return the options after each remedy by its words, without a measurement."""
     with assume_platform(platform):
         remedies = rank_remedies(
-            config,
-            tiny.make_mesh(1),
+            PossibleChanges(config, tiny.make_mesh(1)),
             needed=1,
             read_nets=tiny.networks,
             measure=lambda *changed: 0,
