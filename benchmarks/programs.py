@@ -28,7 +28,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
-from jax_ppo.training.kl_controller import first_control
+from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, role_optimizer, state_shapes
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences

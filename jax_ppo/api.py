@@ -20,7 +20,7 @@ from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -72,7 +72,7 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
     validation.validate_train_config(config)
     workdir = workdir or Path("output") / config.experiment_name
     with command.prepared_run(config, workdir) as (resolved, folder):
-        return loop.train(resolved, folder)
+        return ppo_training.train(resolved, folder)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:

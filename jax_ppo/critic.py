@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> None:
 
 def run_critic(options: schema.Config, workdir: Path) -> None:
     """Train a critic with validated options."""
-    from jax_ppo.run import loop
+    from jax_ppo.run import ppo_training
 
-    loop.train(options, workdir)
+    ppo_training.train(options, workdir)
 
 
 if __name__ == "__main__":

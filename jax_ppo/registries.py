@@ -572,12 +572,12 @@ KL_CONTROLLERS = Registry(
     ("algorithm.kl_ctrl.type",),
     KLController(
         name="fixed",
-        path="jax_ppo.training.kl_controller:keep_coefficient",
+        path="jax_ppo.training.control:keep_coefficient",
         summary="the coefficient stays at `kl_coef`",
     ),
     KLController(
         name="adaptive",
-        path="jax_ppo.training.kl_controller:adapt_coefficient",
+        path="jax_ppo.training.control:adapt_coefficient",
         summary="grows while the KL is above `target_kl`, and falls while it is below",
         source="Ziegler et al. 2019, arXiv 1909.08593, section 2.2",
         adapts=True,

@@ -16,9 +16,9 @@ def main(arguments: list[str]) -> None:
 
 def run_train(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.run import loop
+    from jax_ppo.run import ppo_training
 
-    loop.train(options, workdir)
+    ppo_training.train(options, workdir)
 
 
 class _CallableModule(types.ModuleType):

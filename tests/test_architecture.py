@@ -67,9 +67,8 @@ PARTITION_SPECS = {
     "jax_ppo/runtime/parallelism/context.py",
     "jax_ppo/runtime/parallelism/experts.py",
     "jax_ppo/runtime/parallelism/heads.py",
-    "jax_ppo/runtime/parallelism/host_calls.py",
-    "jax_ppo/runtime/parallelism/pipeline.py",
     "jax_ppo/runtime/parallelism/rows.py",
+    "jax_ppo/runtime/parallelism/pipeline.py",
     "jax_ppo/runtime/parallelism/vocabulary.py",
 }
 # Loaded before the options are validated, so they load nothing heavy.
@@ -307,7 +306,11 @@ def test_every_file_that_may_split_arrays_does(path):
             "from jax_ppo.data import row_formats",
             "rewards must not import data",
         ),
-        ("jax_ppo/run/loop.py", "from jax_ppo import config, train", "nobody imports train"),
+        (
+            "jax_ppo/run/ppo_training.py",
+            "from jax_ppo import config, train",
+            "nobody imports train",
+        ),
         ("jax_ppo/training/state.py", "import flax.linen as nn", "flax stays in models"),
         (
             "jax_ppo/training/state.py",
@@ -392,7 +395,7 @@ def test_a_public_name_means_one_thing():
             '"""No PartitionSpec, pickle or eval()."""\n'
             "import jax\njax.eval_shape(f)\nmodel.eval()",
         ),
-        ("jax_ppo/run/loop.py", "from jax_ppo import data, reporting, rewards, supervised"),
+        ("jax_ppo/run/ppo_training.py", "from jax_ppo import data, reporting, rewards, supervised"),
         ("tests/test_x.py", "from jax.sharding import PartitionSpec\nf(trust_remote_code=False)"),
     ],
 )

@@ -16,7 +16,7 @@ from turnstile import Turnstile
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompt_batches
 from jax_ppo.ppo import forward_passes, rewarding, step
-from jax_ppo.run import loop, parts
+from jax_ppo.run import parts, ppo_training
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -94,7 +94,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         return state, current_step["metrics"]
 
     # Precompilation would interfere with the turnstile.
-    loop.PPOTraining.compile_programs = lambda *_: iter(())
+    ppo_training.PPOTraining.compile_programs = lambda *_: iter(())
     parts.PromptBatches = Batches
     sample_lengths, step.sample_lengths = step.sample_lengths, lengths
     original_update, step.update_state = turnstile.phase("update", step.update_state), update
@@ -115,7 +115,7 @@ def main(settings: dict) -> None:
     )
     stop_between_steps(turnstile, settings["samples"] * settings["prompt"])
     with tempfile.TemporaryDirectory() as folder:
-        loop.train(make_config(Path(folder), settings), Path(folder) / "run")
+        ppo_training.train(make_config(Path(folder), settings), Path(folder) / "run")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, printable_lines, shorten
-from jax_ppo.runtime.parallelism.host_calls import call_host
+from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import Example
 

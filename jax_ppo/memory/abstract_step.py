@@ -21,9 +21,9 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.programs import StepPrograms
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
-from jax_ppo.ppo.rollout_packing import RolloutPacking, make_packer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights

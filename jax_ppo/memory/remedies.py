@@ -172,7 +172,7 @@ class PossibleChanges:
             return
         config = self.config
         roles = used_roles(config)
-        optimizers = [role.optimizer_offload for role in roles if role.trains(config)]
+        optimizers = [role.optimizer_offload for role in roles if role.is_trained(config)]
         # The base of adapters is read by every program.
         idle = [
             role.param_offload
@@ -190,7 +190,7 @@ class PossibleChanges:
     def _store_bfloat16(self) -> Iterator[tuple[str, Config]]:
         """Yield the change that stores what is trained in half the memory."""
         changed = self.config
-        roles = [role.section for role in used_roles(self.config) if role.trains(self.config)]
+        roles = [role.section for role in used_roles(self.config) if role.is_trained(self.config)]
         for role in roles:
             options = getattr(changed, role)
             optim = dataclasses.replace(options.optim, **_IN_BFLOAT16)

@@ -34,11 +34,11 @@ def estimate_advantages(
     masks: Masks,
     outputs: ForwardOutputs,
     return_moments: Moments | None,
-    compared: jax.Array | None = None,
+    extra_scores: jax.Array | None = None,
 ) -> tuple[Estimates, Metrics]:
     """Return raw advantages, and returns in units of reward if there is a critic.
 
-    `compared` is what `estimate_experience` gets, shaped like the scores.
+    `extra_scores` is what `estimate_experience` gets, shaped like the scores.
     """
     metrics: Metrics = {}
     if options.has_critic:
@@ -50,7 +50,7 @@ def estimate_advantages(
         metrics = critic_metrics(values, returns, masks.loss)
     else:
         advantages, metrics = critic_free_advantages(
-            options, token_rewards, masks.actions, compared
+            options, token_rewards, masks.actions, extra_scores
         )
         estimates = Estimates(advantages=advantages, returns=None)
     metrics |= {
@@ -181,7 +181,7 @@ def critic_free_advantages(
     options: ExperienceOptions,
     token_rewards: Tokens,
     actions: Mask,
-    compared: jax.Array | None,
+    extra_scores: jax.Array | None,
 ) -> tuple[Tokens, Metrics]:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
@@ -192,15 +192,15 @@ def critic_free_advantages(
     entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     estimator = functools.partial(entry.function, **entry.read_arguments(algorithm))
     if entry.needs_greedy:
-        assert compared is not None, "greedy responses are scored"
-        return jax.vmap(estimator)(token_rewards, actions, jnp.repeat(compared, n)), {}
+        assert extra_scores is not None, "greedy responses are scored"
+        return jax.vmap(estimator)(token_rewards, actions, jnp.repeat(extra_scores, n)), {}
     if not entry.needs_groups:
         return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
     if entry.needs_components:
-        assert compared is not None, "rewards are scored one by one"
-        response_rewards = compared
+        assert extra_scores is not None, "rewards are scored one by one"
+        response_rewards = extra_scores
         weights = parsing.parse_weights(options.reward.components).values()
         estimator = functools.partial(estimator, weights=tuple(weights))
     if entry.reads_counts:

@@ -31,7 +31,7 @@ def estimate_experience(
     outputs: ForwardOutputs,
     rewards: Float32[Array, " B"],
     step_rewards: Tokens | None,
-    compared: Float32[Array, "..."] | None = None,
+    extra_scores: Float32[Array, "..."] | None = None,
 ) -> tuple[Experience, Metrics]:
     """Shape rewards and estimate advantages.
 
@@ -50,7 +50,7 @@ def estimate_experience(
       outputs: see `ForwardOutputs`.
       rewards: the reward of each sample.
       step_rewards: rewards earned within the responses; `None` if there are none.
-      compared: what else the estimator reads: the scores of greedy responses, one per prompt, or
+      extra_scores: what else the estimator reads: the scores of greedy responses, one per prompt, or
         the `reward.components` of the samples [B, K]; `None` if it reads neither.
 
     Returns:
@@ -79,15 +79,20 @@ def estimate_experience(
     if algorithm.whiten_rewards:
         token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
 
-    if compared is not None and compared.ndim == 1:
+    if extra_scores is not None and extra_scores.ndim == 1:
         # Greedy responses' scores are normalized and clipped like the others'.
-        zeros = jnp.zeros(len(compared), jnp.int32)
-        compared = reward_shaping.shape_scores(
-            options.reward, options.max_response_length, reward_moments, compared, zeros, zeros > 0
+        zeros = jnp.zeros(len(extra_scores), jnp.int32)
+        extra_scores = reward_shaping.shape_scores(
+            options.reward,
+            options.max_response_length,
+            reward_moments,
+            extra_scores,
+            zeros,
+            zeros > 0,
         )
     # Raw advantages give the critic's targets; only then are they whitened.
     raw, advantage_metrics = advantages.estimate_advantages(
-        options, token_rewards, sequences, masks, outputs, moments.get("returns"), compared
+        options, token_rewards, sequences, masks, outputs, moments.get("returns"), extra_scores
     )
     whitened = advantages.whiten_advantages(options, raw, masks)
     estimates, return_moments = advantages.normalize_returns(

@@ -13,10 +13,10 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.response_sampling import compile_selection
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
-from jax_ppo.ppo.rollout_packing import RolloutPacking
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -184,15 +184,15 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
     logprobs = shapes.rollout.logprobs
     if step.config.has_step_rewards:
         step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
-    compared = None
+    extra_scores = None
     estimator = ADVANTAGE_ESTIMATORS.lookup(step.config.algorithm.adv_estimator)
     if estimator.needs_greedy:
         prompts = step.config.data.train_batch_size
         layout = sharding.batch_rows(step.mesh, prompts)
-        compared = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
+        extra_scores = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
     if estimator.needs_components:
         components = len(parsing.parse_weights(step.config.reward.components))
-        compared = jax.ShapeDtypeStruct((step.samples, components), jnp.float32, sharding=rows)
+        extra_scores = jax.ShapeDtypeStruct((step.samples, components), jnp.float32, sharding=rows)
     shapes.experience, _ = compile_ahead(
         estimate_experience,
         ExperienceOptions.from_config(step.config),
@@ -202,7 +202,7 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
         forward_passes.join_outputs(shapes.outputs),
         rewards,
         step_rewards,
-        compared,
+        extra_scores,
     )
 
 

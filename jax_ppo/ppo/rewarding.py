@@ -51,7 +51,7 @@ class RuleRewards:
         `reward_model_scores` takes it; `None` if the model reads the samples themselves.
       answers: the answers that the rules read, by row; rows without one are left out.
       misses: wrong responses of this process, as `describe_misses` returns them.
-      compared: what else the advantage estimator reads, see `estimate_experience`.
+      extra_scores: what else the advantage estimator reads, see `estimate_experience`.
     """
 
     scores: jax.Array
@@ -64,7 +64,7 @@ class RuleRewards:
     model_inputs: ModelInputs | None = None
     answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
     misses: tuple[str, ...] = ()
-    compared: jax.Array | None = None
+    extra_scores: jax.Array | None = None
 
 
 class LocalResponses(NamedTuple):
@@ -167,7 +167,7 @@ class RuleScorer:
             misses=describe_misses(
                 scored_misses(responses.examples, responses.policy_texts, scored)
             ),
-            compared=self._place_components(responses, scored, total),
+            extra_scores=self._place_components(responses, scored, total),
         )
 
     def _place_components(

@@ -12,9 +12,9 @@ import jax
 
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
+from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
 from jax_ppo.ppo.response_sampling import observe_solve_rates, sample_batch, sample_selected_batch
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
-from jax_ppo.ppo.rollout_packing import RolloutPacking, sample_lengths
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.ppo.update import update_state
 from jax_ppo.runtime.device_memory import release_freed_memory
@@ -108,7 +108,7 @@ def take_step(
         outputs,
         rewards,
         rule_rewards.steps,
-        rule_rewards.compared,
+        rule_rewards.extra_scores,
     )
 
     # 5. Update actor and critic, which takes over the buffers of `state`.
@@ -163,5 +163,5 @@ def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatche
     observe_solve_rates(batches, sampled.batch, rule_rewards)
     if sampled.greedy is not None:
         baselines = parts.rules.score(sampled.batch, sampled.greedy).scores
-        rule_rewards = dataclasses.replace(rule_rewards, compared=baselines)
+        rule_rewards = dataclasses.replace(rule_rewards, extra_scores=baselines)
     return rule_rewards

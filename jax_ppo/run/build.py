@@ -18,9 +18,9 @@ from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
+from jax_ppo.ppo.mini_batches import make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
-from jax_ppo.ppo.rollout_packing import make_packer
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import registry, row_validation
@@ -28,15 +28,16 @@ from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
-from jax_ppo.run.cached_prompts import (
-    cache_training_prompts,
-    load_run_examples,
-    make_row_validation,
-)
-from jax_ppo.run.environment_rows import RunPrompts, set_up_environment
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
+from jax_ppo.run.run_prompts import (
+    RunPrompts,
+    cache_training_prompts,
+    load_run_examples,
+    make_row_validation,
+    set_up_environment,
+)
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions

@@ -17,8 +17,8 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.moments import moments_std
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
+from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState

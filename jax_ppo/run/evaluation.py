@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
+from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.reward_shaping import last_actions
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
-from jax_ppo.ppo.rollout_packing import sample_lengths
 from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun

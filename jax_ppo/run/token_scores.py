@@ -26,7 +26,7 @@ from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.ppo import reward_shaping
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
-from jax_ppo.ppo.rollout_packing import sample_lengths
+from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.reporting import console, html_report, lambda_table
 from jax_ppo.reporting.atomic import replace_file

@@ -241,7 +241,7 @@ def train_step(
     learner = make_learner(objective, options, model, sequences, rounding_seed)
     rate = learning_rate(options.optim, step, total_steps)
     batch = mini_batch(sequences, plan, micro_batches)
-    params, optimizer_state, metrics, _ = learner.take_step(
+    params, optimizer_state, metrics, _ = learner.take_optimizer_step(
         params, optimizer_state, rate, True, batch
     )
     # Otherwise the compiler splits what the table replicates, and the next call would compile

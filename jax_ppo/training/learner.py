@@ -175,7 +175,7 @@ class Learner:
             # Past the limit, or without any token to learn from, no micro-batch is run.
             has_tokens = within_limit & self.objective.has_tokens(batch)
             batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
-            params, optimizer_state, metrics, is_within = self.take_step(
+            params, optimizer_state, metrics, is_within = self.take_optimizer_step(
                 params, optimizer_state, rate, update_enabled & has_tokens, batch
             )
             within_limit &= is_within
@@ -197,7 +197,7 @@ class Learner:
             }
         return params, optimizer_state, metrics
 
-    def take_step(
+    def take_optimizer_step(
         self,
         params: Params,
         optimizer_state: optax.OptState,
@@ -272,7 +272,7 @@ class Learner:
 
     def _reduce_over_steps(self, metrics_U: Metrics, has_tokens_U: Bool[Array, " U"]) -> Metrics:
         """Return one value per metric from the optimizer steps that had tokens."""
-        # Besides the objective's own metrics: what `take_step` adds.
+        # Besides the objective's own metrics: what `take_optimizer_step` adds.
         reductions = {
             **self.objective.metrics,
             f"{self.prefix}grad_norm": Metric.MEAN,

@@ -69,7 +69,8 @@ class ModelRole:
       holds_base: whether it has all weights, even where other roles have adapters.
       param_offload: the option that keeps its parameters in the host's memory; empty if none does.
       section: the section of the options that trains it; empty if it is always frozen.
-      learns: returns whether a run with these options trains it; read only with a section.
+      is_trained: returns whether a run with these options trains it: a checkpoint then holds it and
+        its optimizer.
       adapter_stream: the random numbers of new adapters.
       export: how it is exported; `None` if it is not.
     """
@@ -86,18 +87,9 @@ class ModelRole:
     holds_base: bool = False
     param_offload: str = ""
     section: str = ""
-    learns: Callable[[Config], bool] = lambda config: True
+    is_trained: Callable[[Config], bool] = lambda config: False
     adapter_stream: Stream | None = None
     export: Export | None = None
-
-    @property
-    def is_trained(self) -> bool:
-        """Return whether there are options to train it."""
-        return bool(self.section)
-
-    def trains(self, config: Config) -> bool:
-        """Return whether training changes it: a checkpoint holds it and its optimizer."""
-        return self.is_trained and self.learns(config)
 
     @property
     def optimizer_offload(self) -> str:
@@ -107,7 +99,7 @@ class ModelRole:
     @property
     def offloads(self) -> tuple[str, ...]:
         """Return the options that keep its arrays in the host's memory."""
-        options = (self.optimizer_offload if self.is_trained else "", self.param_offload)
+        options = (self.optimizer_offload if self.section else "", self.param_offload)
         return tuple(name for name in options if name)
 
     def is_present(self, config: Config, nets: Networks) -> bool:
@@ -121,7 +113,7 @@ class ModelRole:
     def starts_from(self, config: Config, folders: Folders) -> Path | None:
         """Return its checkpoint; `None` for new adapters."""
         # With adapters `folders.actor` is their base.
-        if config.has_adapters and self.is_trained and folders.is_actors(self.name):
+        if config.has_adapters and self.section and folders.is_actors(self.name):
             return folders.get("adapters")
         return folders.get(self.name, folders.actor)
 
@@ -144,7 +136,7 @@ ROLES: tuple[ModelRole, ...] = (
         path_option="model.path",
         head=lambda config: actor_head(config.shares_trunk),
         section="actor",
-        learns=lambda config: not config.trainer.critic_only,
+        is_trained=lambda config: not config.trainer.critic_only,
         adapter_stream=Stream.ACTOR_ADAPTERS,
         export=Export(
             option="model.path",
@@ -168,6 +160,7 @@ ROLES: tuple[ModelRole, ...] = (
         reads_actors_tokens=True,
         param_offload="critic.param_offload",
         section="critic",
+        is_trained=lambda config: True,
         adapter_stream=Stream.CRITIC_ADAPTERS,
         export=Export(
             option="critic.path",
@@ -222,13 +215,15 @@ def used_roles(config: Config) -> tuple[ModelRole, ...]:
 
 def trained_roles(config: Config) -> tuple[ModelRole, ...]:
     """Return the roles that training changes, also those that the run does not have."""
-    return tuple(role for role in ROLES if role.trains(config))
+    return tuple(role for role in ROLES if role.is_trained(config))
 
 
 def present_roles(config: Config, nets: Networks, *, trained: bool) -> list[ModelRole]:
     """Return the roles in the state that training changes, or the others."""
     return [
-        role for role in ROLES if role.trains(config) == trained and role.is_present(config, nets)
+        role
+        for role in ROLES
+        if role.is_trained(config) == trained and role.is_present(config, nets)
     ]
 
 
@@ -259,7 +254,7 @@ def resolve_role_folders(
         if path := role.path(config):
             option = f"config.{role.path_option}"
             folders[role.name] = resolve_model_folder(path, option, files=files)
-        elif role.is_trained:
+        elif role.section:
             folders[role.name] = actor
     if config.model.lora.path:
         folders["adapters"] = resolve_model_folder(
@@ -279,7 +274,7 @@ def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
     digests = {}
     for role in used_roles(config):
         folder = role.starts_from(config, folders)
-        if role.trains(config) or folder is None:
+        if role.is_trained(config) or folder is None:
             continue
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):

@@ -19,7 +19,7 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.training.kl_controller import first_control, resumed_control
+from jax_ppo.training.control import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.roles import ModelRole, present_roles

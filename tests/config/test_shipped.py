@@ -5,7 +5,7 @@ import pytest
 from jax_ppo.config import config_files
 from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 
 COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model"}
 NAMES = config_files.shipped_names()
@@ -59,5 +59,5 @@ def test_the_smoke_form_trains(name, tmp_path):
         "mesh.fsdp": -1,
         "model.create.steps": 20,
     }
-    summary = loop.train(load_config(f"{name}:smoke", options), tmp_path)
+    summary = ppo_training.train(load_config(f"{name}:smoke", options), tmp_path)
     assert summary["steps"] == 2 and not summary["warnings"]

@@ -22,7 +22,7 @@ WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
 PHASES = {
     "making the model": ("jax_ppo.demonstration.warmup:train_on_responses",),
     "loading": (
-        "jax_ppo.run.loop:create_state",
+        "jax_ppo.run.ppo_training:create_state",
         "jax_ppo.run.supervised_loop:start_parameters",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
@@ -33,7 +33,10 @@ PHASES = {
     "sampling": ("jax_ppo.ppo.step:sample_batch",),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
-    "evaluating": ("jax_ppo.run.loop:evaluate_policy", "jax_ppo.run.supervised_loop:evaluate"),
+    "evaluating": (
+        "jax_ppo.run.ppo_training:evaluate_policy",
+        "jax_ppo.run.supervised_loop:evaluate",
+    ),
     "exporting": (
         "jax_ppo.run.reporter:export_checkpoint",
         "jax_ppo.run.reporter:save_adapters",

@@ -1639,9 +1639,7 @@ UPDATES = [
         name="the_controllers_coefficient_is_lost_on_resume",
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
         holds="all state that changes from step to step is saved in the checkpoint and restored",
-        test=(
-            "tests/training/test_kl_controller.py::test_only_an_adapted_coefficient_survives_a_resume"
-        ),
+        test=("tests/training/test_control.py::test_only_an_adapted_coefficient_survives_a_resume"),
         where="resumed_control",
         old="KL_CONTROLLERS[kl_options.type].adapts",
         new="False",
@@ -1903,7 +1901,7 @@ STOPS = [
         source="firedup#3, stable-baselines3#419: the KL was checked after the gradient step",
         holds="a mini-batch whose KL exceeds the target does not change the policy",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
-        where="Learner.take_step",
+        where="Learner.take_optimizer_step",
         old="update_enabled & is_within",
         new="update_enabled",
     ),

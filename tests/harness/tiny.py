@@ -17,8 +17,8 @@ from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
+from jax_ppo.training.control import first_control
 from jax_ppo.training.decoders import packed_row_length
-from jax_ppo.training.kl_controller import first_control
 from jax_ppo.training.networks import Networks, actor_head
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.state import TrainState

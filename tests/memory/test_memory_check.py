@@ -15,7 +15,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import memory_check
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.runtime import device_memory, meshes
 from jax_ppo.training.networks import Folders
 from llama_folder import write_llama
@@ -198,5 +198,5 @@ def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
     config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
     with pytest.raises(UserError, match="config.mesh: a device needs at least"):
-        loop.train(config, tmp_path / "work")
+        ppo_training.train(config, tmp_path / "work")
     assert "loaded" not in capsys.readouterr().out

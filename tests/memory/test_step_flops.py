@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.memory.step_work import count_step_flops
-from jax_ppo.models.flops import count_forward_flops
+from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
 
 PROMPTS = np.array([3, 5])
 LENGTHS = np.array([4, 6, 8, 5 + 9])  # two responses per prompt

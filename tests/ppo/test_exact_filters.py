@@ -16,7 +16,7 @@ from jax_ppo.config.notes import note_truncated_distribution
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import logprobs
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.sampler import sampling
 from llama_folder import write_llama
 
@@ -102,7 +102,7 @@ def test_a_run_learns_the_distribution_that_it_samples(changes, tmp_path):
     )
 
     def run():
-        loop.train(config, tmp_path / "run")
+        ppo_training.train(config, tmp_path / "run")
         with (tmp_path / "run" / "training_metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         return [

@@ -9,7 +9,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
 from jax_ppo.ppo.advantages import critic_metrics
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.training.kl_controller import first_control
+from jax_ppo.training.control import first_control
 from jax_ppo.types import Control, Sequences
 
 T = tiny.T
@@ -27,7 +27,7 @@ def estimate(
     full_kl=None,
     step_rewards=None,
     control=None,
-    compared=None,
+    extra_scores=None,
 ):
     """Call `estimate_experience` for samples with these lengths.
 
@@ -66,7 +66,7 @@ def estimate(
         scores,
         jnp.array(rewards, jnp.float32),
         step_rewards,
-        compared,
+        extra_scores,
     )
 
 
@@ -264,7 +264,7 @@ def test_without_a_critic(estimator, expected):
 def test_what_an_estimator_compares_besides_scores(options, compared, expected):
     config = tiny.config(rollout__n=2, algorithm__use_kl_in_reward=False, **(RAW | options))
     lengths = [2, 2, 1, 1]
-    experience, _ = estimate(config, [1, 3, 0, 0], lengths, compared=jnp.float32(compared))
+    experience, _ = estimate(config, [1, 3, 0, 0], lengths, extra_scores=jnp.float32(compared))
     for ours, value in zip(valid_entries(experience.advantages, lengths), expected, strict=True):
         np.testing.assert_allclose(ours, [value] * len(ours), rtol=1e-5)
 

@@ -17,7 +17,7 @@ from jax_ppo.ppo import response_sampling
 from jax_ppo.ppo.response_sampling import choose_groups, choose_responses, is_uniform
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.reporting.sample_files import read_samples
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.training.random_streams import sample_key, training_stream
 from llama_folder import write_llama
 
@@ -64,7 +64,7 @@ def files(tmp_path_factory):
 
 def train(files, workdir, **options):
     changes = {name.replace("__", "."): value for name, value in options.items()}
-    return loop.train(loading.load_config(f"{files}/config.py", changes), workdir)
+    return ppo_training.train(loading.load_config(f"{files}/config.py", changes), workdir)
 
 
 def records_of_steps(workdir):

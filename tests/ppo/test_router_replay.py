@@ -19,7 +19,7 @@ from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.sampler.generate import Sampler
@@ -264,7 +264,7 @@ def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
     workdir = tmp_path / "run"
 
     def run():
-        loop.train(config, workdir)
+        ppo_training.train(config, workdir)
         with (workdir / "training_metrics.csv").open() as file:
             return [float(row["rollout/logprob_difference"]) for row in csv.DictReader(file)]
 

@@ -6,7 +6,7 @@ from jax_ppo.config import loading
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.reporting.sample_files import read_samples
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 
 OPTIONS = {
@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 def train(model, workdir, **options):
     changes = {"model.path": model} | {f"rollout.{name}": value for name, value in options.items()}
-    return loop.train(loading.load_config("arithmetic", OPTIONS | changes), workdir)
+    return ppo_training.train(loading.load_config("arithmetic", OPTIONS | changes), workdir)
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import advantages
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.memory import step_plan
-from jax_ppo.memory.step_work import count_step_flops
+from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
 from jax_ppo.models import heads
-from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer

@@ -16,7 +16,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.training.kl_controller import first_control
+from jax_ppo.training.control import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 from jax_ppo.training.state import TrainState, trained_shapes, trained_trees
 from jax_ppo.types import Params, Sequences

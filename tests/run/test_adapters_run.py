@@ -20,7 +20,7 @@ from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.lora import Lora, init_adapters
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -201,19 +201,19 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
         config, _ = command_line.read_command_line(
             ["train", f"--config={files}/config.py", override.format(files=files)]
         )
         assert isinstance(config, schema.Config)
-        loop.train(config, tmp_path)
+        ppo_training.train(config, tmp_path)
 
 
 def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
     critic = shutil.copytree(files / "llama", tmp_path / "critic")
@@ -232,7 +232,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
                 f"--config.critic.path={critic}",
             ]
         )
-        loop.train(config, tmp_path / "run")
+        ppo_training.train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_adapters_of_another_folder_are_refused(
     def stop(*_, **__):
         raise KeyboardInterrupt("weights would be loaded now")
 
-    monkeypatch.setattr("jax_ppo.run.loop.create_state", stop)
+    monkeypatch.setattr("jax_ppo.run.ppo_training.create_state", stop)
     path, base = files / "reward" / "adapter_config.json", base.format(files=files)
     text = path.read_text()
     try:
@@ -261,7 +261,7 @@ def test_adapters_of_another_folder_are_refused(
             UserError if refused else KeyboardInterrupt,
             match=f"stand on '{base}'" if refused else "weights",
         ):
-            loop.train(config, tmp_path)
+            ppo_training.train(config, tmp_path)
     finally:
         path.write_text(text)
     assert (f"stand on '{base}'" in caplog.text) == warned

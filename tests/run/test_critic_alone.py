@@ -11,7 +11,7 @@ import tiny
 from jax_ppo.config.loading import default_config, from_config_dict
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.training.state import state_shapes
 from llama_folder import write_llama
 
@@ -49,7 +49,7 @@ def trained(tmp_path_factory):
         trainer__max_checkpoints=4,
         trainer__total_training_steps=STEPS,
     )
-    loop.train(config, folder / "run")
+    ppo_training.train(config, folder / "run")
     return config, folder / "run"
 
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_ends_with_the_same_critic(trained):
     expected = weights.read_bytes()
     weights.unlink()
     shutil.rmtree(workdir / "checkpoints" / str(STEPS))
-    loop.train(config, workdir)
+    ppo_training.train(config, workdir)
     assert weights.read_bytes() == expected
 
 
@@ -90,7 +90,7 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
         trainer__save_freq=0,
         trainer__total_training_steps=1,
     )
-    loop.train(ppo, tmp_path / "ppo")
+    ppo_training.train(ppo, tmp_path / "ppo")
     with (tmp_path / "ppo" / "training_metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert abs(float(row["critic/values_mean"])) > 0.01
@@ -100,7 +100,7 @@ def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
     config, _ = trained
     lora = dataclasses.replace(config.model.lora, rank=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora))
-    loop.train(config, tmp_path / "run")
+    ppo_training.train(config, tmp_path / "run")
     assert (tmp_path / "run" / "critic" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "adapter").exists()
 
@@ -111,11 +111,11 @@ def test_a_resume_on_another_actor_is_refused(trained, tmp_path):
     copy = tmp_path / "llama"
     shutil.copytree(config.model.path, copy)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(copy)))
-    loop.train(config, tmp_path / "run")
+    ppo_training.train(config, tmp_path / "run")
     weights = load_file(copy / "model.safetensors")
     save_file({name: x * 2 for name, x in weights.items()}, copy / "model.safetensors")
     with pytest.raises(UserError, match=r"config\.model\.path"):
-        loop.train(config, tmp_path / "run")
+        ppo_training.train(config, tmp_path / "run")
 
 
 def test_targets_are_whole_returns_unless_lambda_is_set():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.config import loading
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 
 OPTIONS = {
     "data.train_files": "arithmetic:64",
@@ -31,7 +31,7 @@ OPTIONS = {
 def train(monkeypatch, workdir, **changes):
     """Train; return the critics that the run has started from and ended with, on the host."""
     seen = []
-    create_state, finish = loop.create_state, loop.Reporter.export_models
+    create_state, finish = ppo_training.create_state, ppo_training.Reporter.export_models
 
     def created(*arguments, **options):
         state = create_state(*arguments, **options)
@@ -44,9 +44,9 @@ def train(monkeypatch, workdir, **changes):
 
     named = {name.replace("__", "."): value for name, value in changes.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "create_state", created)
-        patch.setattr(loop.Reporter, "export_models", finished)
-        loop.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
+        patch.setattr(ppo_training, "create_state", created)
+        patch.setattr(ppo_training.Reporter, "export_models", finished)
+        ppo_training.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
     return seen
 
 

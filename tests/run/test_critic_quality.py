@@ -9,14 +9,14 @@ import pytest
 import tiny
 from jax_ppo.config import loading
 from jax_ppo.kernels.moments import update_moments
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.run.critic_quality import (
     Predictions,
     collect_predictions,
     describe_critic,
     knows_unit_of_rewards,
 )
-from jax_ppo.training.kl_controller import first_control
+from jax_ppo.training.control import first_control
 
 
 def predictions(values, returns, tenths=None):
@@ -86,7 +86,7 @@ def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
         "trainer.save_freq": 0,
         "trainer.export": False,
     }
-    summary = loop.train(loading.load_config("arithmetic", options), tmp_path)
+    summary = ppo_training.train(loading.load_config("arithmetic", options), tmp_path)
     (rollouts,) = tmp_path.glob("rollouts/evaluation_000000.jsonl")
     records = [json.loads(line) for line in rollouts.read_text().splitlines()]
     returns = np.array([record["score"] - record["truncated"] for record in records])

@@ -6,7 +6,7 @@ import pytest
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.calculator import Calculator
-from jax_ppo.run.environment_rows import ConcatenatedExamples, RunPrompts, set_up_environment
+from jax_ppo.run.run_prompts import ConcatenatedExamples, RunPrompts, set_up_environment
 from jax_ppo.types import Example
 
 

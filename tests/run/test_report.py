@@ -16,7 +16,7 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import journal, sample_files
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.run import evaluation, loop, reporter
+from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
@@ -378,22 +378,22 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
     tmp_path, monkeypatch, folder, rank
 ):
     """Regression: it ended with a traceback after its last step."""
-    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: pytest.fail("it was set up"))
+    monkeypatch.setattr(ppo_training, "set_up_run", lambda *arguments: pytest.fail("it was set up"))
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "notes.txt").touch()
     with pytest.raises(UserError, match=f"{folder} exists and holds something other than an exp"):
-        loop.train(tiny.config(model__lora__rank=rank), tmp_path)
+        ppo_training.train(tiny.config(model__lora__rank=rank), tmp_path)
 
 
 def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: sys.exit("it is set up"))
+    monkeypatch.setattr(ppo_training, "set_up_run", lambda *arguments: sys.exit("it is set up"))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "notes.txt").touch()
     with pytest.raises(SystemExit):
-        loop.train(tiny.config(), tmp_path)
+        ppo_training.train(tiny.config(), tmp_path)
     with pytest.raises(SystemExit):
-        loop.train(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
+        ppo_training.train(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "adapter" / name).touch()
     with pytest.raises(SystemExit):
-        loop.train(tiny.config(model__lora__rank=4), tmp_path)
+        ppo_training.train(tiny.config(model__lora__rank=4), tmp_path)

@@ -16,7 +16,7 @@ import pytest
 import reward_models
 from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 from waiting import RUN_SECONDS
 
@@ -183,7 +183,7 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     config, _ = command_line.read_command_line(
         [
@@ -195,4 +195,4 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message,
         ]
     )
     with pytest.raises(UserError, match=message):
-        loop.train(config, tmp_path)
+        ppo_training.train(config, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.ppo import rollout_packing
+from jax_ppo.ppo import mini_batches
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.run import build, run_models
@@ -20,7 +20,7 @@ from jax_ppo.types import Example
 
 def make_packer(config, mesh=None):
     has_critic = tiny.networks(config).critic is not None
-    return rollout_packing.make_packer(config, mesh or tiny.make_mesh(), has_critic)
+    return mini_batches.make_packer(config, mesh or tiny.make_mesh(), has_critic)
 
 
 def mini_batch_members(config, step):

@@ -239,7 +239,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     options = load(files, "--config.trainer.test_freq=4", command=command)
     supervised_loop.train(options, tmp_path / "whole", task)
     monkeypatch.setattr(
-        "jax_ppo.training.stopping.StopRequest.should_stop", lambda self, step: step == 4
+        "jax_ppo.run.life_cycle.StopRequest.should_stop", lambda self, step: step == 4
     )
     supervised_loop.train(options, tmp_path / "halves", task)
     assert not (tmp_path / "halves" / task.output).exists()

@@ -11,7 +11,7 @@ import tiny
 from jax_ppo import score
 from jax_ppo.config import loading
 from jax_ppo.errors import UserError
-from jax_ppo.run import loop, token_scores
+from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
 from jax_ppo.run.token_scores import FIGURES, score_file
 
@@ -57,7 +57,7 @@ def load(command="score", **changes):
 def trained(tmp_path_factory):
     """Return the folder of a run of two steps with all responses of the second one."""
     workdir = tmp_path_factory.mktemp("run")
-    loop.train(load("train"), workdir)
+    ppo_training.train(load("train"), workdir)
     return workdir
 
 

@@ -32,7 +32,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.run import life_cycle, loop, standalone_evaluation
+from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
@@ -505,7 +505,7 @@ def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
             meshes, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:devices])
         )
         steps = f"--config.trainer.total_training_steps={last_step}"
-        loop.train(load_config(files, steps, *options, *shape), workdir)
+        ppo_training.train(load_config(files, steps, *options, *shape), workdir)
     rows, expected = read_step_rows(workdir), read_step_rows(undisturbed[0])
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
     for ours, theirs in zip(rows, expected, strict=True):
@@ -940,7 +940,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
                 (jax, "device_get"),
             ):
                 count_calls(patch, owner, name)
-            loop.train(config, workdir)
+            ppo_training.train(config, workdir)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
         jax.monitoring.clear_event_listeners()
@@ -979,7 +979,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     )
     jax.config.update("jax_log_compiles", True)
     try:
-        loop.train(
+        ppo_training.train(
             load_config(
                 files,
                 "--config.trainer.total_training_steps=2",
@@ -1084,10 +1084,12 @@ def load_config(files, *overrides):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.loop.create_state", lambda *_, **__: pytest.fail("weights were loaded")
+        "jax_ppo.run.ppo_training.create_state", lambda *_, **__: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        loop.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)
+        ppo_training.train(
+            load_config(files, override, "--config.data.train_batch_size=8"), tmp_path
+        )
 
 
 def test_resolved_options_are_hashable(files):

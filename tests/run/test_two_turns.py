@@ -19,7 +19,7 @@ import tiny
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import POLICY_LOSSES
-from jax_ppo.training.kl_controller import first_control
+from jax_ppo.training.control import first_control
 from jax_ppo.types import Sequences
 
 V, ANSWERS, KL_COEF = 3, 2, 0.3

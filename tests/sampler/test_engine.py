@@ -15,7 +15,7 @@ from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.run import loop
+from jax_ppo.run import ppo_training
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
@@ -132,7 +132,7 @@ def config(tmp_path):
 @pytest.mark.slow
 def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     """The loop transfers weights once per step, and evaluation uses its own options."""
-    summary = loop.train(config, tmp_path / "run")
+    summary = ppo_training.train(config, tmp_path / "run")
     assert json.loads((tmp_path / "calls.json").read_text()) == [
         "init",
         "start",

@@ -44,6 +44,7 @@ TRAINED = ModelRole(
     read_net=read_net,
     head=lambda config: "lm",
     section="critic",
+    is_trained=lambda config: True,
     export=Export(
         option="model.tokenizer_path", adapter_folder="adviser", drop_head=heads.without_scalar_head
     ),

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ppo.run.life_cycle import EvaluationInterrupted, StopRequest
 from jax_ppo.runtime import signals
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from waiting import finish_all
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -48,7 +48,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_ppo.config import schema
 from jax_ppo.runtime import distributed, signals
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.stopping import StopRequest
+from jax_ppo.run.life_cycle import StopRequest
 
 def main():
     with signals.handle_stop_signals(ends_process=True):

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
+from jax_ppo.memory.step_work import count_forward_flops
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config
 from jax_ppo.models.deberta.encoder import (
     Deberta,
@@ -20,7 +21,6 @@ from jax_ppo.models.deberta.encoder import (
     init_deberta_params,
     relative_buckets,
 )
-from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
 
 V3 = {  # deberta-v3's config.json, small

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo.runtime.meshes import ROWS
-from jax_ppo.runtime.parallelism.host_calls import call_host
+from jax_ppo.runtime.parallelism.rows import call_host
 
 SHAPES = {
     "double": jax.ShapeDtypeStruct((2,), jnp.float32),

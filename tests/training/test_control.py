@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import tiny
-from jax_ppo.training.kl_controller import first_control, resumed_control
+from jax_ppo.training.control import first_control, resumed_control
 
 
 @pytest.mark.parametrize(
