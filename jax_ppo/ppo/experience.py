@@ -50,8 +50,8 @@ def estimate_experience(
       outputs: see `ForwardOutputs`.
       rewards: the reward of each sample.
       step_rewards: rewards earned within the responses; `None` if there are none.
-      extra_scores: what else the estimator reads: the scores of greedy responses, one per prompt, or
-        the `reward.components` of the samples [B, K]; `None` if it reads neither.
+      extra_scores: what else the estimator reads: the scores of greedy responses, one per prompt,
+        or the `reward.components` of the samples [B, K]; `None` if it reads neither.
 
     Returns:
       The experience, and metrics: scalars on the mesh.
