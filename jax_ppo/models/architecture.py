@@ -36,6 +36,9 @@ ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+# The rotary parameter b by which queries at position p are multiplied by 1 + b log(1 + p // n),
+# where n is the length of pretraining (Llama 4).
+QUERY_GROWTH = "llama_4_scaling_beta"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +172,11 @@ class Architecture:
     def layers_are_rotated(self) -> tuple[bool, ...]:
         """Return whether each layer has a rotary embedding."""
         return tuple(not bare for bare in self.unrotated_layers) or (True,) * self.num_layers
+
+    @property
+    def query_growth(self) -> float:
+        """Return `QUERY_GROWTH`; 0: the size of queries does not depend on their position."""
+        return float(dict(self.rope_scaling).get(QUERY_GROWTH, 0))
 
     @property
     def rotary_dim(self) -> int:

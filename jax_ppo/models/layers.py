@@ -150,7 +150,8 @@ class Attention(nn.Module):
         a = self.architecture
         q, k, v = self._project(x_BxTxD)
         cos, sin = self._rotation(kind, rotations)
-        q = rope.rotate(q, cos, sin, a.rope_interleaved)
+        of_queries = rotations[1] if a.query_growth else (cos, sin)
+        q = rope.rotate(q, *of_queries, a.rope_interleaved)
         k = rope.rotate(k, cos, sin, a.rope_interleaved)
         # The mesh may split more finely than there are heads: copies give each device its own.
         k = copy_kv_heads(k)
@@ -205,7 +206,7 @@ class Attention(nn.Module):
         """Return cos and sin for a layer of this kind."""
         # The first rotation is that of global layers; local ones may have a base of their own.
         cos, sin = rotations[0]
-        if len(rotations) > 1:
+        if self.architecture.local_rope_theta is not None:
             local_cos, local_sin = rotations[1]
             cos = jnp.where(kind.is_local, local_cos, cos)
             sin = jnp.where(kind.is_local, local_sin, sin)

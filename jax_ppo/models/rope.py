@@ -149,6 +149,7 @@ def rotation_tables(
     positions_BxT: Int[Array, "B T"],
     length: int,
     local: bool = False,
+    queries: bool = False,
 ) -> Rotation:
     """Return cos and sin for `rotate`, each float32 [B, T, 1, rotary_dim / 2].
 
@@ -160,8 +161,14 @@ def rotation_tables(
       positions_BxT: positions of the tokens.
       length: size of the table; positions outside it become NaN.
       local: whether to return those of local layers.
+      queries: whether they multiply by the factor of queries at each position, too.
     """
     inverse, factor = inverse_frequencies(architecture, local)
+    factors = np.full((length + 1, 1), factor)
+    if queries:
+        original = _original_length(dict(architecture.rope_scaling), architecture)
+        growth = np.log1p(np.arange(length + 1) // original)[:, None]
+        factors *= 1 + architecture.query_growth * growth
     # In float32, as transformers computes the angles.
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
     # All other positions read a last row of NaN; negative ones are large as unsigned numbers.
@@ -170,7 +177,7 @@ def rotation_tables(
     rows_BxT = jnp.minimum(positions_BxT.astype(jnp.uint32), length)
 
     def look_up(table: np.ndarray) -> jax.Array:
-        rows = jnp.asarray(table * np.float32(factor)).at[rows_BxT]
+        rows = jnp.asarray(table * factors.astype(np.float32)).at[rows_BxT]
         return rows.get(mode="promise_in_bounds")[:, :, None]
 
     return look_up(np.cos(angles)), look_up(np.sin(angles))

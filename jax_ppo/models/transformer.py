@@ -198,9 +198,11 @@ class Transformer:
         return x
 
     def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
-        """Return the rotations of global layers, and those of local ones if they differ."""
+        """Return the rotations of global layers, and those of local ones or queries if others."""
         a = self.architecture
         global_rotation = rope.rotation_tables(a, positions_BxT, length)
+        if a.query_growth:
+            return global_rotation, rope.rotation_tables(a, positions_BxT, length, queries=True)
         if a.local_rope_theta is None:
             return (global_rotation,)
         return global_rotation, rope.rotation_tables(a, positions_BxT, length, local=True)

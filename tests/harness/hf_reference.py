@@ -32,6 +32,7 @@ CLASS_PREFIXES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "phi3": "Phi3",
     "smollm3": "SmolLM3",
     "granite": "Granite",

@@ -135,6 +135,21 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
     "smollm3, in a loop": (
         "smollm3",

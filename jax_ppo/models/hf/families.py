@@ -7,6 +7,7 @@ first.
 
 import dataclasses
 
+from jax_ppo.models.architecture import QUERY_GROWTH
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config
 from jax_ppo.models.deberta.names import UNUSED_TENSORS, deberta_tensor_table
 from jax_ppo.models.hf.family import EncoderFamily, Family, Multimodal
@@ -161,6 +162,29 @@ FAMILIES = {
         defaults=_MISTRAL_DEFAULTS,
         nullable=frozenset({"head_dim", "num_key_value_heads"}),
         sliding_windows="listed",
+    ),
+    "ministral3": Family(
+        class_prefix="Ministral3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+        },
+        nullable=frozenset({"head_dim"}),
+        sliding_windows="all",
+        rope_numbers=(QUERY_GROWTH,),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            QUERY_GROWTH: 0.1,
+        },
     ),
     "smollm3": Family(
         class_prefix="SmolLM3",

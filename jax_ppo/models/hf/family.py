@@ -55,6 +55,8 @@ class Family:
       rope_aliases: the family's names of rotary embeddings, and the usual names.
       local_rope_theta: base of layers with a sliding window, where these have rotary parameters
         of their own, unless config.json has one; `None`: they have those of all layers.
+      rope_numbers: further numbers among the rotary parameters, which are then those of YaRN.
+      rope_parameters: the rotary parameters unless config.json has some.
       rope_length_outside: whether `original_max_position_embeddings` is stored outside the rotary
         parameters.
       fused_projections: projections that the checkpoint stores as one tensor, and its name.
@@ -93,6 +95,8 @@ class Family:
     unrotated_period: int = 0
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     local_rope_theta: float | None = None
+    rope_numbers: tuple[str, ...] = ()
+    rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_length_outside: bool = False
     fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     fused_by_head: bool = False

@@ -19,7 +19,12 @@ OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 LISTS = frozenset({"short_factor", "long_factor"})
 # Entries that transformers ignores.
-HARMLESS_ENTRIES = ("finetuned", "mrope_section", "mrope_interleaved")
+HARMLESS_ENTRIES = (
+    "finetuned",
+    "max_position_embeddings",
+    "mrope_interleaved",
+    "mrope_section",
+)
 PARTIAL_FACTOR = "partial_rotary_factor"
 
 RopeScaling = tuple[tuple[str, Any], ...]
@@ -64,12 +69,12 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields
                 f"rope_parameters for each layer type ({', '.join(nested)}) are not supported"
             )
     rope = _OneRope(reader, family, head_dim, "rope_theta", family.rope_theta)
-    fields = rope.read(parameters, "rope_parameters")
-    if scaling:
-        other = rope.read(scaling, "rope_scaling")
-        if parameters and other != fields:
-            raise _disagreement(reader)
-        fields = other
+    name = "rope_parameters"
+    if not parameters:
+        parameters, name = scaling or dict(family.rope_parameters), "rope_scaling"
+    fields = rope.read(parameters, name)
+    if scaling and rope.read(scaling, "rope_scaling") != fields:
+        raise _disagreement(reader)
     _refuse_other_values(reader, fields)
     return fields
 
@@ -186,6 +191,9 @@ class _OneRope:
                 values[entry] = entries.numbers(entry, rotary_dim // 2)
             else:
                 values[entry] = entries.number(entry)
+        if self._family.rope_numbers and kind != "yarn":
+            raise self._reader.error(f"rope_type {kind!r} is not supported, only 'yarn' is")
+        values |= {entry: entries.number(entry) for entry in self._family.rope_numbers}
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
             if (number := entries.optional_number(entry)) is not None:
                 values[entry] = number

@@ -49,6 +49,7 @@ MODELS = {
         "head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "ministral3": {"head_dim": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {
         "embedding_multiplier": 12.0,
