@@ -10,7 +10,7 @@ from jax_ppo.config.schema import (
     all_options,
     option_value,
 )
-from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
+from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
 
 
 def train_notes(config: Config) -> list[str]:
@@ -25,6 +25,7 @@ def train_notes(config: Config) -> list[str]:
         note_reference_without_adapters(
             config.model.lora.path, algorithm.use_kl_in_reward or actor.use_kl_loss
         ),
+        note_merged_adapters(config.rollout.engine, config.has_adapters),
     )
     ineffective = _note_ineffective_options(config)
     return [*filter(None, advice), *ineffective, *note_unread_options(config, "train")]
@@ -129,5 +130,15 @@ def note_reference_without_adapters(path: str, restrains: bool) -> str | None:
             f"config.model.lora.path={path!r}: the reference is the bare base, not the policy "
             "that training starts from; merge those adapters into config.model.path to measure "
             "the KL to them"
+        )
+    return None
+
+
+def note_merged_adapters(engine: str, has_adapters: bool) -> str | None:
+    """Return a note if the sampler's weights are rounded where the trainer's adapters are not."""
+    if has_adapters and ROLLOUT_ENGINES.lookup(engine).is_external:
+        return (
+            f"config.rollout.engine={engine!r}: gets the adapters merged into the weights, which "
+            "rounds small changes away in bfloat16; watch rollout/logprob_difference"
         )
     return None

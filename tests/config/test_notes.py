@@ -41,3 +41,10 @@ def test_an_option_of_normalized_rewards_is_noted_where_none_are():
 def test_a_warm_up_as_long_as_the_run_is_noted():
     assert "the actor is never trained in 3 steps" in notes.note_long_warmup(3, 3)
     assert notes.note_long_warmup(3, 4) is None
+
+
+def test_adapters_that_an_external_engine_gets_merged_are_noted():
+    adapters = {"model__lora__rank": 4}
+    external = tiny.config(rollout__engine="transformers", **adapters)
+    assert "gets the adapters merged" in " ".join(notes.train_notes(external))
+    assert "merged" not in " ".join(notes.train_notes(tiny.config(**adapters)))

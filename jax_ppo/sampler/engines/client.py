@@ -21,12 +21,13 @@ KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
 # workers would otherwise keep their memory.
 _SUPERVISOR = """
 import os, signal, subprocess, sys, threading
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-def end():
+def end(*ignored):
     os.killpg(0, signal.SIGKILL)
+signal.signal(signal.SIGTERM, end)
 def watch():
     sys.stdin.buffer.read()
     end()
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 threading.Thread(target=watch, daemon=True).start()
 server.wait()
 end()

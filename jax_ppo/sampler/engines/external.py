@@ -93,15 +93,7 @@ class ExternalEngine:
             )
 
     def start(self) -> None:
-        """Choose the folder of the weights: in shared memory if they fit twice, else on disk."""
-        parent = None
-        if self.options.weights_dir:
-            parent = Path(self.options.weights_dir)
-            parent.mkdir(parents=True, exist_ok=True)
-        elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.5 * self._size:
-            parent = SHARED_MEMORY
-        self._weights = Path(tempfile.mkdtemp(prefix="jax_ppo-", dir=parent)).absolute()
-        self._weights.chmod(0o755)  # a server may run as another user
+        """Do nothing."""
 
     def stop(self) -> None:
         """Remove the weights."""
@@ -113,8 +105,16 @@ class ExternalEngine:
 
     @property
     def weights(self) -> Path:
-        """Return the folder of the newest weights; there is a `start` before."""
-        assert self._weights is not None, "update_weights was called before start"
+        """Return the folder of the newest weights: in shared memory if they fit twice."""
+        if self._weights is None:
+            parent = None
+            if self.options.weights_dir:
+                parent = Path(self.options.weights_dir)
+                parent.mkdir(parents=True, exist_ok=True)
+            elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * self._size:
+                parent = SHARED_MEMORY
+            self._weights = Path(tempfile.mkdtemp(prefix="jax_ppo-", dir=parent)).absolute()
+            self._weights.chmod(0o755)  # a server may run as another user
         return self._weights / "weights"
 
     def update_weights(self, params: Params) -> None:

@@ -30,7 +30,6 @@ class HuggingFaceEngine(ExternalEngine):
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # of each update
-        super().start()
 
     def load_weights(self) -> None:
         """Read the weights, as any user of the export would."""

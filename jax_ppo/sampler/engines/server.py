@@ -42,7 +42,6 @@ class ServerEngine(ExternalEngine):
 
     def start(self) -> None:
         """Require a server with all routes, or an interpreter that has vLLM."""
-        super().start()
         self._run = os.urandom(4).hex()  # another run's versions are not ours
         url = self.options.url
         if not url:
@@ -94,7 +93,7 @@ class ServerEngine(ExternalEngine):
             if fault.is_final or attempts == ATTEMPTS:
                 raise UserError(
                     f"{self._server}: {len(prompts) - len(responses)} of {len(prompts)} responses "
-                    f"are missing after {attempts or 1} attempts: {fault}"
+                    f"are missing after {attempts or 1} attempts: {fault}{self._last_words()}"
                 )
             self._revive()
             self.load_weights()
@@ -106,6 +105,12 @@ class ServerEngine(ExternalEngine):
         if self._python:
             return f"config.rollout.vllm.python={self._python!r}"
         return f"config.rollout.url={self.options.url!r}"
+
+    def _last_words(self) -> str:
+        """Return why our server ended, if it did."""
+        if self._process is None or self._process.is_running:
+            return ""
+        return f"; vLLM ended: {self._process.last_words()}"
 
     @property
     def _version(self) -> str:
@@ -213,6 +218,7 @@ class ServerEngine(ExternalEngine):
             "max-model-len": self.max_length,
             "logprobs-mode": mode,
             "generation-config": "vllm",
+            "uvicorn-log-level": "warning",
         }
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
         command += [f"--{name}={value}" for name, value in arguments.items()]
@@ -238,8 +244,7 @@ class ServerEngine(ExternalEngine):
                 except (ServerFault, LookupError, TypeError) as error:
                     problem = error
                 if self._process is not None and not self._process.is_running:
-                    text = f"vLLM ended: {self._process.last_words()}"
-                    raise ServerFault(text, is_final=not self._has_run)
+                    raise ServerFault(f"no answer{self._last_words()}", is_final=not self._has_run)
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._server}: no answer in {seconds:.0f} s: {problem}")
                 time.sleep(_PAUSE)

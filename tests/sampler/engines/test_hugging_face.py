@@ -8,10 +8,12 @@ import tiny_actor
 from jax_ppo.config.schema import MeshShape, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save
-from jax_ppo.registries import ROLLOUT_ENGINES
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions, running
+from jax_ppo.sampler.engines.hugging_face import HuggingFaceEngine
 from jax_ppo.sampler.text_search import search_for
 
 pytest.importorskip("torch")
@@ -43,8 +45,7 @@ def folder(actor, tmp_path_factory):
 
 def make_engine(actor, folder, **changes):
     options = RolloutOptions(engine="transformers", **changes)
-    engine_class = ROLLOUT_ENGINES["transformers"].function
-    return engine_class(MESH, actor.scored, actor.stacked, options, folder, 32)
+    return HuggingFaceEngine(MESH, actor.scored, actor.stacked, options, folder, 32)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -66,6 +67,24 @@ def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name
         jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(expected, field))
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=2e-4)
     assert len(set(ours.lengths.tolist())) > 1 or name != "ends"
+
+
+def test_adapters_are_merged(actor, folder, prompts):
+    lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    adapters = init_adapters(tiny_actor.ARCHITECTURE, lora, jax.random.key(1), "lm")
+    params = join_adapters(actor.stacked, jax.tree.map(lambda x: x + 0.1, adapters))
+    adapted = Transformer(tiny_actor.ARCHITECTURE, lora=lora)
+    engine = HuggingFaceEngine(MESH, adapted, params, RolloutOptions(), folder, 32)
+    built_in = BuiltInEngine(MESH, adapted, params)
+    options = SamplingOptions(max_response_length=6, temperature=1.0)
+    rollouts = []
+    for each in (engine, built_in):
+        with jax.set_mesh(MESH), running(each):
+            each.update_weights(params)
+            rollout = each.generate(prompts, jax.random.key(7), options)
+            rollouts.append(jax.tree.map(np.asarray, rollout))
+    np.testing.assert_array_equal(rollouts[0].responses, rollouts[1].responses)
+    np.testing.assert_allclose(rollouts[0].logprobs, rollouts[1].logprobs, atol=2e-4)
 
 
 def test_its_shapes_are_known_ahead(actor, folder, prompts):
