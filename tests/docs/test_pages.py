@@ -162,6 +162,8 @@ def test_commands_are_understood(place, command, monkeypatch):
             assert words[0] in (
                 "git",
                 "pip",
+                "vllm",
+                "vllm/bin/python",
                 "cd",
                 "python",
                 "python3",

@@ -393,7 +393,7 @@ def test_a_command_of_verl():
         "trainer.test_freq": "10",
         "trainer.total_epochs": "15",
     }
-    assert "rollout.gpu_memory_utilization=0.4: there is no inference server" in notes
+    assert "rollout.gpu_memory_utilization=0.4: no server samples" in notes
     assert "trainer.ref_fancy_option=3: there is no such option" in notes
     assert "rollout.name=vllm: the sampler is built in" in notes and "trainer.nnodes=1" in notes
     assert "a variable of the shell" in notes
