@@ -359,6 +359,9 @@ class Actor:
     grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
     optimizer_offload: bool = option(False,
         "keep the optimizer state in the host's memory between updates")
+    param_offload: bool = option(False,
+        "keep the actor's parameters in the host's memory when no phase reads them; while "
+        "sampling, the devices hold only the copy that decodes")
     ppo_mini_batch_size: int = option(64,
         "prompts per optimizer step, each with rollout.n samples (or rollout.keep); samples are "
         "shuffled one by one",

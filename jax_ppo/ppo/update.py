@@ -232,6 +232,7 @@ def update_actor(
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
     new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
+    new_params = placement.to_memory_of(new_params, params)
     new_optimizer_state = placement.to_memory_of(new_optimizer_state, optimizer_state)
     return step + 1, new_params, new_optimizer_state, metrics
 

@@ -90,6 +90,24 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(copy, tree)
 
 
+def fetch(tree: Any) -> Any:
+    """Copy what is in the host's memory to the devices, outside of a compiled function.
+
+    Args:
+      tree: arrays, or their shapes; those on devices stay as they are.
+    """
+
+    def copy(x: Any) -> Any:
+        if x.sharding.memory_kind != PINNED_HOST:
+            return x
+        layout = x.sharding.with_memory_kind(None)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+        return jax.device_put(x, layout)
+
+    return jax.tree.map(copy, tree)
+
+
 def to_memory_of(tree: Any, like: Any) -> Any:
     """Move `tree` to the memory of `like`, host's or devices', inside a compiled function."""
     if not is_in_host_memory(like):

@@ -135,6 +135,7 @@ ROLES: tuple[ModelRole, ...] = (
         is_used=lambda config: True,
         path_option="model.path",
         head=lambda config: actor_head(config.shares_trunk),
+        param_offload="actor.param_offload",
         section="actor",
         is_trained=lambda config: not config.trainer.critic_only,
         adapter_stream=Stream.ACTOR_ADAPTERS,

@@ -90,8 +90,8 @@ class TrainState:
 
 
 def policy_params(nets: Networks, state: TrainState) -> Params:
-    """Return the actor's parameters, joined with their base, without a critic's head."""
-    return heads.without_scalar_head(state.role_params("actor", nets))
+    """Return the actor's parameters on devices, joined with their base, without a critic's head."""
+    return heads.without_scalar_head(placement.fetch(state.role_params("actor", nets)))
 
 
 def trained_trees(state: TrainState) -> dict[str, Any]:

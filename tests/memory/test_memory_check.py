@@ -146,13 +146,14 @@ def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
     optimizers = remedies[
         "config.actor.optimizer_offload=True and config.critic.optimizer_offload=True"
     ]
-    idle = remedies["config.critic.param_offload=True and config.algorithm.reference_offload=True"]
+    actor_and_critic = "config.actor.param_offload=True and config.critic.param_offload=True"
+    idle = remedies[f"{actor_and_critic} and config.algorithm.reference_offload=True"]
     assert least(optimizers).optimizer == 0
     assert least(idle).frozen == 0 and least(idle).parameters < least(CONFIG).parameters
     assert not [words for words in remedies_for(CONFIG, "cpu") if "offload" in words]
     # The base of adapters, which the reference is, is read by all programs.
     adapters = remedies_for(tiny.config(model__lora__rank=2), "tpu")
-    assert "config.critic.param_offload=True" in adapters
+    assert actor_and_critic in adapters
     assert not [words for words in adapters if "reference_offload" in words]
 
 

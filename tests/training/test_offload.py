@@ -12,7 +12,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders, Networks
-from jax_ppo.training.state import create_state, trained_shapes, trained_trees
+from jax_ppo.training.state import create_state, policy_params, trained_shapes, trained_trees
 
 OPTIONS = {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False}
 OFFLOADED_ROLES = {
@@ -66,7 +66,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
 
 
 def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
-    """The reference, the critic and its optimizer, and the reward model."""
+    """The actor, the reference, the critic and its optimizer, and the reward model."""
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     model = tiny.networks(tiny.config()).actor
     for head in ("lm", "scalar"):
@@ -76,7 +76,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
         export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / head)
     results = []
     with jax.set_mesh(mesh):
-        for changes in ({}, OFFLOADED_ROLES):
+        for changes in ({}, {"actor__param_offload": True, **OFFLOADED_ROLES}):
             config = tiny.config(actor__use_kl_loss=True, **changes)
             nets = Networks(**tiny.networks(config), reward=model)
             folders = Folders(
@@ -84,13 +84,14 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             )
             state = create_state(config, nets, folders, mesh, lambda name: None)
             idle = (
+                state.actor,
                 state.reference,
                 state.models["reward"],
                 state.critic,
                 state.optimizers["critic"],
             )
             kinds = [memory_kinds(tree) for tree in idle]
-            assert kinds == [{"pinned_host"} if changes else {"device"}] * 4
+            assert kinds == [{"pinned_host"} if changes else {"device"}] * 5
             rollout = tiny.make_rollout(mesh)
             batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
@@ -100,8 +101,11 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
                 nets.reward, state.models["reward"], *inputs, "auto"
             )
             after, _ = tiny.update_state(config, nets, 4, state, experience, batches, batches)
-            assert memory_kinds(after.actor) == memory_kinds(rewards) == {"device"}
+            sampled = policy_params(nets, after)
+            assert memory_kinds(sampled) == memory_kinds(rewards) == {"device"}
+            jax.tree.map(np.testing.assert_array_equal, sampled, after.actor)
             idle = (
+                after.actor,
                 after.reference,
                 after.models["reward"],
                 after.critic,
@@ -127,6 +131,17 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
     critic = kept.parameters - offloaded.parameters
     assert 3 * critic == pytest.approx(offloaded.fetched, rel=0.01)
     assert offloaded.peak < kept.peak
+
+
+def test_the_sampler_needs_no_room_for_an_offloaded_actor():
+    mesh = tiny.make_mesh(4, data=2, fsdp=2)
+    kept, offloaded = (
+        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        for config in (tiny.config(), tiny.config(actor__param_offload=True))
+    )
+    actor = kept.parameters - offloaded.parameters
+    assert 0 < actor == offloaded.fetched and kept.fetched == 0
+    assert offloaded.decoding == kept.decoding
 
 
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():

@@ -102,7 +102,7 @@ def test_a_frozen_role_is_loaded_split_counted_and_not_saved(start, monkeypatch,
     refuse_foreign_exports(config, foreign_folder(tmp_path))  # no export has its name
     monkeypatch.setattr("jax_ppo.memory.remedies.target_platform", lambda: "gpu")
     words = [words for words, _ in PossibleChanges(config, mesh)]
-    assert "config.algorithm.reference_offload=True" in words
+    assert any("config.algorithm.reference_offload=True" in text for text in words)
 
 
 def test_a_trained_role_gets_an_optimizer_a_place_in_checkpoints_and_an_export(
