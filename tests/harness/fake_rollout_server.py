@@ -11,6 +11,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -157,14 +158,23 @@ def main():
     parser.add_argument("--port", type=int)
     parser.add_argument("--model")
     parser.add_argument("--die-after", type=float, default=math.inf)
+    parser.add_argument("--vocabulary", type=int, default=61)
     arguments, others = parser.parse_known_args()
     print("started with", *others, flush=True)
-    server = FakeServer(port=arguments.port, weights=Path(arguments.model))
+    server = FakeServer("vLLM", arguments.vocabulary, arguments.port, weights=Path(arguments.model))
     server.die_after = arguments.die_after
     server.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
     with server:
         while True:
             time.sleep(60)
+
+
+def write_interpreter(path):
+    """Write a program that stands for an interpreter whose vLLM is this server."""
+    program = f"exec {sys.executable} {__file__}"
+    path.write_text(f'#!/bin/sh\n[ "$1" = "-c" ] && exit 0\n{program} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+import fake_rollout_server
 import tiny
-from jax_ppo.config import command_line
+from jax_ppo.config import command_line, schema
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
@@ -20,6 +21,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engines import external
 from tiny_actor import ARCHITECTURE, T
 
 LENGTH = 3  # length of every response of the engine below
@@ -152,6 +154,31 @@ def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     assert float(step["response_length/mean"]) == LENGTH
     assert float(step["reward/mean"]) == 1
     assert "rollout/slot_use" not in step  # this engine has no slots to count
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypatch):
+    """The server kills itself after every third response; steps and samples stay the same."""
+    monkeypatch.setattr(external, "MAX_DIFFERENCE", np.inf)  # its log-probs are no model's
+    python = fake_rollout_server.write_interpreter(tmp_path / "python")
+    rows = []
+    for deaths in ("--die-after=3", ""):
+        vllm = schema.VLLM(python=python, arguments=f"--vocabulary=192 {deaths}")
+        rollout = dataclasses.replace(
+            config.rollout, engine="vllm", vllm=vllm, reuse_logprobs="auto"
+        )
+        trainer = dataclasses.replace(config.trainer, total_training_steps=2)
+        workdir = tmp_path / f"run{deaths}"
+        summary = ppo_training.train(
+            dataclasses.replace(config, rollout=rollout, trainer=trainer), workdir
+        )
+        assert summary["steps"] == 2
+        with open(workdir / "training_metrics.csv") as file:
+            rows.append(list(csv.DictReader(file)))
+    for killed, lived in zip(*rows, strict=True):
+        for name in ("response_length/mean", "rollout/logprob_difference", "actor/grad_norm"):
+            assert float(killed[name]) == float(lived[name]), name
+    assert float(rows[0][-1]["actor/grad_norm"]) > 0
 
 
 def test_an_engine_is_stopped_after_an_error():

@@ -43,11 +43,7 @@ def any_weights(monkeypatch):
 @pytest.fixture
 def python(tmp_path):
     """An interpreter whose vLLM is the fake server."""
-    path = tmp_path / "python"
-    program = f"exec {sys.executable} {fake_rollout_server.__file__}"
-    path.write_text(f'#!/bin/sh\n[ "$1" = "-c" ] && exit 0\n{program} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+    return fake_rollout_server.write_interpreter(tmp_path / "python")
 
 
 def make_engine(actor, folder, **options):
