@@ -21,13 +21,18 @@ KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
 # workers would otherwise keep their memory.
 _SUPERVISOR = """
 import os, signal, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 def end(*ignored):
+    server.terminate()  # lets it remove what it has in shared memory
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        pass
     os.killpg(0, signal.SIGKILL)
-signal.signal(signal.SIGTERM, end)
 def watch():
     sys.stdin.buffer.read()
     end()
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGTERM, end)
 threading.Thread(target=watch, daemon=True).start()
 server.wait()
 end()
