@@ -13,8 +13,7 @@ from pathlib import Path
 
 from jax_ppo import command
 from jax_ppo.config import schema
-from jax_ppo.data import files
-from jax_ppo.errors import UserError
+from jax_ppo.data.response_rows import find_response_files
 from jax_ppo.storage.paths import expand_local_path
 
 
@@ -24,12 +23,9 @@ def main(arguments: list[str]) -> None:
 
 
 def validate_file(options: schema.Config) -> None:
-    """Raise `UserError` unless `score.file` is a file that can be read."""
+    """Raise `UserError` unless `score.file` names files that can be read."""
     option = "config.score.file"
-    path = expand_local_path(options.score.file, option)
-    if not files.has_suffix(path.name):
-        raise UserError(f"{option}={str(path)!r}: expected a name in {', '.join(files.SUFFIXES)}")
-    files.require_file(path, option)
+    find_response_files(expand_local_path(options.score.file, option), option)
 
 
 def run_score(options: schema.Config, workdir: Path) -> None:

@@ -142,7 +142,9 @@ def from_config_dict(
     elif command == "score":
         validation.validate_score_config(frozen)
     else:
-        validation.validate_train_config(frozen, reads_data=command in ("train", "critic"))
+        validation.validate_train_config(
+            frozen, reads_data=command in ("train", "critic") and not frozen.learns_from_files
+        )
     return frozen
 
 
@@ -156,7 +158,19 @@ def _train_critic_alone(config: Config) -> Config:
     if algorithm.critic_lam is None:
         algorithm = dataclasses.replace(algorithm, critic_lam=1.0)
     trainer = dataclasses.replace(config.trainer, critic_only=True)
-    return dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+    config = dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+    if not config.learns_from_files:
+        return config
+    # Each row has one response, and rows are taken as they are: none is drawn or selected.
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, train_files="", cache_dir="", curriculum="none"),
+        rollout=dataclasses.replace(config.rollout, n=1, keep=None, one_step_off=False),
+        algorithm=dataclasses.replace(
+            algorithm,
+            filter_groups=dataclasses.replace(algorithm.filter_groups, enable=False),
+        ),
+    )
 
 
 def unknown_option_error(name: str) -> UserError:

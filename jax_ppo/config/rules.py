@@ -25,6 +25,7 @@ from jax_ppo.config.schema import (
     Reward,
     RolloutMesh,
     RolloutOptions,
+    Score,
     Supervised,
     Teacher,
     Trainer,
@@ -369,6 +370,20 @@ def require_horizon_holds_step(control: KLControl, samples: int) -> None:
         raise UserError(
             f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
             "samples of a step, or one step could take the coefficient far past its target"
+        )
+
+
+def reject_what_files_lack(reward: Reward, score: Score) -> None:
+    """Raise `UserError` for rewards that a critic cannot have from files of responses."""
+    if reward.normalize == "reference":
+        raise UserError(
+            "config.reward.normalize='reference': samples responses, and config.score.file gives "
+            "them; expected 'none' or 'running'"
+        )
+    if score.reward_key and reward.model_path:
+        raise UserError(
+            f"config.score.reward_key={score.reward_key!r}: the rewards are in the rows; unset "
+            "config.reward.model_path, or this for the reward model's"
         )
 
 

@@ -115,10 +115,6 @@ REFERENCE_IS_SEPARATE = Requirement(lambda c: c.algorithm.use_reference and not 
     "`algorithm.use_reference` is on, without adapters",
     "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
     "adapters (config.model.lora)")
-VALUES_ARE_REWARDS = Requirement(lambda c: not c.critic.normalize_values,
-    "`critic.normalize_values` is off",
-    "the exported critic would predict normalized returns, without their mean and deviation; set "
-    "config.critic.normalize_values=False")
 HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set",
     "there is no teacher; set config.teacher.path")
 TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
@@ -896,11 +892,12 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Rows of prompts and responses whose tokens are scored."""
+    """Given prompts and responses: jax_ppo.score scores them, jax_ppo.critic learns from them."""
 
     file: str = option("",
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
-        "rollouts/")
+        "rollouts/; a pattern with *; or a folder rollouts/, for its responses of training. "
+        "jax_ppo.critic samples its responses if it is empty")
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)")
@@ -998,7 +995,7 @@ class Trainer:
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
         "turns it on",
-        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, VALUES_ARE_REWARDS),
+        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK),
         fixed_on_resume=True)
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
@@ -1147,6 +1144,11 @@ class Config:
     def has_step_rewards(self) -> bool:
         """Return whether rewards are earned within responses, and not only by whole ones."""
         return self.reward.process_rewards or bool(self.rollout.multi_turn.environment)
+
+    @property
+    def learns_from_files(self) -> bool:
+        """Return whether a critic is trained alone, on responses from files."""
+        return self.trainer.critic_only and bool(self.score.file)
 
     @property
     def rewards_by_environment_alone(self) -> bool:

@@ -20,6 +20,9 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     samples = data.train_batch_size * config.responses_per_prompt
     if reads_data:
         rules.require_set("data.train_files", data.train_files)
+    if config.learns_from_files:
+        rules.require_set("model.path", config.model.path)
+        rules.reject_what_files_lack(config.reward, config.score)
     rules.require_mini_batches_divide_batch(data, config.actor, config.critic)
     rules.require_row_holds_sample(config.packing, config.sequence_length)
     rules.require_valid_top_k(rollout)

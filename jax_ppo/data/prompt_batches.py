@@ -212,11 +212,17 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
         yield make_batch(dataset, np.resize(real, batch_size), len(real))
 
 
-def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
-    """Return the batch of the data set's rows `indices`; the first `count` of them are real."""
+def make_batch(
+    dataset: PromptDataset, indices: np.ndarray, count: int, width: int | None = None
+) -> PromptBatch:
+    """Return the batch of the data set's rows `indices`; the first `count` of them are real.
+
+    It has `width` columns, unset those of `bucket_width`.
+    """
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = pad_token_rows(rows, bucket_width(int(lengths.max()), dataset.max_prompt_length))
+    width = width or bucket_width(int(lengths.max()), dataset.max_prompt_length)
+    tokens = pad_token_rows(rows, width)
     numbers = None
     if dataset.first_row is not None:
         numbers = (dataset.first_row + indices).astype(np.int32)

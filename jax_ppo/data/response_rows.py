@@ -1,23 +1,27 @@
-"""Rows of prompts with responses, each usable or refused by file and row number.
+"""Rows of prompts with responses, usable or refused by file and row number, as a data set.
 
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
-have `action_mask`, `turn_rewards` and `truncated`. Tokens are used as they are.
+have `action_mask`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are used as they are.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jax_ppo.data import files
+from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_responses
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.types import Example
+from jax_ppo.types import Example, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +33,7 @@ class ResponseRow:
 
     Attributes:
       location: "FILE:LINE" or "FILE, row N", counted from 1.
-      number: the row of the file, counted from 1.
+      number: the row of the file, or of all files, counted from 1.
       example: the prompt and what rules read.
       prompt_ids: int32 [length].
       response_ids: int32 [length], length at least 1.
@@ -37,6 +41,8 @@ class ResponseRow:
       truncated: whether the response was cut off.
       reward: the reward of the whole response in the file; `None` if it is not read.
       turn_rewards: float32 [length], rewards within the response; `None` without any.
+      logprobs: float32 [length], log-probs under the policy that drew the tokens; `None` if they
+        are not known.
     """
 
     location: str
@@ -48,6 +54,87 @@ class ResponseRow:
     truncated: bool
     reward: float | None
     turn_rewards: np.ndarray | None
+    logprobs: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenResponses(PromptDataset):
+    """Prompts with one given response each.
+
+    Attributes:
+      rows: the row of each example.
+      max_response_length: tokens.
+      has_rewards: whether the rows have the rewards of whole responses.
+    """
+
+    rows: Sequence[ResponseRow] = ()
+    max_response_length: int = 0
+    has_rewards: bool = False
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[ResponseRow], reader: "ResponseReader", name: str
+    ) -> "GivenResponses":
+        """Return the data set of rows; `name` is the option that names their files."""
+        return cls(
+            examples=tuple(row.example for row in rows),
+            tokens=[row.prompt_ids for row in rows],
+            max_prompt_length=reader.max_prompt_length,
+            name=name,
+            rows=rows,
+            max_response_length=reader.max_response_length,
+            has_rewards=bool(reader.reward_key),
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return facts that differ if the rows do: see `PromptDataset`."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            example = row.example
+            texts = (example.prompt, example.data_source, example.ground_truth)
+            facts = (*texts, row.truncated, row.reward)
+            digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+            for array in (row.response_ids, row.action_mask, row.turn_rewards):
+                digest.update(b"|" if array is None else array.tobytes())
+        return {"rows": len(self), "memory": digest.hexdigest()[:32]}
+
+    @functools.cached_property
+    def _has_turn_rewards(self) -> bool:
+        return any(row.turn_rewards is not None for row in self.rows)
+
+    def rollout(self, batch: PromptBatch) -> Rollout:
+        """Return the responses of a batch, on the host; unknown log-probs are NaN."""
+        rows = [self.rows[index] for index in batch.indices]
+        turn_rewards = None
+        if self._has_turn_rewards:
+            turn_rewards = self._pad([row.turn_rewards for row in rows], rows, 0.0)
+        return Rollout(
+            prompts=batch.prompts,
+            responses=self._pad([row.response_ids for row in rows], rows, 0, np.int32),
+            lengths=np.array([len(row.response_ids) for row in rows], np.int32),
+            logprobs=self._pad([row.logprobs for row in rows], rows, np.nan),
+            truncated=np.array([row.truncated for row in rows]),
+            action_mask=self._pad([row.action_mask for row in rows], rows, False, bool),
+            turn_rewards=turn_rewards,
+        )
+
+    def rewards(self, batch: PromptBatch) -> np.ndarray:
+        """Return the rewards of whole responses, float32 [B]."""
+        return np.array([self.rows[index].reward for index in batch.indices], np.float32)
+
+    def _pad(
+        self,
+        values: Sequence[np.ndarray | None],
+        rows: Sequence[ResponseRow],
+        missing: float,
+        dtype: Any = np.float32,
+    ) -> np.ndarray:
+        """Return the values of the responses' tokens, 0 past their lengths."""
+        padded = np.zeros((len(rows), self.max_response_length), dtype)
+        for target, value, row in zip(padded, values, rows, strict=True):
+            target[: len(row.response_ids)] = missing if value is None else value
+        return padded
 
 
 class RefusedRow(NamedTuple):
@@ -83,12 +170,14 @@ class ResponseReader:
     find_obstacle: Callable[[Example], str]
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
-        """Yield each row of a file, in order.
+        """Yield each row of the files that `find_response_files` finds, in order.
 
         Raises:
-          UserError: the file as a whole cannot be read.
+          UserError: a file as a whole cannot be read.
         """
-        for number, (location, raw) in enumerate(_read_raw_rows(path, option), start=1):
+        paths = find_response_files(path, option)
+        raw_rows = (row for file in paths for row in _read_raw_rows(file, option))
+        for number, (location, raw) in enumerate(raw_rows, start=1):
             try:
                 row = raw if isinstance(raw, dict) else files.parse_jsonl_line(raw, location)
                 yield self._convert(row, location, number)
@@ -119,6 +208,7 @@ class ResponseReader:
         length = len(response_ids)
         action_mask = _numbers(row, "action_mask", length)
         turn_rewards = _numbers(row, "turn_rewards", length)
+        logprobs = _numbers(row, "sampled_logprobs", length)
         reward = None
         if self.reward_key:
             reward = _finite(row.get(self.reward_key), self.reward_key)
@@ -134,6 +224,7 @@ class ResponseReader:
             truncated=bool(row.get("truncated")),
             reward=reward,
             turn_rewards=turn_rewards,
+            logprobs=logprobs,
         )
 
     def _encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
@@ -152,6 +243,26 @@ class ResponseReader:
         except Exception as error:
             raise UserError(f"cannot be encoded: {error}") from error
         return np.array(prompt_ids, np.int32), np.array(ids, np.int32)
+
+
+def find_response_files(path: Path, option: str) -> list[Path]:
+    """Return the files of a pattern with `*` or `?`, of a run's rollouts/, or the file itself.
+
+    Of rollouts/ they are the responses of training; those of evaluations stay held out.
+
+    Raises:
+      UserError: there is no such file.
+    """
+    if any(mark in str(path) for mark in "*?"):
+        return files.find_matching_files(path, option)
+    if path.is_dir():
+        if found := sorted(path.glob("training_*.jsonl")):
+            return found
+        raise files.folder_error(path, option)
+    if not files.has_suffix(path.name):
+        raise UserError(f"{option}={str(path)!r}: expected a name in {', '.join(files.SUFFIXES)}")
+    files.require_file(path, option)
+    return [path]
 
 
 def _read_raw_rows(path: Path, option: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:

@@ -123,8 +123,10 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         for name, value in temporaries.items()
     }
     # During sampling, the record of the step before is in memory, too.
-    sample = phases["sample"]
-    phases["sample"] = dataclasses.replace(sample, batch=sample.batch + record)
+    for program in planned_programs(step.programs):
+        if program.kind == "sampling":
+            phase = phases[program.name]
+            phases[program.name] = dataclasses.replace(phase, batch=phase.batch + record)
     return overlap_phases(phases)
 
 

@@ -196,7 +196,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
         case "resharding":
             return _prepare_weights(step)
         case "sampling":
-            return _sample(step)
+            return _sample(step) * (passes / step.programs.config.rollout.n)
         case "forward pass":
             return _score(step, step.role(program.role)) * passes
         case "elementwise":

@@ -177,6 +177,8 @@ def reuses_logprobs(config: Config) -> bool:
     )
     adapts = KL_CONTROLLERS[config.algorithm.kl_ctrl.type].adapts
     in_reward = config.algorithm.use_kl_in_reward or config.teacher_gives_rewards
+    if config.learns_from_files and (config.algorithm.use_reference or in_reward):
+        return False  # the actor has not sampled them
     needs_ratios = not (config.updates_once or config.trainer.critic_only)
     is_unused = not (needs_ratios or in_reward or adapts)
     # Reused where they differ by rounding at most, or are only reported.

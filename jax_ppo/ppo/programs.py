@@ -15,7 +15,7 @@ from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
-from jax_ppo.ppo.response_sampling import compile_selection
+from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
@@ -99,8 +99,8 @@ class StepProgram:
       label: as the tables of a plan show it; empty for a program that is too small to be planned.
       kind: which formulas estimate its memory and its work.
       role: the role whose model runs, or is laid out; empty if none does.
-      passes: returns its forward passes, or the epochs of an update; 0 if a step does
-        not run the program.
+      passes: returns its forward passes, the epochs of an update, or how many responses to a
+        prompt are sampled; 0 if a step does not run the program.
       compile: compiles its function for shapes, and records the shapes of its results; `None` for
         the programs that the engine compiles.
       reads: returns the other roles whose parameters it reads.
@@ -118,7 +118,12 @@ class StepProgram:
 
 
 def compile_programs(
-    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, packed: RolloutPacking
+    step: StepPrograms,
+    state: TrainState,
+    prompts: Prompts,
+    key: jax.Array,
+    packed: RolloutPacking,
+    rollout: Rollout | None = None,
 ) -> Iterator[str]:
     """Compile one program at a time, in the order of the loop, and yield its name.
 
@@ -131,15 +136,26 @@ def compile_programs(
       prompts: the prompts of a step.
       key: the base key of a step's samples.
       packed: the packing of a rollout.
+      rollout: responses to the prompts that are given; `None` if they are sampled.
     """
-    shapes = StepShapes(state, packed)
-    params = policy_params(step.nets, state)
-    # The engine yields the names of its programs itself.
-    shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
+    shapes = StepShapes(state, packed, rollout)
+    if rollout is None:
+        params = policy_params(step.nets, state)
+        # The engine yields the names of its programs itself.
+        shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
+        if _needs_greedy(step.config):
+            greedy = greedy_sampling(step.sampling)
+            for name in step.engine.precompile(params, prompts, key, greedy):
+                if name == "sample":  # the weights are laid out once for both
+                    yield "sample_greedy"
     for program in PROGRAMS:
         if program.compile is not None and step.runs(program):
             program.compile(step, shapes)
             yield program.name
+
+
+def _needs_greedy(config: Config) -> bool:
+    return ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy
 
 
 def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
@@ -182,11 +198,11 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     step_rewards = None
     logprobs = shapes.rollout.logprobs
-    if step.config.has_step_rewards:
+    if step.config.has_step_rewards or shapes.rollout.turn_rewards is not None:
         step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
     extra_scores = None
     estimator = ADVANTAGE_ESTIMATORS.lookup(step.config.algorithm.adv_estimator)
-    if estimator.needs_greedy:
+    if _needs_greedy(step.config):
         prompts = step.config.data.train_batch_size
         layout = sharding.batch_rows(step.mesh, prompts)
         extra_scores = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
@@ -238,7 +254,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        passes=lambda config, nets: 1,
+        passes=lambda config, nets: int(not config.learns_from_files),
         compile=None,
     ),
     StepProgram(
@@ -246,7 +262,15 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="sampling",
         kind="sampling",
         role="actor",
-        passes=lambda config, nets: 1,
+        passes=lambda config, nets: 0 if config.learns_from_files else config.rollout.n,
+        compile=None,
+    ),
+    StepProgram(
+        name="sample_greedy",
+        label="sampling, greedy",
+        kind="sampling",
+        role="actor",
+        passes=lambda config, nets: int(_needs_greedy(config)),
         compile=None,
     ),
     StepProgram(

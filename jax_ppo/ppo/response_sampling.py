@@ -19,12 +19,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.data.curriculum import CurriculumBatches
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
@@ -72,19 +74,37 @@ def sample_batch(
             greedy = parts.engine.generate(
                 parts.place_prompts(batch.prompts),
                 parts.sample_keys(training_stream(draw), step),  # draws nothing
-                # Only its score is read.
-                dataclasses.replace(
-                    parts.sampling,
-                    n=1,
-                    temperature=0.0,
-                    returns_routed_experts=False,
-                    returns_kept_tokens=False,
-                ),
+                greedy_sampling(parts.sampling),
             )
     parts.engine.release_weights()  # the update needs the memory
     observer.flush()
     release_freed_memory(state)  # of the update before
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
+
+
+def greedy_sampling(sampling: SamplingOptions) -> SamplingOptions:
+    """Return how the greedy response to a prompt is sampled, of which only the score is read."""
+    return dataclasses.replace(
+        sampling,
+        n=1,
+        temperature=0.0,
+        returns_routed_experts=False,
+        returns_kept_tokens=False,
+    )
+
+
+def take_given_batch(
+    parts: StepParts, dataset: GivenResponses, batches: TrainingBatches
+) -> SampledBatch:
+    """Return the given responses of a step, with their rewards if these are given, too."""
+    batch = next(batches)
+    rollout = placement.place(
+        dataset.rollout(batch), sharding.batch_rows(parts.mesh, len(batch.examples))
+    )
+    rule_rewards = None
+    if dataset.has_rewards:
+        rule_rewards = given_rewards(parts.mesh, dataset, batch, rollout)
+    return SampledBatch(batch, rollout, batches.position, rule_rewards)
 
 
 def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:

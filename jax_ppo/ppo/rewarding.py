@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
@@ -26,7 +27,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
-from jax_ppo.runtime import distributed, placement, signals, stragglers
+from jax_ppo.runtime import distributed, placement, sharding, signals, stragglers
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
@@ -65,6 +66,22 @@ class RuleRewards:
     answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
     misses: tuple[str, ...] = ()
     extra_scores: jax.Array | None = None
+
+
+def given_rewards(
+    mesh: Mesh, dataset: GivenResponses, batch: PromptBatch, rollout: Rollout
+) -> RuleRewards:
+    """Return the rewards that the rows of a batch have; correctness is unknown."""
+    total = len(batch.examples)
+    rows = sharding.batch_rows(mesh, total)
+    return RuleRewards(
+        scores=placement.place(dataset.rewards(batch), rows),
+        steps=rollout.turn_rewards,
+        correct=placement.place(np.full(total, np.nan, np.float32), rows),
+        failures=0,
+        scored=total,
+        extra={},
+    )
 
 
 class LocalResponses(NamedTuple):

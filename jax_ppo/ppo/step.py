@@ -10,10 +10,16 @@ from typing import NamedTuple
 
 import jax
 
+from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
-from jax_ppo.ppo.response_sampling import observe_solve_rates, sample_batch, sample_selected_batch
+from jax_ppo.ppo.response_sampling import (
+    observe_solve_rates,
+    sample_batch,
+    sample_selected_batch,
+    take_given_batch,
+)
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.ppo.update import update_state
@@ -146,7 +152,9 @@ def sample_responses(
     step: int,
     observer: StepObserver,
 ) -> SampledBatch:
-    """Return the samples of a step, selected by their rewards if that is configured."""
+    """Return the samples of a step: given ones, or selected by their rewards if so configured."""
+    if isinstance(parts.training, GivenResponses):
+        return take_given_batch(parts, parts.training, batches)
     if parts.step_options.selects_samples:
         return sample_selected_batch(parts, state, batches, step, observer)
     return sample_batch(parts, state, batches, step, observer)

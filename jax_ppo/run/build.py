@@ -12,6 +12,7 @@ from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
 from jax_ppo.errors import UserError, counted
@@ -55,7 +56,7 @@ def set_up_run(
     mesh: Mesh,
     report: Report,
     trains: bool = True,
-    held_out: list[Example] | None = None,
+    given: GivenResponses | None = None,
 ) -> PPORun:
     """Build the parts of a run, cheap checks first; weights are not loaded.
 
@@ -65,16 +66,19 @@ def set_up_run(
       mesh: the run's mesh.
       report: called with lines for the user.
       trains: whether there will be steps of training; otherwise no training data are read.
-      held_out: the held-out examples; `None` reads those of `data.val_files`.
+      given: responses that are given, to score or to train on, instead of training prompts.
 
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
     with heartbeat.activity("reading data"):
-        examples, held_out_examples = list[Example](), held_out or []
-        if held_out is None:
-            examples, held_out_examples = load_run_examples(config.data, config.seed, trains)
+        examples, held_out_examples = load_run_examples(
+            config.data, config.seed, trains and given is None
+        )
+    if given is not None:
+        # Rules are resolved for one row of each source.
+        examples = list({row.data_source: row for row in given.examples}.values())
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
@@ -83,10 +87,11 @@ def set_up_run(
         _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
     rule = None
-    # The rewards may be an environment's alone, or in the rows.
-    if not (config.rewards_by_environment_alone or config.score.reward_key):
+    # The rewards may be an environment's alone; rewards in the rows leave rules to evaluations.
+    needs_rule = given is None or not given.has_rewards or bool(held_out_examples)
+    if needs_rule and not config.rewards_by_environment_alone:
         rule = _resolve_rule(config.reward, [*examples, *held_out_examples])
-    if rule is not None and trains:
+    if rule is not None and trains and given is None:
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")
     # Plugins that cannot be loaded, or fail, raise here.
@@ -108,7 +113,9 @@ def set_up_run(
     data = config.data
     with heartbeat.activity("tokenizing prompts"):
         training = PromptDataset((), (), data.max_prompt_length)
-        if trains and data.cache_dir:
+        if given is not None:
+            training = given
+        elif trains and data.cache_dir:
             training = cache_training_prompts(
                 data,
                 config.model.tokenizer_path or str(models.folders.actor),

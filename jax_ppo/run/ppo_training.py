@@ -12,12 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
+from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.programs import StepPrograms, compile_programs
+from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step
 from jax_ppo.ppo.step_parts import SampledBatch, TrainingBatches
@@ -25,6 +27,7 @@ from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import evaluate_policy, response_rewards
+from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter, refuse_foreign_exports
 from jax_ppo.run.sample_metrics import measure_sampling
@@ -58,7 +61,10 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
             distributed.run_on_main(lambda: refuse_foreign_exports(config, workdir))
-        return PPOTraining(set_up_run(config, workdir, mesh, console.print_on_main))
+        given = None
+        if config.learns_from_files:
+            given, _, _ = read_given_responses(config, workdir)
+        return PPOTraining(set_up_run(config, workdir, mesh, console.print_on_main, given=given))
 
     return life_cycle.train(config, workdir, build, config.trainer.best_metric)
 
@@ -107,7 +113,8 @@ class PPOTraining:
     def compile_programs(self, progress: Progress) -> Iterator[str]:
         """Return what compiles a program of a step with each `next`.
 
-        The sampler is compiled for the length bucket of the prompts of the next step.
+        The sampler is compiled for the length bucket of the prompts of the next step; given
+        responses need none.
         """
         run = self._run
         batch = next(run.batches(progress.position, progress.solve_rates))
@@ -122,10 +129,15 @@ class PPOTraining:
             total_steps=run.total_steps,
             reads_rollout=run.rules.reward_inputs is None,
         )
+        rollout = None
+        if isinstance(run.training, GivenResponses):
+            rollout = take_given_batch(
+                run, run.training, run.batches(progress.position, progress.solve_rates)
+            ).rollout
         # Packings have one shape for all lengths, so lengths of 1 stand for any.
         packed = run.packer.pack(0, np.ones(step.samples, np.int32))
         state = state_shapes(run.config, run.nets, run.mesh)
-        return compile_programs(step, state, prompts, key, packed)
+        return compile_programs(step, state, prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from; train a small actor first if the run makes one."""

@@ -318,6 +318,10 @@ class Reporter(journal.Journal):
             # Elsewhere, too, a response ends where this run has ended it.
             eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
             architecture = dataclasses.replace(architecture, eos_ids=eos_ids)
+        moments = state.control.moments.get("returns") if export.per_token else None
+        value_unit = None
+        if moments is not None:  # what the critic predicts is normalized by them
+            value_unit = {name: float(x) for name, x in moments._asdict().items()}
         save = functools.partial(
             export_checkpoint,
             architecture=architecture,
@@ -326,6 +330,7 @@ class Reporter(journal.Journal):
             source_folder=run.folders.get(role.name, run.folders.actor),
             tokenizer_folder=Path(run.tokenizer.name_or_path),
             per_token=export.per_token,
+            value_unit=value_unit,
         )
         if net.lora is None:
             save(trained)
@@ -348,6 +353,7 @@ class Reporter(journal.Journal):
             base_model,
             revision,
             per_token=export.per_token,
+            value_unit=value_unit,
         )
         if not export.merges_adapters:
             shown = work_directory.shown_path(folder)

@@ -71,6 +71,9 @@ def describe_step(
     figures = {
         name: placement.to_host(values) for name, values in arrays.items() if values is not None
     }
+    for name in ("logprobs", "sampled_logprobs"):
+        if np.isnan(figures[name]).any():  # of given responses they may not be known
+            del figures[name]
     if "reference" in figures:
         figures["kl"] = figures["logprobs"] - figures.pop("reference")
     rewards = placement.to_host(samples.rewards)

@@ -10,6 +10,7 @@ from jax_ppo.config import loading
 from jax_ppo.config.schema import Config, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.reporting import console
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import evaluate_policy
@@ -41,9 +42,8 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
         saved = read_run_options(checkpoint)
-        config = dataclasses.replace(
-            config, model=saved.model, critic=saved.critic, algorithm=saved.algorithm
-        )
+        config = with_models_of_run(config, saved)
+        config = dataclasses.replace(config, algorithm=saved.algorithm)
     elif config.evaluate.rank_by == "critic":
         config = with_exported_models(config)
     else:
@@ -106,14 +106,11 @@ def with_exported_models(config: Config) -> Config:
     path = config.critic.path
     if not path and exported.is_dir() and config.has_critic:
         path = str(exported)
-    if path and config.critic.normalize_values:
-        raise UserError(
-            f"config.critic.normalize_values=True: the critic in {path} predicts normalized "
-            "returns, whose mean and deviation only checkpoints hold; set config.model.path to "
-            "one (RUN/checkpoints/STEP), or False if it was trained without"
-        )
-    # Exported, it is a separate model.
-    critic = dataclasses.replace(config.critic, path=path, shared_trunk=False)
+    # Exported, it is a separate model, which knows the unit of its values.
+    normalizes = config.critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
+    critic = dataclasses.replace(
+        config.critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
+    )
     return dataclasses.replace(config, critic=critic)
 
 
@@ -139,6 +136,12 @@ def read_run_options(checkpoint: Path) -> Config:
     # A model that the run made for itself is in its folder.
     path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
+
+
+def with_models_of_run(config: Config, run: Config) -> Config:
+    """Return the options with what the shapes in a run's checkpoint depend on."""
+    reward = dataclasses.replace(config.reward, normalize=run.reward.normalize)
+    return dataclasses.replace(config, model=run.model, critic=run.critic, reward=reward)
 
 
 def load_models(

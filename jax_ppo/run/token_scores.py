@@ -7,42 +7,38 @@ advantages, returns and whatever is normalized over a rollout over all of them a
 
 import dataclasses
 import functools
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Algorithm, Config, Data, Reward
-from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.data.response_rows import RefusedRow, ResponseReader, ResponseRow
-from jax_ppo.data.token_rows import pad_token_rows
-from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
-from jax_ppo.errors import UserError, counted
-from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.config.schema import Algorithm, Config
+from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.data.response_rows import GivenResponses, ResponseRow
+from jax_ppo.errors import counted
 from jax_ppo.ppo import reward_shaping
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
+from jax_ppo.ppo.rewarding import given_rewards
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
-from jax_ppo.reporting import console, html_report, lambda_table
-from jax_ppo.reporting.atomic import replace_file
-from jax_ppo.reporting.summary import to_json_value, write_summary_file
-from jax_ppo.rewards import registry, row_validation
+from jax_ppo.reporting import console, lambda_table
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.critic_quality import in_units_of_reward
 from jax_ppo.run.evaluation import response_rewards
+from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import prompt_text
 from jax_ppo.run.standalone_evaluation import (
     find_checkpoint,
     load_models,
     read_run_options,
     with_exported_models,
+    with_models_of_run,
 )
+from jax_ppo.run.token_files import FIGURES, Scores, write_results
 from jax_ppo.runtime import (
     compilation,
     distributed,
@@ -51,51 +47,10 @@ from jax_ppo.runtime import (
     placement,
     sharding,
 )
-from jax_ppo.storage.paths import expand_local_path
-from jax_ppo.training.roles import resolve_role_folders
-from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Example, Prompts, Rollout, Sequences
+from jax_ppo.types import Sequences
 
-# The numbers of a token by the names of their columns; a report's name of each.
-FIGURES = {
-    "logprob": "logprobs",
-    "ref_logprob": "reference_logprobs",
-    "kl": "kl",
-    "entropy": "entropies",
-    "value": "values",
-    "reward": "rewards",
-    "advantage": "advantages",
-    "return": "returns",
-}
-SHOWN_RESPONSES = 200
 WITHOUT_CRITIC = "reinforce_plus_plus"  # rewards to go
-_ROWS_AT_ONCE = 1000  # responses whose tokens a Parquet row group has
-
-Figures = dict[str, np.ndarray]  # float32 [N, T] by column, N responses of at most T tokens
-
-
-@dataclasses.dataclass
-class Scores:
-    """The numbers of all usable rows.
-
-    Attributes:
-      figures: see `Figures`; NaN where a token has no such number.
-      scores: float32 [N], the rewards of whole responses.
-      correct: float32 [N], NaN where correctness is undefined.
-      values: float32 [N, T], values in units of reward; `None` without a critic.
-      answers: the answers that the rules read, by row.
-      failures: responses that the rule failed on.
-      incomplete: responses without an advantage, for want of others to the same prompt.
-    """
-
-    figures: Figures
-    scores: np.ndarray
-    correct: np.ndarray
-    values: np.ndarray | None
-    answers: dict[int, str]
-    failures: int
-    incomplete: int
 
 
 def score_file(config: Config, workdir: Path) -> dict[str, Any]:
@@ -114,26 +69,13 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         console.print_on_main(f"note: {note}")
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
-        with heartbeat.activity("reading rows"):
-            rows, refused = _read_rows(config, workdir)
-        _write_lines(workdir / "refused.jsonl", (row._asdict() for row in refused))
-        total = counted(len(rows) + len(refused), "row")
-        if refused:
-            notes.append(
-                f"{len(refused)} of {total} refused (refused.jsonl), the first: "
-                f"{refused[0].location}: {refused[0].reason}"
-            )
-            console.print_on_main(f"warning: {notes[-1]}")
-        if not rows:
-            raise UserError(f"config.score.file={config.score.file!r}: no row of {total} is usable")
-        # The rules are resolved for one row of each source.
-        examples = list({row.example.data_source: row.example for row in rows}.values())
-        run = set_up_run(
-            config, workdir, mesh, console.print_on_main, trains=False, held_out=examples
-        )
+        given, refused, refusal = read_given_responses(config, workdir)
+        notes += refusal
+        rows = given.rows
+        run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False, given=given)
         state = load_models(run, checkpoint, ("actor", "critic"))
         with run.rules.running():
-            scores, late_programs = _score_rows(run, state, rows, compiled)
+            scores, late_programs = _score_rows(run, state, given, compiled)
     if scores.failures:
         notes.append(f"the reward function failed on {scores.failures} of {len(rows)} responses")
     if scores.incomplete:
@@ -145,7 +87,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     table = _compare_lambdas(config.algorithm, rows, scores)
     summary = {
         "rows": len(rows),
-        "refused": len(refused),
+        "refused": refused,
         "tokens": int(sum(len(row.response_ids) for row in rows)),
         "reward_mean": float(scores.scores.mean()),
         "rule_failures": scores.failures,
@@ -157,7 +99,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     }
     if distributed.is_main():
         with heartbeat.activity("writing tokens"):
-            _write_results(config, workdir, run.tokenizer, rows, scores, summary, started)
+            write_results(config, workdir, run.tokenizer, rows, scores, summary, started)
     console.print_on_main(
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
         f"{time.monotonic() - started:.1f} s: {workdir}/tokens.{config.score.format}"
@@ -167,95 +109,75 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
 
 def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, list[str]]:
     """Return the options with the models of a checkpoint or of an exported run, and notes."""
-    # Nothing is decoded.
+    notes = []
+    if config.rollout.exact_filters and config.rollout.filters_tokens:
+        notes.append(
+            "config.rollout.exact_filters=True: files do not hold the tokens among which each was "
+            "drawn; log-probs are those over the whole vocabulary"
+        )
+    # Nothing is decoded, and nothing held out is read.
     config = dataclasses.replace(
-        config, rollout=dataclasses.replace(config.rollout, max_num_seqs=1)
+        config,
+        data=dataclasses.replace(config.data, val_files=""),
+        rollout=dataclasses.replace(config.rollout, max_num_seqs=1),
     )
+    if config.score.reward_key:  # the rewards are in the rows
+        reward = dataclasses.replace(config.reward, model_path="")
+        config = dataclasses.replace(config, reward=reward)
     if checkpoint is not None:
         run = read_run_options(checkpoint)
-        config = dataclasses.replace(
-            config, model=run.model, critic=run.critic, reference=run.reference
-        )
+        if config.reward.normalize != run.reward.normalize:
+            notes.append(
+                f"config.reward.normalize={config.reward.normalize!r}: not read; the checkpoint's "
+                f"run had {run.reward.normalize!r}, and has saved the moments for it"
+            )
+        config = dataclasses.replace(with_models_of_run(config, run), reference=run.reference)
         has_critic = run.has_critic
     else:
         config = with_exported_models(config)
         has_critic = bool(config.critic.path)
     if has_critic or not config.has_critic:
-        return config, []
-    note = "there is no critic (config.critic.path is not set): advantages are rewards to go"
+        return config, notes
+    notes.append("there is no critic (config.critic.path is not set): advantages are rewards to go")
     algorithm = dataclasses.replace(
         config.algorithm, adv_estimator=WITHOUT_CRITIC, bootstrap_truncated=False
     )
     critic = dataclasses.replace(config.critic, normalize_values=False)
-    return dataclasses.replace(config, algorithm=algorithm, critic=critic), [note]
-
-
-def _read_rows(config: Config, workdir: Path) -> tuple[list[ResponseRow], list[RefusedRow]]:
-    """Return the rows that can be used, and the others."""
-    folders = resolve_role_folders(config, workdir, lambda folder: None)
-    option = "config.score.file"
-    scores_any = config.score.reward_key or config.rewards_by_environment_alone
-    scores_any = scores_any or registry.scores_any_row(config.reward)
-    reader = ResponseReader(
-        tokenizer=load_model_tokenizer(config.model, folders.actor),
-        parse=make_parser(config.data, config.score.response_key).parse,
-        chat_template=chat_template(config.data),
-        vocab_size=read_architecture(folders.actor).vocab_size,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        reward_key=config.score.reward_key,
-        find_obstacle=functools.partial(_find_obstacle, None if scores_any else config.reward),
-    )
-    rows, refused = [], list[RefusedRow]()
-    for row in reader.read(expand_local_path(config.score.file, option), option):
-        if isinstance(row, RefusedRow):
-            refused.append(row)
-        else:
-            rows.append(row)
-    return rows, refused
-
-
-def _find_obstacle(options: Reward | None, example: Example) -> str:
-    """Return why no rule can score an example; "" if one can, or `options` is `None`."""
-    if options is None:
-        return ""
-    obstacles = row_validation.find_obstacles([example], options.function, options.terms)
-    return next(obstacles, "").removeprefix("example 1: ")
+    return dataclasses.replace(config, algorithm=algorithm, critic=critic), notes
 
 
 def _score_rows(
-    run: PPORun, state: TrainState, rows: Sequence[ResponseRow], compiled: compilation.Compilations
+    run: PPORun, state: TrainState, given: GivenResponses, compiled: compilation.Compilations
 ) -> tuple[Scores, int]:
     """Return the scores, and how many programs were compiled after the first batch."""
     size = run.config.data.val_batch_size
-    has_turns = any(row.turn_rewards is not None for row in rows)
     batches = []
     programs = failures = 0
     answers: dict[int, str] = {}
     report = console.make_count_reporter("scoring", "response")
-    for start in range(0, len(rows), size):
-        # Batches of one size, the last one filled up: one program for all.
-        numbers = np.resize(np.arange(start, min(start + size, len(rows))), size).tolist()
-        chosen = [rows[number] for number in numbers]
-        count = min(size, len(rows) - start)
-        batches.append(_score_batch(run, state, chosen, count, has_turns))
+    for start in range(0, len(given), size):
+        # Batches of one size and width, the last one filled up: one program for all.
+        count = min(size, len(given) - start)
+        indices = np.resize(np.arange(start, start + count), size)
+        batch = make_batch(given, indices, count, width=given.max_prompt_length)
+        batches.append(_score_batch(run, state, given, batch))
         answers |= {start + row: text for row, text in batches[-1].pop("answers").items()}
         failures += batches[-1].pop("failures")
         programs = programs or compiled.programs
-        report(start + count, len(rows))
+        report(start + count, len(given))
     late_programs = compiled.programs - programs
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    scores = _estimate(run, state, rows, joined)
+    scores = _estimate(run, state, given.rows, joined)
     return dataclasses.replace(scores, answers=answers, failures=failures), late_programs
 
 
 def _score_batch(
-    run: PPORun, state: TrainState, rows: Sequence[ResponseRow], count: int, has_turns: bool
+    run: PPORun, state: TrainState, given: GivenResponses, batch: PromptBatch
 ) -> dict[str, Any]:
-    """Return the outputs of the forward passes and the rewards of the first `count` rows."""
+    """Return the outputs of the forward passes and the rewards of the real rows of a batch."""
     options = run.step_options
-    batch, rollout = _make_batch(run.config.data, rows, count, has_turns)
-    rollout = placement.place(rollout, sharding.batch_rows(run.mesh, len(rows)))
+    layout = sharding.batch_rows(run.mesh, len(batch.examples))
+    rollout = placement.place(given.rollout(batch), layout)
     # The sampler's log-probs are not known, or of another model.
     forward = dataclasses.replace(options.forward, old_logprobs=True, entropy=True)
     outputs = run_forward_passes(
@@ -266,64 +188,17 @@ def _score_batch(
         *run.packer.pack_rows(sample_lengths(batch, rollout)),
     )
     found = {f"outputs/{name}": x for name, x in vars(outputs).items() if x is not None}
-    failures, answers = 0, dict[int, str]()
-    if run.config.score.reward_key:
-        found["rewards"] = np.array([row.reward for row in rows], np.float32)
-        found["correct"] = np.full(len(rows), np.nan, np.float32)
-        steps = rollout.turn_rewards
+    if given.has_rewards:
+        rule_rewards = given_rewards(run.mesh, given, batch, rollout)
     else:
         rule_rewards = run.rules.score(batch, rollout)
-        found["rewards"] = response_rewards(run, state, batch, rollout, rule_rewards)
-        found["correct"] = rule_rewards.correct
-        answers = {row: text for row, text in rule_rewards.answers.items() if row < count}
-        failures = rule_rewards.failures
-        steps = rule_rewards.steps
-    if steps is not None:
-        found["steps"] = steps
-    on_host = {
-        name: (placement.to_host(x) if isinstance(x, jax.Array) else x)[:count]
-        for name, x in found.items()
-    }
-    return on_host | {"failures": failures, "answers": answers}
-
-
-def _make_batch(
-    data: Data, rows: Sequence[ResponseRow], count: int, has_turns: bool
-) -> tuple[PromptBatch, Rollout]:
-    """Return rows as a batch of prompts and their responses, on the host."""
-    width = data.max_response_length
-
-    def pad(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        padded = np.zeros((len(values), width), dtype)
-        for target, value in zip(padded, values, strict=True):
-            target[: len(value)] = value
-        return padded
-
-    prompts = Prompts(
-        tokens=pad_token_rows([row.prompt_ids for row in rows], data.max_prompt_length),
-        lengths=np.array([len(row.prompt_ids) for row in rows], np.int32),
-    )
-    turn_rewards = None
-    if has_turns:
-        turn_rewards = pad(
-            [np.zeros(0) if row.turn_rewards is None else row.turn_rewards for row in rows],
-            np.float32,
-        )
-    batch = PromptBatch(
-        examples=tuple(row.example for row in rows),
-        prompts=prompts,
-        indices=np.arange(len(rows)),
-        count=count,
-    )
-    return batch, Rollout(
-        prompts=prompts,
-        responses=pad([row.response_ids for row in rows], np.int32),
-        lengths=np.array([len(row.response_ids) for row in rows], np.int32),
-        logprobs=np.zeros((len(rows), width), np.float32),
-        truncated=np.array([row.truncated for row in rows]),
-        action_mask=pad([row.action_mask for row in rows], bool),
-        turn_rewards=turn_rewards,
-    )
+    found["rewards"] = response_rewards(run, state, batch, rollout, rule_rewards)
+    found["correct"] = rule_rewards.correct
+    if rule_rewards.steps is not None:
+        found["steps"] = rule_rewards.steps
+    on_host = {name: placement.to_host(x)[: batch.count] for name, x in found.items()}
+    answers = {row: text for row, text in rule_rewards.answers.items() if row < batch.count}
+    return on_host | {"failures": rule_rewards.failures, "answers": answers}
 
 
 def _estimate(
@@ -437,107 +312,3 @@ def _compare_lambdas(
     if tokens is None:
         return []
     return lambda_table.compare_lambdas(tokens, algorithm.lam, algorithm.gamma)
-
-
-def _write_results(
-    config: Config,
-    workdir: Path,
-    tokenizer: Any,
-    rows: Sequence[ResponseRow],
-    scores: Scores,
-    summary: dict[str, Any],
-    started: float,
-) -> None:
-    """Write the tokens, the page and the summary."""
-    texts = [
-        decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
-    ]
-    path = workdir / f"tokens.{config.score.format}"
-    if config.score.format == "jsonl":
-        _write_lines(path, _token_rows(rows, texts, scores.figures))
-    else:
-        _write_parquet(path, rows, texts, scores.figures)
-    records = [
-        _describe_row(tokenizer, rows[number], texts[number], scores, number)
-        for number in range(min(len(rows), SHOWN_RESPONSES))
-    ]
-    status = f"{counted(len(rows), 'response')} of {config.score.file}, {len(records)} shown"
-    html_report.write_scores_page(
-        workdir / "report.html",
-        config,
-        status,
-        summary["notes"],
-        records,
-        lambda_table.format_rows(summary["lambda_table"]),
-    )
-    seconds = time.monotonic() - started
-    write_summary_file(workdir, summary | {"seconds": seconds})
-
-
-def _token_rows(
-    rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each token: its response's row in the file, its place, and its numbers."""
-    for number, (row, tokens) in enumerate(zip(rows, texts, strict=True)):
-        columns = [figures[name][number].tolist() for name in FIGURES]
-        for place, (text, token) in enumerate(zip(tokens, row.response_ids.tolist(), strict=True)):
-            values = {
-                name: column[place] if column[place] == column[place] else None
-                for name, column in zip(FIGURES, columns, strict=True)
-            }
-            yield {"row": row.number, "place": place, "text": text, "token": token, **values}
-
-
-def _write_parquet(
-    path: Path, rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    types = {"row": pa.int64(), "place": pa.int32(), "text": pa.string(), "token": pa.int32()}
-    schema = pa.schema({**types, **dict.fromkeys(FIGURES, pa.float32())})
-    with replace_file(path) as temporary, pa.parquet.ParquetWriter(temporary, schema) as writer:
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            some = {name: values[part] for name, values in figures.items()}
-            tokens = list(_token_rows(rows[part], texts[part], some))
-            writer.write_table(pa.Table.from_pylist(tokens, schema=schema))
-
-
-def _write_lines(path: Path, objects: Iterator[dict[str, Any]]) -> None:
-    """Write JSON objects, one per line, on the main process; the file is replaced atomically."""
-    if not distributed.is_main():
-        return
-    with replace_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for value in objects:
-            text = json.dumps(value, ensure_ascii=False)
-            file.write(text.encode("utf-8", errors="replace").decode() + "\n")
-
-
-def _describe_row(
-    tokenizer: Any, row: ResponseRow, texts: list[str], scores: Scores, number: int
-) -> dict[str, Any]:
-    """Return the record that the page shows of a response."""
-    ids = row.response_ids.tolist()
-    correct = scores.correct[number]
-    record = {
-        "prompt": prompt_text(row.example),
-        "response": decode_continuation(tokenizer, int(row.prompt_ids[-1]), ids),
-        "data_source": row.example.data_source,
-        # Shown beside the answer that a rule has read.
-        "ground_truth": "" if np.isnan(correct) else row.example.ground_truth,
-        "score": float(f"{scores.scores[number]:.6g}"),
-        "answer": scores.answers.get(number),
-        "correct": None if np.isnan(correct) else bool(correct),
-        "truncated": row.truncated,
-        "address": row.location,
-        "response_ids": ids,
-        "tokens": texts,
-    }
-    if not row.action_mask.all():
-        record["action_mask"] = row.action_mask.astype(int).tolist()
-    for column, name in FIGURES.items():
-        values = scores.figures[column][number, : len(ids)]
-        if not np.isnan(values).all():
-            record[name] = [float(f"{value:.6g}") for value in values.tolist()]
-    return to_json_value(record)

@@ -1,31 +1,65 @@
 """KL controllers, and the other values that carry over from one PPO step to the next."""
 
 import dataclasses
+import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jax_ppo.config.schema import Critic, KLControl, Reward
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, moments
+from jax_ppo.models.hf.fields import ConfigReader
+from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.registries import KL_CONTROLLERS
 from jax_ppo.types import Control
 
 
-def first_control(kl_options: KLControl, reward: Reward, critic: Critic) -> Control:
-    """Return the `Control` of step 0: the first KL coefficient, and empty running moments.
+def first_control(
+    kl_options: KLControl,
+    reward: Reward,
+    critic: Critic,
+    returns: moments.Moments | None = None,
+) -> Control:
+    """Return the `Control` of step 0: the first KL coefficient, and running moments.
 
     Args:
       kl_options: `config.algorithm.kl_ctrl`.
       reward: running moments of the scores are kept if `reward.normalize` asks for them.
       critic: running moments of the returns are kept if `critic.normalize_values` is set.
+      returns: the moments of a critic that continues; `None` for empty ones.
     """
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
     if reward.normalize != "none":
         tracked_moments["rewards"] = moments.empty_moments()
     if critic.normalize_values:
-        tracked_moments["returns"] = moments.empty_moments()
+        tracked_moments["returns"] = returns or moments.empty_moments()
     return Control(kl_coef=jnp.float32(kl_options.kl_coef), moments=tracked_moments)
+
+
+def read_value_unit(critic: Critic, folder: Path) -> moments.Moments | None:
+    """Return the moments by which the values of the critic in a folder are normalized, if any.
+
+    Raises:
+      UserError: `critic.normalize_values` would read its values in another unit.
+    """
+    path = folder / VALUE_UNIT
+    setting = f"config.critic.normalize_values={critic.normalize_values}: the critic in "
+    if not path.exists():
+        if critic.normalize_values:
+            raise UserError(
+                f"{setting}{folder} predicts rewards, or was exported without {VALUE_UNIT}; set it "
+                "to False, or config.critic.keep_head=False to start with a head of zeros"
+            )
+        return None
+    if not critic.normalize_values:
+        raise UserError(f"{setting}{folder} predicts normalized returns; set it to True")
+    reader = ConfigReader(read_json_object(path), where=f"{path}: ")
+    numbers = (reader.number(name, above=-math.inf) for name in moments.Moments._fields)
+    return moments.Moments(*map(jnp.float32, numbers))
 
 
 def resumed_control(kl_options: KLControl, saved: Control) -> Control:

@@ -19,10 +19,10 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.training.control import first_control, resumed_control
+from jax_ppo.training.control import first_control, read_value_unit, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ModelRole, present_roles
+from jax_ppo.training.roles import ModelRole, find_role, present_roles
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -265,11 +265,12 @@ def create_models_state(
     Takes the same arguments as `create_state`.
     """
     loader = _RoleLoader(config, nets, folders, mesh, progress)
+    control = loader.create_control()
     models = {
         role.name: loader.load(role, jnp.dtype(jnp.float32))
         for role in present_roles(config, nets, trained=True)
     }
-    trained = {**models, "optimizer": {}, "control": loader.create_control()}
+    trained = {**models, "optimizer": {}, "control": control}
     return create_state(config, nets, folders, mesh, progress, trained=trained)
 
 
@@ -293,6 +294,7 @@ class _RoleLoader:
 
     def create_trained(self) -> dict[str, Any]:
         """Return everything that training changes, for a run that starts at step 0."""
+        control = self.create_control()
         params = {}
         optimizers = {}
         for role in present_roles(self._config, self._nets, trained=True):
@@ -302,12 +304,16 @@ class _RoleLoader:
             optimizers[role.name] = _create_optimizer_state(
                 options, params[role.name], self._shardings.optimizers[role.name]
             )
-        return {**params, "optimizer": optimizers, "control": self.create_control()}
+        return {**params, "optimizer": optimizers, "control": control}
 
     def create_control(self) -> Control:
-        """Return the control of the first step, on the mesh."""
-        config = self._config
-        control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+        """Return the control of the first step, on the mesh: a critic keeps its values' unit."""
+        config, folders = self._config, self._folders
+        critic = find_role("critic")
+        returns = None
+        if critic.is_used(config) and critic.keeps_head(config, folders):
+            returns = read_value_unit(config.critic, folders["critic"])
+        control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic, returns)
         placed: Control = placement.place(jax.device_get(control), self._shardings.step)
         return placed
 

@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import json
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -12,7 +14,8 @@ from jax_ppo.config.loading import default_config, from_config_dict
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
-from jax_ppo.training.state import state_shapes
+from jax_ppo.training.roles import read_networks, resolve_role_folders
+from jax_ppo.training.state import create_models_state, state_shapes
 from llama_folder import write_llama
 
 STEPS = 4
@@ -45,6 +48,8 @@ def trained(tmp_path_factory):
         actor__ppo_mini_batch_size=8,
         critic__optim__lr=1e-2,
         reward__terms="length[5:200]:1",
+        trainer__log_rollouts=8,
+        trainer__log_rollouts_freq=1,
         trainer__save_freq=2,
         trainer__max_checkpoints=4,
         trainer__total_training_steps=STEPS,
@@ -78,6 +83,58 @@ def test_a_resumed_run_ends_with_the_same_critic(trained):
     assert weights.read_bytes() == expected
 
 
+def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tmp_path):
+    """Four files of eight responses, of which a broken row is refused by its line."""
+    config, workdir = trained
+    files = tmp_path / "rollouts"
+    files.mkdir()
+    scores = []
+    for path in sorted((workdir / "rollouts").glob("training_*.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        # Later tokens can tell, which the values must learn.
+        records = [record | {"score": record["response_ids"][0] % 2} for record in records]
+        scores += [record["score"] for record in records]
+        (files / path.name).write_text("".join(json.dumps(x) + "\n" for x in records))
+    with (files / "training_000004.jsonl").open("a") as file:
+        file.write('{"prompt": "half')
+    config = alone(
+        model__path=config.model.path,
+        model__dtype="float32",
+        data__train_files="",
+        data__train_batch_size=8,
+        data__max_prompt_length=80,
+        data__max_response_length=10,
+        actor__ppo_mini_batch_size=8,
+        critic__optim__lr=3e-3,
+        critic__cliprange_value=0.0,
+        critic__ppo_epochs=2,
+        score__file=str(files),
+        score__reward_key="score",
+        rollout__n=4,
+        trainer__save_freq=12,
+        trainer__max_checkpoints=3,
+        trainer__total_training_steps=24,
+    )
+    run = tmp_path / "run"
+    ppo_training.train(config, run)
+    with (run / "training_metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # An epoch has each row once; the values of a step come before its update.
+    first_epoch = [float(row["reward/mean"]) for row in rows[:4]]
+    assert np.mean(first_epoch) == pytest.approx(np.mean(scores), abs=1e-5)
+    assert float(rows[0]["critic/explained_variance"]) == 0
+    assert max(float(row["critic/explained_variance"]) for row in rows[-3:]) > 0.1
+    (refused,) = (run / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["location"].endswith("training_000004.jsonl:9")
+    expected = (run / "critic" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "24")
+    ppo_training.train(config, run)
+    assert (run / "critic" / "model.safetensors").read_bytes() == expected
+    score = dataclasses.replace(config.score, reward_key="")
+    with pytest.raises(UserError, match="data have changed"):
+        ppo_training.train(dataclasses.replace(config, score=score), run)
+
+
 def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
     config, workdir = trained
     ppo = tiny.config(
@@ -94,6 +151,39 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
     with (tmp_path / "ppo" / "training_metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert abs(float(row["critic/values_mean"])) > 0.01
+
+
+def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
+    """Regression: a run that continued from it read its first values without their mean."""
+    config, _ = trained
+
+    def continued(folder, normalizes):
+        critic = dataclasses.replace(config.critic, path=folder, normalize_values=normalizes)
+        return dataclasses.replace(
+            config,
+            critic=critic,
+            trainer=dataclasses.replace(config.trainer, total_training_steps=2),
+        )
+
+    def first_state(options):
+        folders = resolve_role_folders(options, tmp_path, lambda folder: None)
+        nets = read_networks(options, folders)
+        return create_models_state(options, nets, folders, tiny.make_mesh(), lambda name: None)
+
+    ppo_training.train(continued("", True), tmp_path / "run")
+    exported = tmp_path / "run" / "critic"
+    unit = json.loads((exported / "value_unit.json").read_text())
+    assert unit["count"] > 0 and unit["mean"] > 0
+    state = first_state(continued(str(exported), True))
+    assert {
+        name: float(x) for name, x in state.control.moments["returns"]._asdict().items()
+    } == unit
+    head = load_file(exported / "model.safetensors")["score.weight"]
+    np.testing.assert_array_equal(state.critic["score"]["kernel"][:, 0], head[0])
+    with pytest.raises(UserError, match="predicts normalized returns; set it to True"):
+        first_state(continued(str(exported), False))
+    with pytest.raises(UserError, match="predicts rewards, or was exported without"):
+        first_state(continued(str(trained[1] / "critic"), True))
 
 
 def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
@@ -129,7 +219,6 @@ def test_targets_are_whole_returns_unless_lambda_is_set():
     [
         ({"algorithm__adv_estimator": "grpo", "rollout__n": 2}, "config.trainer.critic_only=True"),
         ({"critic__shared_trunk": True}, "config.trainer.critic_only=True"),
-        ({"critic__normalize_values": True}, "without their mean and deviation"),
     ],
 )
 def test_what_no_other_run_could_use_is_refused(changes, message):

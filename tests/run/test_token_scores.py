@@ -72,8 +72,13 @@ def columns(tokens, name):
 def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_path):
     """The first checkpoint sampled the second step; rewards of all rows whiten advantages."""
     file = trained / "rollouts" / "training_000002.jsonl"
-    config = load(model__path=str(trained / "checkpoints" / "1"), score__file=str(file))
+    config = load(
+        model__path=str(trained / "checkpoints" / "1"),
+        score__file=str(file),
+        reward__normalize="running",  # not the run's, which its checkpoint's moments follow
+    )
     summary = score_file(config, tmp_path)
+    assert "normalize='running': not read; the checkpoint's run had 'none'" in summary["notes"][0]
     records = read_rows(file)
     tokens = read_rows(tmp_path / "tokens.jsonl")
     assert len(records) == summary["rows"] == 12
@@ -207,9 +212,11 @@ def test_an_estimator_that_compares_what_no_file_holds_is_refused():
         load(score__file="a.jsonl", model__path="m", algorithm__adv_estimator="remax")
 
 
-def test_an_exported_critic_of_normalized_returns_has_no_unit(trained, tmp_path):
+def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(trained, tmp_path):
     """Regression: its values were taken for rewards."""
     file = str(trained / "rollouts" / "training_000002.jsonl")
     config = load(model__path=str(trained), score__file=file, critic__normalize_values=True)
-    with pytest.raises(UserError, match=r"normalize_values=True: the critic in .*critic predicts"):
+    with pytest.raises(
+        UserError, match=r"normalize_values=True: the critic in .*critic predicts rew"
+    ):
         score_file(config, tmp_path)

@@ -26,7 +26,7 @@ from jax_ppo.models.hf.load import (
     validate_tensors,
 )
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
-from jax_ppo.models.hf.save import atomic_folder
+from jax_ppo.models.hf.save import VALUE_UNIT, atomic_folder
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, abbreviate, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
@@ -238,6 +238,7 @@ def save_adapters(
     base_model: str,
     revision: str | None = None,
     per_token: bool = False,
+    value_unit: dict[str, float] | None = None,
 ) -> None:
     """Write a folder that PEFT loads; it appears complete or not at all.
 
@@ -252,6 +253,7 @@ def save_adapters(
       base_model: hub name or path of the base model.
       revision: revision of the base model on the hub.
       per_token: as in `export_checkpoint`.
+      value_unit: as in `export_checkpoint`.
 
     Raises:
       ValueError: `adapters` does not have this shape.
@@ -270,6 +272,8 @@ def save_adapters(
         if distributed.is_main():
             config = to_adapter_config(architecture, lora, head, base_model, revision)
             write_json(temporary / ADAPTER_CONFIG, config)
+            if value_unit is not None:
+                write_json(temporary / VALUE_UNIT, value_unit)
         write_weights(
             temporary,
             rows=rows,

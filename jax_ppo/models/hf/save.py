@@ -28,6 +28,7 @@ from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed, work_directory
 
 GIB = 1024**3
+VALUE_UNIT = "value_unit.json"  # moments of the returns that a critic's values are normalized by
 DESCRIPTION = ("config.json", "generation_config.json")  # by these an export is recognized
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -53,6 +54,7 @@ def export_checkpoint(
     adapters: dict[str, Any] | None = None,
     lora: Lora | None = None,
     per_token: bool = False,
+    value_unit: dict[str, float] | None = None,
 ) -> None:
     """Write a Hugging Face folder: a causal language model or, with a scalar head, a classifier.
 
@@ -74,6 +76,7 @@ def export_checkpoint(
       lora: shape of the adapters.
       per_token: write a scalar head as a classifier of tokens, as a critic is one, instead of one
         of sequences. Families for which transformers has none get one of sequences.
+      value_unit: the contents of value_unit.json; `None` writes none.
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
@@ -97,6 +100,8 @@ def export_checkpoint(
             _write_description(
                 temporary, architecture, dtype, head, source_folder, tokenizer_folder
             )
+            if value_unit is not None:
+                write_json(temporary / VALUE_UNIT, value_unit)
         write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
 
 

@@ -1,0 +1,70 @@
+"""Given prompts and responses: the rows of `score.file` as a data set, the others refused."""
+
+import functools
+from pathlib import Path
+
+from jax_ppo.config.schema import Config, Reward
+from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
+from jax_ppo.errors import UserError, counted
+from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.reporting import console
+from jax_ppo.reporting.atomic import write_json_lines
+from jax_ppo.rewards import registry, row_validation
+from jax_ppo.runtime import heartbeat
+from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.training.roles import resolve_role_folders
+from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
+from jax_ppo.types import Example
+
+OPTION = "config.score.file"
+
+
+def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses, int, list[str]]:
+    """Read `score.file`; write the rows that cannot be used to refused.jsonl, and report them.
+
+    Returns:
+      The rows that can be used; the number of others; and the line about these, if there are any.
+
+    Raises:
+      UserError: a file as a whole cannot be read, or no row can be used.
+    """
+    folders = resolve_role_folders(config, workdir, lambda folder: None)
+    scores_any = config.score.reward_key or config.rewards_by_environment_alone
+    scores_any = scores_any or registry.scores_any_row(config.reward)
+    reader = ResponseReader(
+        tokenizer=load_model_tokenizer(config.model, folders.actor),
+        parse=make_parser(config.data, config.score.response_key).parse,
+        chat_template=chat_template(config.data),
+        vocab_size=read_architecture(folders.actor).vocab_size,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        reward_key=config.score.reward_key,
+        find_obstacle=functools.partial(_find_obstacle, None if scores_any else config.reward),
+    )
+    rows, refused = [], list[RefusedRow]()
+    with heartbeat.activity("reading rows"):
+        for row in reader.read(expand_local_path(config.score.file, OPTION), OPTION):
+            if isinstance(row, RefusedRow):
+                refused.append(row)
+            else:
+                rows.append(row)
+    write_json_lines(workdir / "refused.jsonl", (row._asdict() for row in refused))
+    total = counted(len(rows) + len(refused), "row")
+    notes = []
+    if refused:
+        notes.append(
+            f"{len(refused)} of {total} refused (refused.jsonl), the first: "
+            f"{refused[0].location}: {refused[0].reason}"
+        )
+        console.print_on_main(f"warning: {notes[-1]}")
+    if not rows:
+        raise UserError(f"{OPTION}={config.score.file!r}: no row of {total} is usable")
+    return GivenResponses.from_rows(rows, reader, OPTION), len(refused), notes
+
+
+def _find_obstacle(options: Reward | None, example: Example) -> str:
+    """Return why no rule can score an example; "" if one can, or `options` is `None`."""
+    if options is None:
+        return ""
+    obstacles = row_validation.find_obstacles([example], options.function, options.terms)
+    return next(obstacles, "").removeprefix("example 1: ")

@@ -1,0 +1,152 @@
+"""The files of `jax_ppo.score`: a row per token, the page with coloured tokens, the summary."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ppo.config.schema import Config
+from jax_ppo.data.response_rows import ResponseRow
+from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
+from jax_ppo.errors import counted
+from jax_ppo.reporting import html_report, lambda_table
+from jax_ppo.reporting.atomic import replace_file, write_json_lines
+from jax_ppo.reporting.summary import to_json_value, write_summary_file
+from jax_ppo.run.sample_records import prompt_text
+
+# The numbers of a token by the names of their columns; a report's name of each.
+FIGURES = {
+    "logprob": "logprobs",
+    "ref_logprob": "reference_logprobs",
+    "kl": "kl",
+    "entropy": "entropies",
+    "value": "values",
+    "reward": "rewards",
+    "advantage": "advantages",
+    "return": "returns",
+}
+SHOWN_RESPONSES = 200
+_ROWS_AT_ONCE = 1000  # responses whose tokens a Parquet row group has
+
+
+Figures = dict[str, np.ndarray]  # float32 [N, T] by column, N responses of at most T tokens
+
+
+@dataclasses.dataclass
+class Scores:
+    """The numbers of all usable rows.
+
+    Attributes:
+      figures: see `Figures`; NaN where a token has no such number.
+      scores: float32 [N], the rewards of whole responses.
+      correct: float32 [N], NaN where correctness is undefined.
+      values: float32 [N, T], values in units of reward; `None` without a critic.
+      answers: the answers that the rules read, by row.
+      failures: responses that the rule failed on.
+      incomplete: responses without an advantage, for want of others to the same prompt.
+    """
+
+    figures: Figures
+    scores: np.ndarray
+    correct: np.ndarray
+    values: np.ndarray | None
+    answers: dict[int, str]
+    failures: int
+    incomplete: int
+
+
+def write_results(
+    config: Config,
+    workdir: Path,
+    tokenizer: Any,
+    rows: Sequence[ResponseRow],
+    scores: Scores,
+    summary: dict[str, Any],
+    started: float,
+) -> None:
+    """Write the tokens, the page and the summary."""
+    texts = [
+        decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
+    ]
+    path = workdir / f"tokens.{config.score.format}"
+    if config.score.format == "jsonl":
+        write_json_lines(path, _token_rows(rows, texts, scores.figures))
+    else:
+        _write_parquet(path, rows, texts, scores.figures)
+    records = [
+        _describe_row(tokenizer, rows[number], texts[number], scores, number)
+        for number in range(min(len(rows), SHOWN_RESPONSES))
+    ]
+    status = f"{counted(len(rows), 'response')} of {config.score.file}, {len(records)} shown"
+    html_report.write_scores_page(
+        workdir / "report.html",
+        config,
+        status,
+        summary["notes"],
+        records,
+        lambda_table.format_rows(summary["lambda_table"]),
+    )
+    seconds = time.monotonic() - started
+    write_summary_file(workdir, summary | {"seconds": seconds})
+
+
+def _token_rows(
+    rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each token: its response's row in the file, its place, and its numbers."""
+    for number, (row, tokens) in enumerate(zip(rows, texts, strict=True)):
+        columns = [figures[name][number].tolist() for name in FIGURES]
+        for place, (text, token) in enumerate(zip(tokens, row.response_ids.tolist(), strict=True)):
+            values = {
+                name: column[place] if column[place] == column[place] else None
+                for name, column in zip(FIGURES, columns, strict=True)
+            }
+            yield {"row": row.number, "place": place, "text": text, "token": token, **values}
+
+
+def _write_parquet(
+    path: Path, rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    types = {"row": pa.int64(), "place": pa.int32(), "text": pa.string(), "token": pa.int32()}
+    schema = pa.schema({**types, **dict.fromkeys(FIGURES, pa.float32())})
+    with replace_file(path) as temporary, pa.parquet.ParquetWriter(temporary, schema) as writer:
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            some = {name: values[part] for name, values in figures.items()}
+            tokens = list(_token_rows(rows[part], texts[part], some))
+            writer.write_table(pa.Table.from_pylist(tokens, schema=schema))
+
+
+def _describe_row(
+    tokenizer: Any, row: ResponseRow, texts: list[str], scores: Scores, number: int
+) -> dict[str, Any]:
+    """Return the record that the page shows of a response."""
+    ids = row.response_ids.tolist()
+    correct = scores.correct[number]
+    record = {
+        "prompt": prompt_text(row.example),
+        "response": decode_continuation(tokenizer, int(row.prompt_ids[-1]), ids),
+        "data_source": row.example.data_source,
+        # Shown beside the answer that a rule has read.
+        "ground_truth": "" if np.isnan(correct) else row.example.ground_truth,
+        "score": float(f"{scores.scores[number]:.6g}"),
+        "answer": scores.answers.get(number),
+        "correct": None if np.isnan(correct) else bool(correct),
+        "truncated": row.truncated,
+        "address": row.location,
+        "response_ids": ids,
+        "tokens": texts,
+    }
+    if not row.action_mask.all():
+        record["action_mask"] = row.action_mask.astype(int).tolist()
+    for column, name in FIGURES.items():
+        values = scores.figures[column][number, : len(ids)]
+        if not np.isnan(values).all():
+            record[name] = [float(f"{value:.6g}") for value in values.tolist()]
+    return to_json_value(record)
