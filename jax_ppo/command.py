@@ -107,8 +107,7 @@ def prepared_run(
                 # A run's own stay until its resume is accepted; `Journal` writes them then.
                 if not work_directory.has_checkpoints(folder):
                     command_line.write_config(resolved, folder)
-                command_line.print_set_options(options, str(workdir))
-                console.print_on_main(chosen_dtype)
+                command_line.print_set_options(options, str(workdir), chosen_dtype)
 
             distributed.run_on_main(write_options)
             beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -103,14 +103,15 @@ def write_config(config: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
-def print_set_options(config: Config, workdir: str) -> None:
-    """Print the options that are not at their defaults.
+def print_set_options(config: Config, workdir: str, computation: str) -> None:
+    """Print the work directory, the type of the computation, and options that were set.
 
     Args:
       config: the options.
       workdir: the work directory as the user wrote it.
+      computation: the data type and the device, in words.
     """
-    print(f"work directory: {workdir} (all options: config.json)")
+    print(f"work directory: {workdir} (all options: config.json); {computation}")
     # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}
     for option in all_options():
