@@ -33,7 +33,10 @@ def train_notes(config: Config) -> list[str]:
 
 def note_unread_options(config: Config, command: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to other commands."""
+    given = ("score.file", "score.response_key", "score.reward_key")
     for option in all_options():
+        if config.learns_from_files and option.name in given:
+            continue
         value = option_value(config, option.name)
         # An option at its default was not set by the user.
         if value != option.default and command not in option.read_by:

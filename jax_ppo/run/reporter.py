@@ -209,6 +209,8 @@ class Reporter(journal.Journal):
         metrics = {**pending.on_host, **metrics}
         # What has no value is absent. NaN of an update that had responses is a divergence.
         without_value = {"reward/accuracy", *pending.on_host}
+        if self._run.config.learns_from_files:  # with log-probs that may not be known
+            without_value |= {name for name in metrics if name.startswith("rollout/")}
         if nothing_is_left(metrics):
             without_value |= metrics.keys()
         for name in without_value:
