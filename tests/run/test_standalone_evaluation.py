@@ -28,7 +28,7 @@ def test_a_checkpoint_without_the_options_of_its_run_is_refused(tmp_path):
 def test_options_of_a_run_that_are_no_object_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="options of its run: .*config.json must hold a JSON objec"):
-        standalone_evaluation._read_run(tiny.config(), tmp_path / "checkpoints" / "3")
+        standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
 
 
 def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
@@ -46,14 +46,14 @@ def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path)
         evaluate_model(config, tmp_path / "evaluation")
 
 
-def test_the_models_of_a_run_are_evaluated_without_its_reference(tmp_path):
-    checkpoint = tmp_path / "checkpoints" / "3"
-    checkpoint.mkdir(parents=True)
-    run = tiny.config(model__dtype="bfloat16", algorithm__use_kl_in_reward=True)
+def test_what_shapes_a_checkpoint_is_that_of_its_run(tmp_path):
+    """Regression: another `reward.normalize` than the run's was an error of shapes."""
+    run = tiny.config(model__dtype="bfloat16", reward__normalize="running")
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run)))
-    config = standalone_evaluation._read_run(tiny.config(), checkpoint)
+    saved = standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
+    config = standalone_evaluation.with_models_of_run(tiny.config(), saved)
     assert config.model.dtype == "bfloat16" and config.critic == run.critic
-    assert config.algorithm.use_kl_in_reward and not config.algorithm.use_reference
+    assert config.reward.normalize == "running"
 
 
 @pytest.mark.parametrize("name", ["my-model", "12.damaged"])
