@@ -104,8 +104,11 @@ def explained_variance(
     )
     # What the critic leaves unexplained; a constant error does not count.
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
-    # Rounding can leave equal returns a variance of 1e-17, which as a divisor would give -1e17.
-    constant = masked_min(returns, mask) == masked_max(returns, mask)
+    # Returns that differ only by rounding have a variance of 1e-17, which as a divisor would give
+    # -1e17. They are sums of advantages and values, so the larger of both decides the rounding.
+    spread = masked_max(returns, mask) - masked_min(returns, mask)
+    size = masked_max(jnp.maximum(jnp.abs(returns), jnp.abs(values)), mask)
+    constant = spread <= 8 * jnp.finfo(returns.dtype).eps * size
     variance = jnp.where(constant, 1.0, masked_variance(returns, mask))
     return jnp.where(constant, 0.0, 1.0 - masked_variance(residual, mask) / variance)
 

@@ -52,6 +52,13 @@ def test_explained_variance_by_hand():
     np.testing.assert_allclose(explained_variance(-returns, returns, mask), -3, rtol=1e-6)
 
 
+def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain():
+    values = jnp.array([0.3, -0.7, 0.1, 5.0])
+    returns = (jnp.float32(1.1) - values) + values
+    assert float(returns.max() - returns.min()) > 0
+    assert explained_variance(values, returns, jnp.ones(4)) == 0
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e6])
 def test_explained_variance_of_equal_returns_is_zero(value):
     returns = jnp.full(
