@@ -56,12 +56,15 @@ class Architecture:
       head_dim: width of a head.
       qkv_bias: whether the projections to queries, keys and values have biases.
       output_bias: whether the output projection of attention has a bias.
-      mlp_bias: whether the projections of the MLP have biases.
+      mlp_bias: whether the projections of the MLP have biases, with experts its router too.
       num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
       experts_per_token: k, number of experts that each token passes through.
       normalized_expert_weights: whether the weights of a token's k experts are divided by their
         sum.
       activation: activation of the MLP, or of its gate, one of `ACTIVATIONS`.
+      swiglu_limit: c of a clamped MLP: gates above c and inputs beyond -c and c are cut, and the
+        MLP multiplies gate * sigmoid(`swiglu_slope` * gate) by 1 + input; `None`: a usual one.
+      swiglu_slope: see `swiglu_limit`.
       scaled_embedding: whether the input embedding is multiplied by sqrt(D).
       embedding_multiplier: factor on the input embedding.
       residual_multiplier: factor on the outputs of attention and MLP before they are added to the
@@ -78,6 +81,8 @@ class Architecture:
       query_pre_attn_scalar: queries are multiplied by this number to the power -1/2; `None`: by
         `head_dim` to that power.
       attention_multiplier: factor on the product of a query and a key in place of that power.
+      attention_sinks: whether each query head has a learned score in the softmax of attention that
+        belongs to no key.
       attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
       logit_softcap: the same for the final logits.
       sliding_window: number of tokens that a token attends to in local layers, itself included.
@@ -115,6 +120,8 @@ class Architecture:
     experts_per_token: int = 0
     normalized_expert_weights: bool = False
     activation: str = "silu"
+    swiglu_limit: float | None = None
+    swiglu_slope: float = 1.0
     scaled_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -128,6 +135,7 @@ class Architecture:
     parallel_residual: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     sliding_window: int | None = None

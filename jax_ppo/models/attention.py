@@ -7,12 +7,13 @@ The options are
 
     scale           factor on the product of query and key; None: d ** -0.5
     softcap         c: scores become c tanh(score / c); None: no cap
+    sinks           a score [H] in each head's softmax that belongs to no key; None: there is none
     sliding_window  a token reads itself and the sliding_window - 1 tokens before it; None: all
 
 and the programs
 
-    xla     runs everywhere, with any type; it stores scores [B, H, T, T] except for the keys that
-            no query of a block reads
+    xla     runs everywhere, with any type, and alone with sinks; it stores scores [B, H, T, T]
+            except for the keys that no query of a block reads
     cudnn   NVIDIA only, with 16-bit types only, without soft cap
     splash  TPU only; it stores no scores
 
@@ -84,6 +85,7 @@ def xla_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     sliding_window: int | None = None,
 ) -> Queries:
     """Compute attention with matrix products alone.
@@ -115,6 +117,7 @@ def xla_attention(
             visible,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
 
     size = query_block_size(T)
@@ -136,6 +139,7 @@ def attend_block_of_queries(
     *,
     scale: float | None,
     softcap: float | None,
+    sinks: jax.Array | None = None,
 ) -> Float[Array, "B Q H d"]:
     """Compute the attention of a block of queries to the keys that they read."""
     B, Q, H, d = q_BxQxHxd.shape
@@ -153,9 +157,25 @@ def attend_block_of_queries(
     scores = kernel.softcap(scores, softcap).reshape(B, K, -1, Q, S)
     # Added, not selected: the gradient of a sum needs no mask.
     scores += jnp.where(visible, 0.0, MASKED_SCORE)[:, None, None]
-    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, S)
+    if sinks is not None:
+        sinks = sinks.reshape(K, -1, 1, 1)
+    weights = softmax_with_sinks(scores, sinks).reshape(B, K, -1, S)
     out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights.astype(v_BxKxSxd.dtype), v_BxKxSxd)
     return out_BxKxGQxd.reshape(B, K, -1, Q, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)
+
+
+def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return the softmax over the last axis, with one more score that is left out of the result.
+
+    Args:
+      scores: [..., S].
+      sinks: the further scores, of a shape that broadcasts to [..., 1], or `None`.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - top)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def cudnn_attention(

@@ -25,6 +25,7 @@ def select_attention_program(
     head_dim: int,
     length: int,
     softcap: float | None = None,
+    sinks: bool = False,
     gpu_generation: int | None = None,
 ) -> str:
     """Return the program for whole sequences.
@@ -37,6 +38,7 @@ def select_attention_program(
       head_dim: d.
       length: T, number of tokens per row.
       softcap: soft cap of the scores, or `None`.
+      sinks: whether heads have scores that belong to no key.
       gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
 
     Raises:
@@ -50,6 +52,7 @@ def select_attention_program(
         head_dim=head_dim,
         length=length,
         softcap=softcap,
+        sinks=sinks,
         gpu_generation=gpu_generation,
     )
     if reason and wanted == "auto":
@@ -98,12 +101,15 @@ def program_obstacle(
     head_dim: int,
     length: int,
     softcap: float | None,
+    sinks: bool = False,
     gpu_generation: int | None = None,
 ) -> str | None:
     """Return why a program cannot run, or `None` if it can.
 
     The arguments after `program` are those of `select_attention_program`.
     """
+    if sinks and program != "xla":
+        return f"{program} has no attention sinks, the model has"
     if program == "cudnn":
         return _cudnn_obstacle(
             platform,

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import MASKED_SCORE
+from jax_ppo.models.attention import MASKED_SCORE, softmax_with_sinks
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Programs whose keys have the columns last.
@@ -69,6 +69,8 @@ def select_cache_program(
             "cuDNN reads the cache of layers without a sliding window, this model's is "
             f"{architecture.sliding_window}"
         )
+    elif architecture.attention_sinks:
+        obstacle = "cuDNN has no attention sinks, the model has"
     if wanted == "cudnn" and obstacle:
         raise ValueError(obstacle)
     if wanted == "xla" or obstacle:
@@ -158,6 +160,7 @@ def attend_to_cache(
     sliding_window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "b 1 H d"]:
     """Return the attention of one new token per row to the first b rows of the cache.
 
@@ -169,6 +172,7 @@ def attend_to_cache(
       sliding_window: see attention.py.
       scale: see attention.py.
       softcap: see attention.py.
+      sinks: see attention.py.
     """
     keys, values = layer
     # A window as wide as the cache hides nothing, and the programs are simpler without.
@@ -183,6 +187,7 @@ def attend_to_cache(
             sliding_window=sliding_window,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
     # The other programs run for all rows of the cache.
     idle_rows = len(keys) - len(q_bx1xHxd)
@@ -196,7 +201,14 @@ def attend_to_cache(
         held_S = jnp.arange(num_columns(program, layer))
         readable_BxS = readable_columns(columns_B, held_S, sliding_window)
         out_Bx1xHxd = _products(
-            program, q_Bx1xHxd, keys, values, readable_BxS, scale=scale, softcap=softcap
+            program,
+            q_Bx1xHxd,
+            keys,
+            values,
+            readable_BxS,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
@@ -224,6 +236,7 @@ def _attend_up_to_longest(
     sliding_window: int | None,
     scale: float | None,
     softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Read the columns up to the longest row's; those before a sliding window are masked."""
     num_rows = len(q_bx1xHxd)
@@ -237,6 +250,7 @@ def _attend_up_to_longest(
             readable_columns(columns_b, jnp.arange(width), sliding_window),
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
 
     # The widths are fixed when compiled; the longest row chooses among them at each step.
@@ -270,12 +284,15 @@ def _products(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with matrix products, in the program's layout."""
     scores_BxKxGxS = cache_scores(
         program, q_Bx1xHxd, keys, readable_BxS, scale=scale, softcap=softcap
     )
-    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1).astype(values.dtype)
+    if sinks is not None:
+        sinks = sinks.reshape(*scores_BxKxGxS.shape[1:3], 1)
+    weights_BxKxGxS = softmax_with_sinks(scores_BxKxGxS, sinks).astype(values.dtype)
     return weighted_values(program, weights_BxKxGxS, values).reshape(q_Bx1xHxd.shape)
 
 

@@ -22,8 +22,10 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.experts import run_on_own_rows, split_experts
 
-Activation = Callable[[jax.Array], jax.Array]
-# By name, each with a `kernel` [E, in, out] and, if it is int8, a `kernel_scale` [E, out].
+# Computes the input of the last projection from the outputs of gate_proj and up_proj.
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+# By name, each with a `kernel` [E, in, out], if it is int8 a `kernel_scale` [E, out], and perhaps a
+# `bias` [E, out].
 Projections = dict[str, dict[str, jax.Array]]
 
 
@@ -32,13 +34,15 @@ class Kernel(nn.Module):
 
     Attributes:
       shape: shape of the kernel.
+      use_bias: whether there is a bias, too.
     """
 
     shape: tuple[int, ...]
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self) -> dict[str, jax.Array]:
-        """Return the kernel and, if there is one, its scale, by name."""
+        """Return the kernel and, if there are any, its scale and bias, by name."""
         if self.has_variable("params", "kernel"):
             # In decoding, a device may have fewer experts than `shape` says.
             parts: dict[str, jax.Array] = {"kernel": self.get_variable("params", "kernel")}
@@ -47,6 +51,11 @@ class Kernel(nn.Module):
             parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
         if self.has_variable("params", "kernel_scale"):
             parts["kernel_scale"] = self.get_variable("params", "kernel_scale")
+        if self.has_variable("params", "bias"):
+            parts["bias"] = self.get_variable("params", "bias")
+        elif self.use_bias:
+            shape = (*self.shape[:-2], self.shape[-1])
+            parts["bias"] = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
         return parts
 
 
@@ -62,7 +71,7 @@ class Experts(nn.Module):
         inwards = (a.num_experts, a.hidden_size, a.intermediate_size)
         outwards = (a.num_experts, a.intermediate_size, a.hidden_size)
         shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
-        return {name: Kernel(shape, name=name)() for name, shape in shapes.items()}
+        return {name: Kernel(shape, a.mlp_bias, name=name)() for name, shape in shapes.items()}
 
 
 class ExpertMLP(nn.Module):
@@ -71,14 +80,14 @@ class ExpertMLP(nn.Module):
     Attributes:
       architecture: the architecture.
       dtype: type of the experts' computation.
-      activation: activation of the experts' gates.
+      gate: joins the outputs of the experts' first two projections.
       router_loss: whether `balance_losses` is returned as "router_loss".
       returns_routed_experts: whether the selected experts are returned as "routed_experts".
     """
 
     architecture: Architecture
     dtype: DTypeLike
-    activation: Activation
+    gate: Gate
     router_loss: bool = False
     returns_routed_experts: bool = False
 
@@ -91,8 +100,8 @@ class ExpertMLP(nn.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output [R, L, D] and auxiliary outputs by name; see `select_experts`."""
         a = self.architecture
-        router = Kernel((a.hidden_size, a.num_experts), name="router")()["kernel"]
-        probabilities = router_probabilities(x_RxLxD, router)
+        router = Kernel((a.hidden_size, a.num_experts), a.mlp_bias, name="router")()
+        probabilities = router_probabilities(x_RxLxD, **router)
         weights, experts = select_experts(
             probabilities, a.experts_per_token, a.normalized_expert_weights, routed_experts_RxLxk
         )
@@ -103,17 +112,21 @@ class ExpertMLP(nn.Module):
             assert segments_RxL is not None, "the balance is that of a segment"
             auxiliary["router_loss"] = balance_losses(probabilities, experts, segments_RxL)
         projections = Experts(a, name="experts")()
-        compute = functools.partial(run_experts, dtype=self.dtype, activation=self.activation)
+        compute = functools.partial(run_experts, dtype=self.dtype, gate=self.gate)
         return split_experts(compute)(x_RxLxD, weights, experts, projections), auxiliary
 
 
 def router_probabilities(
-    x: Float[Array, "R L D"], kernel: Float[Array, "D E"]
+    x: Float[Array, "R L D"],
+    kernel: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None = None,
 ) -> Float[Array, "R L E"]:
     """Return the probability of each expert for each token, in float32 or more."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # By default, accelerators multiply float32 with fewer bits.
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    if bias is not None:
+        logits += bias.astype(wide)
     return jax.nn.softmax(logits)
 
 
@@ -195,7 +208,7 @@ def run_experts(
     first_expert: jax.Array | None = None,
     *,
     dtype: DTypeLike,
-    activation: Activation,
+    gate: Gate,
 ) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
@@ -206,7 +219,7 @@ def run_experts(
       projections: those of all experts, or of consecutive ones; the others add nothing.
       first_expert: index of the first of these; `None` if they are all.
       dtype: type of the products.
-      activation: activation of the gates.
+      gate: joins the outputs of the first two projections.
     """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]
@@ -227,13 +240,17 @@ def run_experts(
         out = jax.lax.ragged_dot(rows, kernel, group_sizes)
         if "kernel_scale" in projections[name]:
             out = (out * projections[name]["kernel_scale"][sorted_N]).astype(dtype)
+        if "bias" in projections[name]:
+            # Rows in no group have none, and add nothing to its gradient.
+            bias = projections[name]["bias"].astype(dtype)
+            out += bias.at[sorted_N].get(mode="fill", fill_value=0)
         return out
 
     x_NxD = x_RxLxD.reshape(-1, D).astype(dtype)[order_N // k]
     if first_expert is not None:
         # The products of rows in no group are undefined, and so are their gradients.
         x_NxD = jnp.where((sorted_N < num_experts)[:, None], x_NxD, 0)
-    hidden = activation(project("gate_proj", x_NxD)) * project("up_proj", x_NxD)
+    hidden = gate(project("gate_proj", x_NxD), project("up_proj", x_NxD))
     out_NxD = project("down_proj", hidden)[jnp.argsort(order_N)]
     if first_expert is not None:
         out_NxD = jnp.where(is_present_N[:, None], out_NxD, 0)

@@ -156,8 +156,13 @@ class Attention(nn.Module):
         # The mesh may split more finely than there are heads: copies give each device its own.
         k = copy_kv_heads(k)
         v = copy_kv_heads(v)
+        options: dict[str, Any] = {"scale": a.attention_scale, "softcap": a.attention_softcap}
+        if a.attention_sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (a.num_heads,), jnp.float32)
+            padded = pad_query_heads(sinks[None, None, :, None], a.num_kv_heads)
+            options["sinks"] = padded.reshape(-1).astype(jnp.float32)
         if cache is None or columns_B is None:
-            out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT)
+            out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT, options)
             # Keys are cached after rotation: it depends on their own position only.
             cache = cache_layout(self.decoding, k, v)
         else:
@@ -170,8 +175,7 @@ class Attention(nn.Module):
                 columns_B,
                 # Decoding is unrolled, so `is_local` is a Python bool here.
                 sliding_window=a.sliding_window if kind.is_local else None,
-                scale=a.attention_scale,
-                softcap=a.attention_softcap,
+                **options,
             )
         out = drop_padded_heads(out, a.num_heads, a.num_kv_heads)
         out = checkpoint_name(out, ATTENTION_OUTPUT)
@@ -223,6 +227,7 @@ class Attention(nn.Module):
         v: jax.Array,
         is_local: Flag,
         segments_BxT: jax.Array | None,
+        options: dict[str, Any],
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
         a = self.architecture
@@ -238,9 +243,8 @@ class Attention(nn.Module):
                 k,
                 v,
                 segments_BxT,
-                scale=a.attention_scale,
-                softcap=a.attention_softcap,
                 sliding_window=sliding_window,
+                **options,
             )
 
         # A window that holds the whole row changes nothing.
@@ -260,6 +264,16 @@ def _if_local(
     return other()
 
 
+def apply_gate(architecture: Architecture, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return the input of the MLP's last projection."""
+    a = architecture
+    if a.swiglu_limit is None:
+        return ACTIVATION_FUNCTIONS[a.activation](gate) * up
+    gate = jnp.minimum(gate, a.swiglu_limit)
+    up = jnp.clip(up, -a.swiglu_limit, a.swiglu_limit)
+    return gate * nn.sigmoid(a.swiglu_slope * gate) * (up + 1)
+
+
 class MLP(nn.Module):
     """The gated MLP."""
 
@@ -277,8 +291,7 @@ class MLP(nn.Module):
 
         gate = project("gate_proj", a.intermediate_size, x)
         up = project("up_proj", a.intermediate_size, x)
-        activated = ACTIVATION_FUNCTIONS[a.activation](gate)
-        return project("down_proj", a.hidden_size, activated * up), {}
+        return project("down_proj", a.hidden_size, apply_gate(a, gate, up)), {}
 
 
 class Layer(nn.Module):
@@ -321,11 +334,10 @@ class Layer(nn.Module):
 
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts:
-            activation = ACTIVATION_FUNCTIONS[a.activation]
             experts = ExpertMLP(
                 architecture=a,
                 dtype=self.dtype,
-                activation=activation,
+                gate=functools.partial(apply_gate, a),
                 router_loss=self.router_loss,
                 returns_routed_experts=self.returns_routed_experts,
                 name="mlp",

@@ -206,6 +206,11 @@ def validate_architecture(
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}
+        if architecture.attention_sinks and mesh.shape["context"] > 1:
+            raise UserError(
+                f"{option}.context={mesh.shape['context']}: must be 1, as the model's attention "
+                "has sinks, which parts of rows do not compute"
+            )
     for axis, dimensions in sizes.items():
         factors = [axis]
         if axis == "fsdp":

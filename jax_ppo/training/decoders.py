@@ -40,6 +40,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
             architecture.head_dim,
             row_length // num_row_parts(),
             architecture.attention_softcap,
+            sinks=architecture.attention_sinks,
             gpu_generation=_gpu_generation(),
         )
     except ValueError as obstacle:
@@ -93,6 +94,7 @@ def describe_attention(
             architecture.head_dim,
             row_length // num_row_parts(),
             architecture.attention_softcap,
+            sinks=architecture.attention_sinks,
             gpu_generation=_gpu_generation(),
         )
     reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"

@@ -33,6 +33,7 @@ CLASS_PREFIXES = {
     "mixtral": "Mixtral",
     "ministral": "Ministral",
     "ministral3": "Ministral3",
+    "gpt_oss": "GptOss",
     "phi3": "Phi3",
     "smollm3": "SmolLM3",
     "granite": "Granite",

@@ -70,7 +70,12 @@ def test_each_token_gets_the_weighted_outputs_of_its_experts_and_none_is_dropped
     x = rng.normal(size=(1, 3, 3)).astype(np.float32)
     weights = rng.uniform(size=(1, 3, 2)).astype(np.float32)
     out = run_experts(
-        x, weights, np.array([chosen]), projections, dtype=jnp.float32, activation=jax.nn.relu
+        x,
+        weights,
+        np.array([chosen]),
+        projections,
+        dtype=jnp.float32,
+        gate=lambda gate, up: jax.nn.relu(gate) * up,
     )
     for token in range(3):
         expected = 0

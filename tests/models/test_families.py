@@ -95,6 +95,30 @@ VARIANTS = {
         {"num_local_experts": 4, "num_experts_per_tok": 3}
         | {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1, "tie_word_embeddings": True},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "head_dim": 16,
+            "swiglu_limit": 0.6,
+            "swiglu_alpha": 1.3,
+        },
+    ),
+    "gpt_oss, in a loop": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": MAX_UNROLLED_LAYERS + 1,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            "sliding_window": WINDOW,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "phi3, longrope": (
         "phi3",
@@ -261,6 +285,7 @@ SLOW = (
     "mistral, in a loop",
     "mixtral, in a loop",
     "qwen3_moe, weights as they are",
+    "gpt_oss, in a loop",
     "qwen3, local layers",
     "gemma2, biases, no caps",
     "phi3, longrope",
@@ -625,6 +650,7 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(tmp_path)
     [
         "qwen3, local layers",
         "qwen3_moe",
+        "gpt_oss",
         "gemma3, in a loop",
         "gpt_neox",
         *(

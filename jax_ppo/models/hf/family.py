@@ -35,6 +35,7 @@ class Family:
       expert_width: field of the width of an expert.
       expert_weights_field: boolean field: whether the weights of a token's experts are divided by
         their sum; "": they always are.
+      stacked_experts: whether a tensor of the checkpoint holds all experts of a layer.
       sliding_windows: which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
         "last": the layers from `max_window_layers` on, if `use_sliding_window` is set; "pattern":
@@ -83,6 +84,7 @@ class Family:
     expert_fields: tuple[str, ...] = ()
     expert_width: str = "intermediate_size"
     expert_weights_field: str = ""
+    stacked_experts: bool = False
     sliding_windows: str = "none"
     window_period: int = 1
     window_period_field: str = ""

@@ -40,6 +40,8 @@ HARMLESS_FIELDS = frozenset(
     n_ctx reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type
     summary_use_proj
 
+    experts_per_token initial_context_length
+
     cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
 
     bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size

@@ -78,7 +78,7 @@ def adapter_tensor_table(
     for path, row in tensor_table(architecture, head).items():
         if path == ("score", "kernel"):
             rows[path] = dataclasses.replace(row, name=PEFT_PREFIX + row.name)
-        if path[-1] == "kernel" and path[-2] in targets and row.experts is None:
+        if path[-1] == "kernel" and path[-2] in targets and "experts" not in path:
             prefix = PEFT_PREFIX + row.name.removesuffix("weight")
             inputs, outputs = row.shape
             rows[*path[:-1], "lora_a"] = TensorMapping(
@@ -173,7 +173,12 @@ def _attention(a: Architecture) -> TensorTable:
         outputs=a.hidden_size,
         bias=a.output_bias,
     )
-    return inputs | output
+    rows = inputs | output
+    if a.attention_sinks:
+        rows["layers", "attention", "sinks"] = TensorMapping(
+            _layer_name(a, f"{ATTENTION}.sinks"), (a.num_heads,), layers=a.num_layers
+        )
+    return rows
 
 
 def _mlp(a: Architecture) -> TensorTable:
@@ -199,6 +204,12 @@ def _experts(a: Architecture) -> TensorTable:
             layers=a.num_layers,
         )
     }
+    if a.mlp_bias:
+        rows["layers", "mlp", "router", "bias"] = TensorMapping(
+            f"{_layer_name(a, f'{MLP}.gate')}.bias", (a.num_experts,), layers=a.num_layers
+        )
+    if FAMILIES[a.family].stacked_experts:
+        return rows | _stacked_experts(a)
     inwards = (a.hidden_size, a.intermediate_size)
     outwards = (a.intermediate_size, a.hidden_size)
     shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
@@ -210,6 +221,26 @@ def _experts(a: Architecture) -> TensorTable:
             layers=a.num_layers,
             experts=a.num_experts,
         )
+    return rows
+
+
+def _stacked_experts(a: Architecture) -> TensorTable:
+    """Return projections of which a tensor holds all experts, gate and up in alternate columns."""
+    E, D, width = a.num_experts, a.hidden_size, a.intermediate_size
+    first, second = (Fused(place, 2 * width, groups=width) for place in (0, 1))
+    rows: TensorTable = {}
+    for name, hf_name, inputs, outputs, place in (
+        ("gate_proj", "gate_up_proj", D, width, first),
+        ("up_proj", "gate_up_proj", D, width, second),
+        ("down_proj", "down_proj", width, D, None),
+    ):
+        tensor = _layer_name(a, f"{MLP}.experts.{hf_name}")
+        kernel = TensorMapping(tensor, (E, inputs, outputs), layers=a.num_layers, fused=place)
+        rows["layers", "mlp", "experts", name, "kernel"] = kernel
+        if a.mlp_bias:
+            rows["layers", "mlp", "experts", name, "bias"] = dataclasses.replace(
+                kernel, name=f"{tensor}_bias", shape=(E, outputs)
+            )
     return rows
 
 

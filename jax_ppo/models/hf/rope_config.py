@@ -270,7 +270,7 @@ def write_rope(a: Architecture, family: Family) -> Config:
         "rope_theta": a.rope_theta,
         "rope_scaling": rope,
     }
-    if rope["rope_type"] == "default":
+    if rope["rope_type"] == "default" and not family.rope_parameters:
         config["rope_scaling"] = None
     if family.rope_length_outside and ORIGINAL_LENGTH in rope:
         config[ORIGINAL_LENGTH] = rope.pop(ORIGINAL_LENGTH)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -46,9 +47,9 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
     Args:
       function: called as `function(x, weights, experts, projections, first)`: x is [R, L, D],
         weights and experts of each token are [R, L, k], each projection has a `kernel`
-        [E, in, out] and perhaps a `kernel_scale` [E, out], and `first` is the index of the first of
-        these E experts, `None` if they are all. The result, [R, L, D], is a sum over experts and
-        their width.
+        [E, in, out] and perhaps a `kernel_scale` and a `bias` [E, out], and `first` is the index of
+        the first of these E experts, `None` if they are all. The result, [R, L, D], is a sum over
+        experts and their width.
     """
 
     def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
@@ -63,6 +64,12 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
             if mesh.shape["expert"] > 1:
                 rows = [jax.lax.all_gather(x, "expert", tiled=True) for x in rows]
                 first = jax.lax.axis_index("expert") * len(local_projections["down_proj"]["kernel"])
+            if mesh.shape["model"] > 1 and "bias" in local_projections["down_proj"]:
+                # One of the devices whose results are summed adds it.
+                down = local_projections["down_proj"]
+                is_first = jax.lax.axis_index("model") == 0
+                down = down | {"bias": jnp.where(is_first, down["bias"], 0)}
+                local_projections = local_projections | {"down_proj": down}
             out = function(*rows, local_projections, first)
             # XLA would not remove a sum over a single device.
             if mesh.shape["model"] > 1:
@@ -91,4 +98,6 @@ def _expert_parts(expert: str | None) -> dict[str, dict[str, P]]:
     """Return how a device's part of each projection is split inside `split_experts`."""
     inwards = {"kernel": P(expert, None, "model"), "kernel_scale": P(expert, "model")}
     outwards = {"kernel": P(expert, "model", None), "kernel_scale": P(expert)}
+    for parts in (inwards, outwards):
+        parts["bias"] = parts["kernel_scale"]
     return {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}

@@ -49,6 +49,7 @@ MODELS = {
         "head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "ministral3": {"head_dim": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {
