@@ -206,10 +206,11 @@ def validate_architecture(
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}
-        if architecture.attention_sinks and mesh.shape["context"] > 1:
+        parts = max(mesh.shape.get(axis, 1) for axis in ("context", COLUMNS))
+        if architecture.attention_sinks and parts > 1:
             raise UserError(
-                f"{option}.context={mesh.shape['context']}: must be 1, as the model's attention "
-                "has sinks, which parts of rows do not compute"
+                f"{option}.context={parts}: must be 1, as the model has attention sinks, which are "
+                "only computed for whole sequences"
             )
     for axis, dimensions in sizes.items():
         factors = [axis]

@@ -44,13 +44,34 @@ ARCHITECTURE = Architecture(
     experts_per_token=2,
     normalized_expert_weights=True,
 )
+# Biases of experts and routers, and attention sinks of query heads that two devices pad.
+BIASED = dataclasses.replace(
+    ARCHITECTURE,
+    family="gpt_oss",
+    mlp_bias=True,
+    swiglu_limit=1.0,
+    attention_sinks=True,
+    num_heads=3,
+    num_kv_heads=1,
+)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def make_params(architecture):
+    init = jax.jit(lambda key: heads.init_params(Transformer(architecture), key, "lm"))
+    rng = np.random.default_rng(0)
+
+    def enlarge(path, x):
+        if path[-1].key in ("bias", "sinks"):
+            return jnp.asarray(rng.normal(size=x.shape), x.dtype)
+        return 8 * x if x.ndim > 1 else x
+
+    return jax.tree_util.tree_map_with_path(enlarge, init(jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
 def params():
-    init = jax.jit(lambda key: heads.init_params(Transformer(ARCHITECTURE), key, "lm"))
-    return jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init(jax.random.key(0)))
+    return make_params(ARCHITECTURE)
 
 
 def random_projections(rng, experts, width, inner):
@@ -147,9 +168,17 @@ def dequantize(params):
     return jax.tree_util.tree_map_with_path(rounded, jax.tree.map(np.asarray, params))
 
 
-@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_engine_samples_the_same_on_several_devices(params, quantized):
+@pytest.mark.parametrize(
+    ("architecture", "quantized"),
+    [
+        pytest.param(ARCHITECTURE, False, marks=pytest.mark.slow),
+        (ARCHITECTURE, True),
+        (BIASED, False),
+    ],
+)
+def test_an_engine_samples_the_same_on_several_devices(architecture, quantized):
     """Each device has half of the experts, and its part of their width."""
+    params = make_params(architecture)
     options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, returns_routed_experts=True)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
 
@@ -163,7 +192,7 @@ def test_an_engine_samples_the_same_on_several_devices(params, quantized):
             key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
             return engine.generate(own, key, options)
 
-    model = Transformer(ARCHITECTURE)
+    model = Transformer(architecture)
     one_device = {"data": 1, "fsdp": 1, "model": 1}
     expected = sample(one_device, model, dequantize(params) if quantized else params)
     shape = {"data": 1, "fsdp": 2, "expert": 2, "model": 2}
@@ -171,6 +200,13 @@ def test_an_engine_samples_the_same_on_several_devices(params, quantized):
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
     np.testing.assert_array_equal(rollout.routed_experts, expected.routed_experts)
+
+
+def test_attention_sinks_need_whole_sequences():
+    mesh = make_mesh(MeshShape(data=1, fsdp=1, context=2), jax.devices()[:2])
+    with pytest.raises(UserError, match=r"config\.mesh\.context=2: must be 1, .* attention sinks"):
+        validate_architecture(mesh, BIASED)
+    validate_architecture(mesh, dataclasses.replace(BIASED, attention_sinks=False))
 
 
 def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
