@@ -408,8 +408,8 @@ MODELS = [
         holds="rotary embeddings are applied in float32",
         test="tests/models/test_rope.py::test_a_pair_is_turned_by_its_angle",
         where="rotation_tables",
-        old="table * np.float32(factor)",
-        new="(table * np.float32(factor)).astype(jnp.bfloat16)",
+        old="table * factors.astype(np.float32)",
+        new="(table * factors.astype(np.float32)).astype(jnp.bfloat16)",
     ),
     Exhibit(
         name="the_norm_rounds_after_its_scale",
