@@ -133,7 +133,7 @@ def print_set_options(config: Config, workdir: str, computation: str) -> None:
 
 
 def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> flags.FlagValues:
-    """Return the values of the flags; `defaults` are those of the configuration file."""
+    """Return the values of the flags; `defaults` come from the configuration file."""
     # A separate object, since absl's global flags would remember an earlier call.
     values = flags.FlagValues()
     flags.DEFINE_string(

@@ -54,7 +54,7 @@ class Facts:
       above: exclusive lower bound.
       at_most: inclusive upper bound.
       below: exclusive upper bound.
-      read_by: the commands that read the option; `None`: those of its section, or all.
+      read_by: the commands that read the option; `None`: as in its section, or all.
       requires: changing the option from its default is an error unless all of these are met.
       effective_when: changing it has no effect, and causes a note, unless all of these are met.
       fixed_on_resume: A run cannot be resumed with another value; `None`: as in its section.
@@ -80,7 +80,7 @@ class Facts:
     first_step_only: Condition | None = None
 
     def inherit(self, section: Facts) -> Facts:
-        """Return these facts, completed by those of the enclosing section."""
+        """Return these facts, completed by the enclosing section's."""
         # Conditions add up; any other fact of the option replaces the section's.
         fixed = self.fixed_on_resume
         return dataclasses.replace(

@@ -1,7 +1,7 @@
 """Rules that compare options with each other. Each raises `UserError` if it is violated.
 
-First those of data, batches and packed rows; then of models and adapters; of sampling, rewards and
-the algorithm; and of the mesh, the processes and the loggers, which hold for every command.
+In this order: data, batches and packed rows; models and adapters; sampling, rewards and the
+algorithm; the mesh, processes and loggers, whose rules hold for every command.
 """
 
 import dataclasses

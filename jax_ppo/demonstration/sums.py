@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_ppo.types import Example
 
-_STREAM = 303  # a separate random stream, like those of arithmetic.py
+_STREAM = 303  # a separate random stream, as in arithmetic.py
 
 
 def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:

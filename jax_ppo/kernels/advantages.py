@@ -31,7 +31,7 @@ def gae(
       mask_T: 1 on the tokens that the policy chose; 0 on padding and on tokens that others wrote,
         such as a tool's output, whose rewards and values may hold anything. t + 1 means the next
         token with mask 1: estimates pass over a hole, which costs no factor of gamma or lam. A
-        reward under mask 0 is ignored, so place what a tool's output earned on the token before.
+        reward where mask is 0 is ignored, so place what a tool's output earned on the token before.
       gamma: discount per chosen token, in [0, 1].
       lam: in [0, 1].
       bootstrap_value: V after the last token with mask 1, wherever in the row that is; 0 for a
@@ -49,7 +49,7 @@ def gae(
         values_T.shape,
         mask_T.shape,
     )
-    # Zeros under the mask also make the returns 0 there.
+    # Zeros where mask is 0 make the returns 0 there, too.
     rewards_T = zero_outside(rewards_T, mask_T)
     values_T = zero_outside(values_T, mask_T)
 
@@ -181,7 +181,7 @@ def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
 
     REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740). Unbiased:
     the baseline does not depend on the sample. Equals (s_b - mean of all n) n / (n - 1).
-    Arguments and result are those of `grpo`.
+    Takes and returns the same as `grpo`.
     """
     return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
 
@@ -218,7 +218,7 @@ def gdpo(
     Group reward-decoupled normalization (Liu et al. 2026, arXiv 2601.05242) before whitening over
     the rollout, which is left to the caller. Summed before they are normalized, two rewards that
     differ in scale, or cancel, would look like one. A reward that is equal throughout a group adds
-    nothing. The bias of each part is that of `grpo`.
+    nothing. Each part is biased like `grpo`.
 
     Args:
       scores_BxK: K rewards of each sample.

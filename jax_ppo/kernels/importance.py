@@ -74,7 +74,7 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of: functions of the tokens' log-ratios, 0 under the mask.
+# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0.
 
 
 def unweighted(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:

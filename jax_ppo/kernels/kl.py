@@ -67,7 +67,7 @@ def kl_estimate(
       logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
       ref_logprobs: those under the reference, at the same temperature.
       mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      kind: one of KL_KINDS, or a function of d, which is 0 under the mask.
+      kind: one of KL_KINDS, or a function of d, which is 0 where mask is 0.
 
     Returns:
       float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
@@ -80,7 +80,7 @@ def kl_estimate(
         ref_logprobs.shape,
         mask.shape,
     )
-    # Both are 0 under the mask, and so is every estimator of their difference.
+    # Both are 0 where mask is 0, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if callable(kind):
         return zero_outside(kind(log_ratio), mask)

@@ -5,9 +5,9 @@ counts of the WHOLE mini-batch. A plain sum can be divided into micro-batches, p
 devices in any way without changing its value or its gradient. A mean of means cannot.
 
 In every function mask = 1 means "the policy chose this token, and it counts". The selected tokens
-need not be contiguous: tokens that a tool inserted are masked out inside a response. Elements under
-mask = 0 may hold anything, NaN included, and return 0 in value and gradient. Results are float32,
-or float64 where the inputs are.
+need not be contiguous: tokens that a tool inserted are masked out inside a response. Where mask is
+0, inputs may hold anything, NaN included; results and gradients are 0 there. Results are float32, or
+float64 where the inputs are.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class PolicyBatch(NamedTuple):
       mask: 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the
         three above may hold anything, NaN included.
       action_counts: at each token, how many tokens of its response the mask selects; may hold
-        anything under the mask.
-      sequence_sum: maps x, which is 0 under the mask, to the sum of x over the token's response,
+        anything where mask is 0.
+      sequence_sum: maps x, which is 0 where mask is 0, to the sum of x over the token's response,
         at each token.
       selected: True on the tokens of the mini-batch that the loss treats differently, for losses
         that select some; `None` if no token is selected.
@@ -65,7 +65,7 @@ class Clip(NamedTuple):
 class PolicyLoss(NamedTuple):
     """Policy loss per token, float32, in the shape of the inputs.
 
-    Under the mask: loss 0, ratio 1, log_ratio 0, no flag set.
+    Where mask is 0: loss 0, ratio 1, log_ratio 0, no flag set.
 
     Attributes:
       loss: to be summed with the weights of `loss_weights`.
@@ -84,7 +84,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """Value loss per token, float32, in the shape of the inputs, 0 under the mask.
+    """Value loss per token, float32, in the shape of the inputs, 0 where mask is 0.
 
     Attributes:
       loss: to be summed with the weights of `loss_weights`.
@@ -207,7 +207,7 @@ def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
 
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens' clamped log-ratios and their advantages, both 0 under the mask."""
+    """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
     # The first five fields are arrays; a function and an optional mask follow.
     shapes = tuple(x.shape for x in batch[:5])
     assert len(set(shapes)) == 1, (

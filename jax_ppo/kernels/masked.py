@@ -61,7 +61,7 @@ def masked_variance(
     because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large relative to the
     spread.
     """
-    # Deviations under the mask are not 0, but the second mean does not read them.
+    # Deviations where mask is 0 are not 0, but the second mean does not read them.
     deviation = zero_outside(x, mask) - _mean(x, mask, axis, keepdims=True)
     return masked_mean(jnp.square(deviation), mask, axis)
 

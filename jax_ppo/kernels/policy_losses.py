@@ -3,7 +3,7 @@
 A loss is per token. The weights of `losses.loss_weights` combine it into the loss of a mini-batch:
 a function of this protocol takes no mean. What depends on the whole response uses
 `batch.sequence_sum`, which knows how the responses are packed. Advantages and everything from the
-old policy are constants. `losses.PolicyLoss` states what is returned, under the mask too. A custom
+old policy are constants. `losses.PolicyLoss` states what is returned, where mask is 0 too. A custom
 loss may start from any of these; jax_ppo/registries.py has an entry for each:
 
     name        loss of a token, with rho = pi / pi_old of it             clip        dual clip
@@ -310,7 +310,7 @@ def _first_tokens(
 
 
 def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:
-    """Return the mean over each token's response, 0 under the mask.
+    """Return the mean over each token's response, 0 where mask is 0.
 
     Its gradient is that of the token's own log-ratio.
     """

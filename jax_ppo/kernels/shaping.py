@@ -41,7 +41,7 @@ def normalize_scores(
 ) -> Float[Array, " B"]:
     """Return (s - mean) / std, or s / std without `shift`.
 
-    Mean and std are those of `moments`, taken over earlier scores or over reference scores.
+    Mean and std come from `moments`, taken over earlier scores or over reference scores.
 
     Dividing never changes which of two scores is better. It changes what a nat of KL or a token
     of length penalty costs relative to them: their coefficients then count standard deviations.

@@ -1,7 +1,7 @@
 """Exact KL(actor || reference) per token over the whole vocabulary, with its closed-form gradient.
 
 It is computed in chunks of the positions that the mask selects, as `logprobs` computes
-log-probabilities, without an array over [tokens, vocabulary]. Shape letters are those of
+log-probabilities, without an array over [tokens, vocabulary]. Shape letters are as in
 `logprobs`, and E is the model width of the reference.
 """
 

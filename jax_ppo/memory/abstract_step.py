@@ -132,7 +132,7 @@ class AbstractStep:
     @property
     def cache_bytes(self) -> int:
         """Return the bytes per device of the larger stage's cache."""
-        # Each shard of rows has a queue of its own.
+        # Each shard of rows has a separate queue.
         return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
 
 
@@ -166,7 +166,7 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         ),
         sampling=sampling_options(config, config.rollout, nets.actor.architecture.eos_ids),
         total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
-        # An encoder reads tokens of its own.
+        # An encoder reads its own tokens.
         reads_rollout=not isinstance(nets.reward, Deberta),
     )
     count = config.data.train_batch_size

@@ -254,7 +254,7 @@ def _address(name: str, subset: str, split: str) -> str | None:
 def _use_supervised_names(
     options: dict[str, str], program: Program, known: dict[str, Option]
 ) -> list[str]:
-    """Replace the actor's options by those of `sft` and `reward_model`; return notes."""
+    """Replace the actor's options by the ones of `sft` and `reward_model`; return notes."""
     notes = []
     for name, value in list(options.items()):
         if program.command in known[name].read_by:

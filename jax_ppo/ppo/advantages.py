@@ -1,9 +1,9 @@
 """Advantages and returns of a rollout's tokens.
 
 A user-defined estimator, `algorithm.adv_estimator=module:function`, works without a critic. It is
-called as f(rewards, mask, n) with the rewards of tokens [B, T], which include the KL penalty if
-there is one and are 0 under the mask; the mask [B, T] of the tokens that the policy chose; and n,
-the number of responses per prompt, which are adjacent. It returns an advantage per response [B] or
+called as f(rewards, mask, n): mask [B, T] is True on the tokens that the policy chose; rewards
+[B, T] include the KL penalty if there is one, and are 0 elsewhere; n is the number of responses per
+prompt, which are adjacent. It returns an advantage per response [B] or
 per token [B, T], or that and a dict of scalars, which are logged as advantages/NAME.
 """
 
@@ -148,7 +148,7 @@ def load_estimator(name: str) -> Callable[..., jax.Array] | None:
 def plugin_advantages(
     name: str, estimator: Callable[..., jax.Array], token_rewards: Tokens, actions: Mask, n: int
 ) -> tuple[Tokens, Metrics]:
-    """Return the advantages of a user's function, 0 under the mask, and its metrics.
+    """Return the advantages of a user's function, 0 where mask is 0, and its metrics.
 
     Raises:
       UserError: it returns neither one number per response nor one per token, or a metric that is

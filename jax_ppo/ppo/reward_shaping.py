@@ -173,7 +173,7 @@ def move_to_actions(rewards_BxT: Tokens, mask_BxT: Mask) -> Tokens:
     """Move each reward on a token of the environment to the last action token before it.
 
     A reward before the first action token moves to that token. A response without action tokens
-    has no place for rewards; they end up under the mask, where no loss reads them.
+    has no place for rewards; they end up where the mask is 0, and no loss reads them.
     """
     columns_T = jnp.arange(mask_BxT.shape[1])
     previous_BxT = jax.lax.cummax(jnp.where(mask_BxT, columns_T, -1), axis=1)

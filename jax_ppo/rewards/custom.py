@@ -16,7 +16,7 @@ _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 
 
 def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Return what a function returns; that of an `async def` is awaited."""
+    """Return what a function returns, or what its coroutine does."""
     value = function(**arguments)
     if inspect.isawaitable(value):
         return _event_loop().run_until_complete(_wait(value))

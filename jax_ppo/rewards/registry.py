@@ -43,7 +43,7 @@ def resolve_reward_function(
         ground_truth=, extra_info=) and returns a number, or a dict with "score", optionally "acc",
         and other numbers to report. For functions that take a whole batch, see batch_functions.py.
       gsm8k_method: "strict" or "flexible".
-      terms: the terms that the reward adds up; that of a reward model is left out.
+      terms: the terms that the reward adds up; a reward model's is left out.
       judge: the server of `reward.url`; without a function or terms it is the whole reward.
 
     Raises:

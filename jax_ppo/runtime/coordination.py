@@ -1,4 +1,4 @@
-"""JAX's coordination service in a process of its own, which outlives process 0.
+"""JAX's coordination service in a separate process, which outlives process 0.
 
 Inside process 0 the service would be gone when that process is killed. JAX ends a process whose
 connection to the service breaks, at once and without naming the one that has ended. Here the
@@ -37,7 +37,7 @@ class ServiceProcess:
     """The service, as far as `jax.distributed` uses it."""
 
     def __init__(self, address: str, num_nodes: int, **options: Any) -> None:
-        """Start the service; the arguments are those of the class in JAX.
+        """Start the service; takes the same arguments as the class in JAX.
 
         Raises:
           UserError: it does not start, for example because the address is in use.

@@ -61,7 +61,7 @@ def initialize(options: schema.Distributed) -> None:
     arguments = _arguments(options, os.environ)
     if arguments is None or jax.distributed.is_initialized():
         return
-    # JAX's own handler of SIGTERM would replace that of `signals`. Its processes agree on the step
+    # JAX's handler of SIGTERM would replace the one of `signals`. Its processes agree on the step
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
     with _limited_start():
@@ -226,7 +226,7 @@ def _disconnect() -> None:
     """
     client = compat.distributed_state().client
     if client is not None:
-        # A process that does not arrive reports an error of its own.
+        # A process that does not arrive reports its own error.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.wait_at_barrier("the end of the run", _LAST_BARRIER_MS)
         jax.distributed.shutdown()

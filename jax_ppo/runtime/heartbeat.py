@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from jax_ppo.runtime import watchdog
 
 START_SECONDS = 9.0  # without a line before the first step; a user waits for 10 at most
-STEP_SECONDS = 60.0  # after it: steps print lines of their own
+STEP_SECONDS = 60.0  # after it each step prints its line
 _CHECK_SECONDS = 0.5
 
 

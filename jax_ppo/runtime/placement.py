@@ -69,7 +69,7 @@ def is_in_host_memory(tree: Any) -> bool:
 
 
 def only_in_host_memory(shapes: Any) -> list[Any]:
-    """Return those of the shapes that are in the host's memory."""
+    """Return the shapes that are in the host's memory."""
     return [x for x in jax.tree.leaves(shapes) if _is_in_host_memory(x)]
 
 
@@ -182,9 +182,9 @@ def _part_size(size: int, copies: int) -> int:
 def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.ndarray:
     """Return the rows of all processes, [total, ...], on the host of each.
 
-    The arguments are those of `from_local_rows`.
+    Takes the same arguments as `from_local_rows`.
     """
-    # Through the mesh, since each process has only rows of its own.
+    # Through the mesh, since each process has only its rows.
     if jax.process_count() > 1:
         return to_host(from_local_rows(mesh, indices, values, total))
     return _scatter_rows(indices, values, total)

@@ -26,7 +26,7 @@ Rules = tuple[tuple[str, P], ...]
 # front. Stages split it in a decoder (`TRAIN_RULES`); an encoder's is never split.
 ENCODER_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", WEIGHTS)),
-    # Before the rules of other kernels: experts have an axis of their own.
+    # Before the rules of other kernels: experts have a separate axis.
     (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, "expert", EXPERT_WEIGHTS, "model")),
     (r"layers/.*experts/down_proj/kernel", P(None, "expert", "model", EXPERT_WEIGHTS)),
     (r"layers/.*experts/(gate_proj|up_proj)/bias", P(None, "expert", "model")),

@@ -27,7 +27,7 @@ class DeviceType:
       dimensions: how many numbers describe the shape of a machine.
       devices_per_chip: devices of JAX on each chip.
       chips_per_host: shape of the smallest TPU host with several chips, to which a shape is a
-        multiple; a single chip is a host of its own.
+        multiple; a single chip is one host.
       most_chips: chips of the largest slice, which a fast network connects.
     """
 

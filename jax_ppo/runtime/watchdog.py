@@ -54,7 +54,7 @@ def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
 
     Args:
       seconds: the longest time without progress; 0 sets no limit.
-      on_stall: called with the reason in a thread of its own; it should end the process.
+      on_stall: called with the reason in a separate thread; it should end the process.
     """
     global _active
     if not seconds or _active is not None:

@@ -263,7 +263,7 @@ def measure_batch(
 ) -> Metrics:
     """Return the objective's sums over a batch, and the number of its `units`.
 
-    Arguments are those of `train_step`. The routers' loss is none of them.
+    Takes the same arguments as `train_step`. The routers' loss is none of them.
     """
     options = dataclasses.replace(options, router_aux_loss_coef=0.0)
 

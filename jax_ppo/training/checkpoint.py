@@ -203,7 +203,7 @@ class Checkpointer:
     def save_local(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
         """Copy the arrays and return; each process writes its shards to its local disk.
 
-        Arguments are those of `save`. `keep_local` must have been called before.
+        Takes the same arguments as `save`. `keep_local` must have been called before.
 
         Raises:
           UserError: the disk has too little space, or the previous save failed.

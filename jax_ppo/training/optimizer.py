@@ -24,7 +24,7 @@ DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no nor
 def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransformation:
     """Return AdamW or Muon after clipping by global norm, without the learning rate.
 
-    AdamW is that of Loshchilov & Hutter (2019, arXiv 1711.05101). Muon (Jordan et al. 2024,
+    AdamW follows Loshchilov & Hutter (2019, arXiv 1711.05101). Muon (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon) makes each matrix of the layers orthogonal by five
     Newton-Schulz iterations on its momentum, and leaves embeddings, heads, routers and vectors to
     AdamW. `descend` applies the rate, and stores moments that are bfloat16 by stochastic rounding.

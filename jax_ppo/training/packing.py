@@ -86,7 +86,7 @@ def assign_to_rows(
     Args:
       lengths: tokens of each sample (prompt and response), each at most row_length.
       row_length: L.
-      packed: False assigns each sample a row of its own.
+      packed: False gives each sample a separate row.
 
     Returns:
       For each row the indices of its samples in `lengths`, from left to right.
@@ -125,7 +125,7 @@ def plan_packing(
       groups: int [U, samples], the samples of each of U mini-batches.
       rows_per_micro_batch: R.
       row_length: L.
-      packed: False gives each sample a row of its own.
+      packed: False gives each sample a separate row.
 
     Returns:
       Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
@@ -200,7 +200,7 @@ def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Pac
     """
     # Empty places (-1) look up pair 0, and are left alone below.
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
-    # The second sequence of a pair starts again at position 0, as a sample of its own.
+    # The second sequence of a pair starts again at position 0, as a separate sample.
     is_second = (plan.sample >= 0) & (plan.position >= lengths)
     return Packing(
         sample=plan.sample + is_second * np.int32(len(first_lengths)),

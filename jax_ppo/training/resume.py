@@ -43,7 +43,7 @@ def find_progress(
       report: called with lines for the user.
       command: train, sft or reward_model; options that it does not read may change.
       data: the fingerprint of the training data.
-      frozen: those of frozen models, by the options that name them.
+      frozen: the fingerprints of frozen models, by the options that name them.
 
     Raises:
       UserError: the run cannot be resumed from the checkpoint.

@@ -330,7 +330,7 @@ class _RoleLoader:
             return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
         if folder is None:
             return _new_adapters(role, net.architecture, net.lora, shards, head, dtype, config.seed)
-        # With adapters the progress is named apart from that of the base.
+        # With adapters the progress has another name than the base's.
         report = progress(f"{role.title}'s adapters")
         return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
 

@@ -66,7 +66,7 @@ def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
     Args:
       tree: as computed, in float32; other types are left alone.
       stored: a tree of the same structure, in the types to store.
-      key: random key; each leaf uses a key of its own.
+      key: random key; each leaf uses a separate key.
     """
     leaves, structure = jax.tree.flatten(tree)
     rounded = [
@@ -94,7 +94,7 @@ def gradient_shapes(params: Any, dtype: str) -> Any:
 
 
 def zero_gradients(params: Any, dtype: str) -> Any:
-    """Return the start of a sum of gradients; arguments are those of `gradient_shapes`."""
+    """Return the start of a sum of gradients; takes the arguments of `gradient_shapes`."""
     shapes = gradient_shapes(params, dtype)
     return jax.tree.map(lambda x, sums: jnp.zeros_like(x, dtype=sums.dtype), params, shapes)
 

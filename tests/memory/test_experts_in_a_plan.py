@@ -22,18 +22,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def score_critic(folder, **shape):
+def forward_critic(folder, **shape):
     """Return the phase of a plan; each of eight devices has two rows of one sample."""
     changes = {f"mesh__{axis}": size for axis, size in shape.items()}
     changes |= {"rollout__logprob_micro_batch_size_per_device": 2, "rollout__n": 2}
     config = tiny.config(model__path=folder, packing__enabled=False, **changes)
     plan = step_plan.plan_step(config, parse_topology("h100:8"), compiles=False)
-    return next(phase for phase in plan.phases if phase.name == "score_critic")
+    return next(phase for phase in plan.phases if phase.name == "forward_critic")
 
 
 def test_kernels_of_experts_stay_where_they_are_and_hidden_states_travel(folder):
     """Four devices have one expert each, and a quarter of every other array."""
-    gathered, shared = (score_critic(folder, data=2, **{axis: 4}) for axis in ("fsdp", "expert"))
+    gathered, shared = (forward_critic(folder, data=2, **{axis: 4}) for axis in ("fsdp", "expert"))
     assert shared.memory.parameters == gathered.memory.parameters
     model = Transformer(tiny.MIXTURE)
     params = jax.eval_shape(lambda key: heads.init_params(model, key, "value"), jax.random.key(0))
@@ -66,7 +66,7 @@ def test_a_plan_counts_the_record_of_replayed_experts(folder):
 
 def test_a_devices_experts_have_room_for_all_tokens_of_the_devices_that_share_them(folder):
     """Without a plan of more rows, four times the copies at experts are what grows."""
-    alone, shared = score_critic(folder, data=8), score_critic(folder, data=2, expert=4)
+    alone, shared = forward_critic(folder, data=8), forward_critic(folder, data=2, expert=4)
     a, tokens = tiny.MIXTURE, 2 * (tiny.P + tiny.T)
     copies = a.experts_per_token * (2 * a.hidden_size + 3 * a.intermediate_size)
     grown = 3 * tokens * copies * 4

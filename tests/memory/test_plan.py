@@ -32,8 +32,8 @@ from jax_ppo.runtime.topologies import parse_topology
 PHASES = [
     "prepare_weights",
     "sample",
-    "score_policy",
-    "score_critic",
+    "forward_policy",
+    "forward_critic",
     "estimate",
     "update_actor",
     "update_critic",
@@ -106,7 +106,7 @@ def test_scores_of_each_pair_of_tokens_are_counted(folder, changes, per_device):
         "model__gradient_checkpointing": True,  # otherwise the scores of all layers are kept
     }
     splash, xla = (estimate(folder, **options, model__attention=name) for name in ("splash", "xla"))
-    for phase, arrays in (("score_critic", 2), ("update_critic", 4)):
+    for phase, arrays in (("forward_critic", 2), ("update_critic", 4)):
         difference = memory(xla, phase).temporaries - memory(splash, phase).temporaries
         assert difference == arrays * 4 * per_device
 
@@ -158,7 +158,7 @@ def test_cudnns_mask_is_counted_once_for_all_heads(tmp_path):
         for name in ("cudnn", "xla")
     )
     # Scores in float32 and weights in bfloat16; with gradients four arrays in float32.
-    for phase, score_bytes in (("score_critic", 4 + 2), ("update_critic", 4 * 4)):
+    for phase, score_bytes in (("forward_critic", 4 + 2), ("update_critic", 4 * 4)):
         difference = memory(xla, phase).temporaries - memory(cudnn, phase).temporaries
         assert difference == score_bytes * (4 * 128 * 512) - 2 * 512 * 512
 
@@ -279,7 +279,7 @@ def work(folder, **changes):
 
 def test_links_carry_gathered_weights_and_gradients_alone(folder):
     replicated = work(folder, mesh__data=8)
-    assert replicated["score_policy"].link_bytes == 0
+    assert replicated["forward_policy"].link_bytes == 0
     actor = tiny.ARCHITECTURE
     gathered = work(folder, mesh__data=1, mesh__fsdp=8)
     layer = (
@@ -290,7 +290,7 @@ def test_links_carry_gathered_weights_and_gradients_alone(folder):
     )
     weights = 4 * (layer + actor.hidden_size + actor.vocab_size * actor.hidden_size)
     # One micro-batch, actor and reference: each device sends its eighth to seven others in a ring.
-    assert gathered["score_policy"].link_bytes == pytest.approx(2 * weights * 7 / 8)
+    assert gathered["forward_policy"].link_bytes == pytest.approx(2 * weights * 7 / 8)
     # The sum of a gradient over copies: a ring sends it twice, all but an eighth.
     assert replicated["update_actor"].link_bytes == pytest.approx(2 * weights * 7 / 8)
     for name in PHASES:
@@ -303,8 +303,8 @@ def test_a_pass_reads_its_weights_and_moves_the_outputs_of_its_products(folder):
     one_pass = {"rollout__logprob_micro_batch_size_per_device": 8}
     heads = architecture.num_heads + 2 * architecture.num_kv_heads
     columns = heads * architecture.head_dim + 3 * architecture.intermediate_size
-    whole_rows = work(folder, mesh__data=8, **one_pass)["score_critic"].memory_bytes
-    half_rows = work(folder, mesh__data=4, mesh__model=2, **one_pass)["score_critic"].memory_bytes
+    whole_rows = work(folder, mesh__data=8, **one_pass)["forward_critic"].memory_bytes
+    half_rows = work(folder, mesh__data=4, mesh__model=2, **one_pass)["forward_critic"].memory_bytes
     params = tiny.random_params(architecture, seed=0, stream=0, head="scalar")
     weights = 4 * sum(x.size for x in jax.tree.leaves(params))
     moved = {
@@ -320,7 +320,7 @@ def test_a_pass_reads_its_weights_and_moves_the_outputs_of_its_products(folder):
 def test_an_update_moves_three_forward_passes_and_a_fourth_to_recompute(folder):
     plain = work(folder, mesh__data=8)
     again = work(folder, mesh__data=8, model__gradient_checkpointing=True)
-    forward = plain["score_critic"].memory_bytes
+    forward = plain["forward_critic"].memory_bytes
     added = again["update_critic"].memory_bytes - plain["update_critic"].memory_bytes
     assert added == pytest.approx(forward)
     assert plain["update_critic"].memory_bytes > 3 * forward

@@ -56,16 +56,16 @@ def test_a_plan_states_the_bubble_and_counts_it(folder):
     plain, staged = estimate(folder, data=8), estimate(folder, stage=2, data=4)
     text = step_plan.format_plan(staged)
     assert "mesh stage 2 x data 4 x fsdp 1 x model 1" in text
-    assert "scoring, critic 20.0%" in text and "update, actor 20.0%" in text
+    assert "forward, critic 20.0%" in text and "update, actor 20.0%" in text
     assert "stages wait" not in step_plan.format_plan(plain)
-    names = ("score_critic", "update_critic")
+    names = ("forward_critic", "update_critic")
     for name in names:  # which have no logits
         ratio = phase(staged, name).work.flops / phase(plain, name).work.flops
         assert ratio == pytest.approx(SLOWDOWN)
     # Four rows from each device to all and back, and one in each of five ticks.
     hidden = (tiny.P + tiny.T) * tiny.ARCHITECTURE.hidden_size * 4
-    assert phase(plain, "score_critic").work.link_bytes == 0
-    assert phase(staged, "score_critic").work.link_bytes == (5 + 2 * 4) * hidden
+    assert phase(plain, "forward_critic").work.link_bytes == 0
+    assert phase(staged, "forward_critic").work.link_bytes == (5 + 2 * 4) * hidden
 
 
 def test_a_stage_holds_its_own_layers(folder):

@@ -19,8 +19,8 @@ def compile_second_reading(step, shapes):
 
 
 SECOND_READING = StepProgram(
-    name="score_reference",
-    label="scoring, reference",
+    name="forward_reference",
+    label="forward, reference",
     kind="forward pass",
     role="reference",
     passes=lambda config, nets: 2,
@@ -45,12 +45,12 @@ def plan(tmp_path, monkeypatch):
 def test_one_entry_puts_a_program_into_the_plan(plan):
     names = [phase.name for phase in plan().phases]
     planned = plan(SECOND_READING)
-    assert [phase.name for phase in planned.phases] == [*names, "score_reference"]
+    assert [phase.name for phase in planned.phases] == [*names, "forward_reference"]
     phases = {phase.name: phase for phase in planned.phases}
     # Policy and reference are read in one program; here the reference is read twice, alone.
-    assert phases["score_reference"].work.flops == phases["score_policy"].work.flops
-    assert phases["score_reference"].memory.temporaries > 0
-    assert step_plan.format_plan(planned).count("scoring, reference ") == 2  # memory and time
+    assert phases["forward_reference"].work.flops == phases["forward_policy"].work.flops
+    assert phases["forward_reference"].memory.temporaries > 0
+    assert step_plan.format_plan(planned).count("forward, reference ") == 2  # memory and time
 
 
 def test_one_entry_has_a_program_compiled(monkeypatch):
@@ -65,7 +65,7 @@ def test_one_entry_has_a_program_compiled(monkeypatch):
     step = StepPrograms(config, mesh, tiny.networks(config), Engine(), None, 1, True)
     with jax.set_mesh(mesh):
         names = list(compile_programs(step, tiny.make_state(config, mesh), None, None, None))
-    assert names == ["sample", "score_reference"]
+    assert names == ["sample", "forward_reference"]
 
 
 def test_names_are_unique_and_groups_have_company():

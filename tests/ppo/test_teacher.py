@@ -243,8 +243,8 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
         step_plan.plan_step(config, parse_topology("v5e:1x1"), compiles=False) for config in configs
     ]
     alone, rewarding, losing = [{phase.name: phase for phase in plan.phases} for plan in plans]
-    assert rewarding.keys() - alone.keys() == {"score_teacher"}
-    forward = rewarding["score_teacher"]
+    assert rewarding.keys() - alone.keys() == {"forward_teacher"}
+    forward = rewarding["forward_teacher"]
     assert forward.memory.frozen > alone["update_actor"].memory.frozen == 0
     # The loss runs the teacher on the same rows, in every epoch.
     before, after = rewarding["update_actor"], losing["update_actor"]

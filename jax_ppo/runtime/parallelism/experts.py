@@ -1,4 +1,4 @@
-"""Expert parallelism: the devices of `expert` have experts of their own, and gather tokens."""
+"""Expert parallelism: devices along `expert` hold different experts, and gather tokens."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _count_row_parts(mesh: AbstractMesh) -> int:
 def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make each device run `function` on its own experts and its part of each one's width.
 
-    Along `expert`, devices have experts of their own: each device gathers the tokens of all these
+    Along `expert`, devices hold different experts: each device gathers the tokens of all these
     devices' rows and runs its experts on them, and a reduce-scatter returns the sums to the devices
     of the rows. No kernel of another device's experts is gathered. Along the other axes of rows no
     token leaves its device, which sorts only its own. The results of the devices of `model` are

@@ -84,7 +84,7 @@ def run_stages(
         inputs = x_MxrxLxD[jnp.minimum(ticks, M - 1)]
         # A stage that waits for its first micro-batch computes with any finite numbers.
         _, (outputs, others) = jax.lax.scan(tick, x_MxrxLxD[0], (ticks, inputs))
-        # A stage begins with its first micro-batch in the tick of its own number.
+        # A stage begins with its first micro-batch in the tick of its number.
         others = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, stage, M), others)
         return outputs[None, stages - 1 :], jax.tree.map(lambda x: x.swapaxes(0, 1), others)
 

@@ -92,7 +92,7 @@ def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
 def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the sum over groups, [V, D] in `dtype`, laid out like an embedding in training.
 
-    The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
+    `split_by_device` makes the groups. Each device receives only its columns of the sum (a
     reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
     compiler for the CPU would sum and send all columns.
     """
