@@ -6,8 +6,8 @@ devices in any way without changing its value or its gradient. A mean of means c
 
 In every function mask = 1 means "the policy chose this token, and it counts". The selected tokens
 need not be contiguous: tokens that a tool inserted are masked out inside a response. Where mask is
-0, inputs may hold anything, NaN included; results and gradients are 0 there. Results are float32, or
-float64 where the inputs are.
+0, inputs may hold anything, NaN included; results and gradients are 0 there. Results are float32,
+or float64 where the inputs are.
 """
 
 from collections.abc import Callable
