@@ -378,7 +378,8 @@ def _check_host_bound(run: LastSteps) -> str | None:
     return (
         f"the devices wait for the host: {host:.2f} of the {step:.2f} seconds of a step are not "
         "sampling, forward passes, rewards or updates. Rarer samples "
-        "(config.trainer.log_rollouts_freq) and plots (config.trainer.plot_freq), larger batches (config.data.train_batch_size) or a "
+        "(config.trainer.log_rollouts_freq) and plots (config.trainer.plot_freq), larger batches "
+        "(config.data.train_batch_size) or a "
         "machine with idle cores may help"
     )
 
