@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Actor, Config, Critic, Teacher
+from jax_ppo.config.schema import Actor, Critic, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
 from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, import_function, read_options
 from jax_ppo.training import forward, packing
@@ -59,9 +58,26 @@ CRITIC_METRICS: Mapping[str, Metric] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class ActorLossOptions:
-    """Options of the actor's loss; part of a static argument of compiled functions.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """Options of a role's loss and update; a static argument of compiled functions.
+
+    Attributes:
+      aggregation: see `registries.AGGREGATIONS`.
+      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+      rounding_seed: see `optimizer.rounding_seed`.
+      logs_optimizer_steps: see `Learner`.
+    """
+
+    aggregation: str
+    loss_scale: float
+    rounding_seed: int
+    logs_optimizer_steps: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorOptions(RoleOptions):
+    """Options of the actor's loss and update.
 
     Attributes:
       actor: the section of the config.
@@ -69,22 +85,24 @@ class ActorLossOptions:
       teacher_coef: the coefficient of the KL to the teacher over the vocabulary; 0 without one.
       is_on_policy: whether the log-probs being differentiated are also the old ones. This is the
         case if the rollout gets one optimizer step and its log-probs were not computed again.
+      shared_critic: the critic's section if its head shares the actor's trunk: the value loss is
+        then added, from the same pass. Otherwise `None`.
+      warmup_steps: first steps of the run, in which only the critic learns.
     """
 
     actor: Actor
     temperature: float
     teacher_coef: float
     is_on_policy: bool
+    shared_critic: Critic | None
+    warmup_steps: int
 
-    @classmethod
-    def from_config(cls, config: Config) -> "ActorLossOptions":
-        """Collect what the actor's loss reads."""
-        return cls(
-            actor=config.actor,
-            temperature=config.rollout.temperature,
-            teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
-            is_on_policy=config.updates_once and reuses_logprobs(config),
-        )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticOptions(RoleOptions):
+    """Options of a separate critic's loss and update, with the section of the config."""
+
+    critic: Critic
 
 
 @pytree
@@ -109,8 +127,7 @@ class RolloutObjective:
 
     Attributes:
       metrics: how each metric of the loss is reduced.
-      aggregation: see `registries.AGGREGATIONS`.
-      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+      options: the role's options.
       net: the role's model.
       reference: frozen parameters: those of the reference, which adapters apply to. `None` if
         neither adapters nor a loss need them.
@@ -118,8 +135,7 @@ class RolloutObjective:
     """
 
     metrics: Mapping[str, Metric]
-    aggregation: str
-    loss_scale: float
+    options: RoleOptions
     net: Transformer
     reference: Params | None
     experience: Experience
@@ -139,7 +155,7 @@ class RolloutObjective:
         They are fixed by the whole mini-batch, whatever its split.
         """
         counts_B = count_learned_tokens(self.experience, batch)
-        loss_B = losses.loss_weights(counts_B, self.aggregation, self.loss_scale)
+        loss_B = losses.loss_weights(counts_B, self.options.aggregation, self.options.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
         sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
         return loss_B, mean_B, sequence_B
@@ -160,14 +176,11 @@ class ActorObjective(RolloutObjective):
     """The policy loss, plus the KL to the reference, minus the entropy bonus.
 
     Attributes:
-      options: see `ActorLossOptions`.
-      shared_critic: the critic's section if its head shares the actor's trunk: the value loss is
-        then added, from the same pass.
+      options: see `ActorOptions`.
       teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
     """
 
-    options: ActorLossOptions
-    shared_critic: Critic | None
+    options: ActorOptions
     teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[jax.Array, ...]:
@@ -237,10 +250,10 @@ class ActorObjective(RolloutObjective):
         result = _add_router_loss(
             result, "actor", actor.router_aux_loss_coef, router_loss, token_weights
         )
-        if self.shared_critic is None:
+        if options.shared_critic is None:
             return result
         value_part, critic_metrics = weighted_value_loss(
-            self.shared_critic, compute_scalars(params, hidden), rows, experience, token_weights
+            options.shared_critic, compute_scalars(params, hidden), rows, experience, token_weights
         )
         return result[0] + value_part, result[1] | critic_metrics
 
@@ -292,24 +305,21 @@ class ActorObjective(RolloutObjective):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticObjective(RolloutObjective):
-    """The value loss of a separate critic.
+    """The value loss of a separate critic."""
 
-    Attributes:
-      options: the section of the config.
-    """
-
-    options: Critic
+    options: CriticOptions
 
     def loss(
         self, params: Params, rows: Rows, weights: tuple[Float32[Array, " B"], ...]
     ) -> LossAndMetrics:
         """Return the share of a mini-batch's loss, and metrics; arguments as for the actor."""
-        coef = self.options.router_aux_loss_coef
+        critic = self.options.critic
+        coef = critic.router_aux_loss_coef
         token_weights = self.token_weights(rows, weights)
         params = full_parameters(self.net, params, self.reference)
         hidden, router_loss = forward.run_decoder(self.net, params, rows, with_router_loss=coef > 0)
         values = compute_scalars(params, hidden)
-        result = weighted_value_loss(self.options, values, rows, self.experience, token_weights)
+        result = weighted_value_loss(critic, values, rows, self.experience, token_weights)
         return _add_router_loss(result, "critic", coef, router_loss, token_weights)
 
 

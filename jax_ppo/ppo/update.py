@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from jax_ppo.config.schema import Config, Critic
+from jax_ppo.config.schema import Config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import plugin_trials
+from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.objectives import (
     ACTOR_METRICS,
     CRITIC_METRICS,
-    ActorLossOptions,
     ActorObjective,
+    ActorOptions,
     CriticObjective,
+    CriticOptions,
 )
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
@@ -38,46 +40,6 @@ TARGET_KL_MARGIN = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class ActorOptions:
-    """Options of the actor's update; a static argument of the compiled function.
-
-    Attributes:
-      loss: options of the actor's loss.
-      shared_critic: the critic's section if it shares the actor's trunk, otherwise `None`.
-      loss_scale: tokens, the divisor of loss_agg_mode "seq-mean-token-sum-norm".
-      warmup_steps: first steps of the run, in which only the critic learns.
-      rounding_seed: see `optimizer.rounding_seed`.
-      logs_optimizer_steps: see `Learner`.
-    """
-
-    loss: ActorLossOptions
-    shared_critic: Critic | None
-    loss_scale: float
-    warmup_steps: int
-    rounding_seed: int
-    logs_optimizer_steps: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class CriticOptions:
-    """Options of the critic's update; a static argument of the compiled function.
-
-    Attributes:
-      critic: the section of the config.
-      aggregation: see `registries.AGGREGATIONS`.
-      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
-      rounding_seed: see `optimizer.rounding_seed`.
-      logs_optimizer_steps: see `Learner`.
-    """
-
-    critic: Critic
-    aggregation: str
-    loss_scale: float
-    rounding_seed: int
-    logs_optimizer_steps: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class UpdateOptions:
     """Options of the update of each role."""
 
@@ -87,22 +49,27 @@ class UpdateOptions:
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
         """Collect the options from all sections."""
+        actor, critic, seed = config.actor, config.critic, config.seed
         # Both roles divide by the same number of tokens: their losses have the same scale.
-        loss_scale = config.actor.loss_scale_factor or config.data.max_response_length
+        loss_scale = actor.loss_scale_factor or config.data.max_response_length
         return cls(
             actor=ActorOptions(
-                loss=ActorLossOptions.from_config(config),
-                shared_critic=config.critic if config.shares_trunk else None,
-                loss_scale=loss_scale,
+                actor=actor,
+                temperature=config.rollout.temperature,
+                teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
+                is_on_policy=config.updates_once and reuses_logprobs(config),
+                shared_critic=critic if config.shares_trunk else None,
                 warmup_steps=config.trainer.critic_warmup,
-                rounding_seed=rounding_seed(config.actor.optim, config.seed),
+                aggregation=actor.loss_agg_mode,
+                rounding_seed=rounding_seed(actor.optim, seed),
+                loss_scale=loss_scale,
                 logs_optimizer_steps=config.trainer.log_optimizer_steps,
             ),
             critic=CriticOptions(
-                critic=config.critic,
-                aggregation=config.critic.loss_agg_mode or config.actor.loss_agg_mode,
+                critic=critic,
+                aggregation=critic.loss_agg_mode or actor.loss_agg_mode,
+                rounding_seed=rounding_seed(critic.optim, seed),
                 loss_scale=loss_scale,
-                rounding_seed=rounding_seed(config.critic.optim, config.seed),
                 logs_optimizer_steps=config.trainer.log_optimizer_steps,
             ),
         )
@@ -217,13 +184,13 @@ def update_actor(
     # The actor's schedule starts after the critic's warm-up.
     step = fixed_state.step
     warmup = options.warmup_steps
-    actor = options.loss.actor
+    actor = options.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
     frozen = fixed_state.on_device()
     start = placement.to_device((params, optimizer_state))
     teacher = None
-    if options.loss.teacher_coef:
+    if options.teacher_coef:
         teacher = (nets["teacher"], frozen.role_params("teacher", nets))
     learner = actor_learner(options, nets.actor, experience, frozen.reference, teacher)
     new_params, new_optimizer_state, metrics = learner.train(
@@ -286,7 +253,7 @@ def actor_learner(
     teacher: tuple[Transformer, Params] | None = None,
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
-    actor = options.loss.actor
+    actor = options.actor
     plugin_metrics = plugin_trials.policy_loss_metrics(actor)
     metrics = {**ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
     if actor.router_aux_loss_coef:
@@ -302,12 +269,9 @@ def actor_learner(
         rounding_stream=Stream.ACTOR_ROUNDING,
         prefix="actor/",
         objective=ActorObjective(
-            options=options.loss,
-            shared_critic=options.shared_critic,
+            options=options,
             teacher=teacher,
             metrics=metrics,
-            aggregation=actor.loss_agg_mode,
-            loss_scale=options.loss_scale,
             net=net,
             reference=reference,
             experience=experience,
@@ -332,10 +296,8 @@ def critic_learner(
         rounding_stream=Stream.CRITIC_ROUNDING,
         prefix="critic/",
         objective=CriticObjective(
-            options=options.critic,
+            options=options,
             metrics=metrics,
-            aggregation=options.aggregation,
-            loss_scale=options.loss_scale,
             net=net,
             reference=reference,
             experience=experience,

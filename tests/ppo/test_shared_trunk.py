@@ -33,8 +33,9 @@ def gradients(config, mesh, role, nets, rows=4):
         def run(params, reference, experience, batch):
             learner = tiny.actor_learner(config, nets, experience, reference)
             if role == "actor":
+                options = dataclasses.replace(learner.objective.options, shared_critic=None)
                 objective = dataclasses.replace(
-                    learner.objective, shared_critic=None, metrics=objectives.ACTOR_METRICS
+                    learner.objective, options=options, metrics=objectives.ACTOR_METRICS
                 )
                 learner = dataclasses.replace(learner, objective=objective)
             elif role == "critic":
