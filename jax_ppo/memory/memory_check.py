@@ -26,7 +26,7 @@ from jax_ppo.ppo import programs
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.supervised.parameters import trained_shapes
+from jax_ppo.supervised.step import trained_shapes
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import find_role, read_networks
 from jax_ppo.training.state import TrainState, policy_params, state_shapes

@@ -22,8 +22,7 @@ from jax_ppo.run.supervised_build import Batch, SupervisedRun, set_up_run
 from jax_ppo.run.supervised_tasks import Task
 from jax_ppo.runtime import compilation, distributed, heartbeat, signals
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.supervised.parameters import trained_shapes
-from jax_ppo.supervised.step import measure_batch, train_step
+from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress

@@ -6,16 +6,18 @@ The weight of each unit (a token, a pair) is fixed by its whole batch, see `trai
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
-from jax_ppo.models.heads import compute_scalars
+from jax_ppo.models.heads import compute_scalars, init_params
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
+from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree, tree_shardings
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.learner import (
@@ -25,7 +27,7 @@ from jax_ppo.training.learner import (
     Metrics,
     gather_micro_batch,
 )
-from jax_ppo.training.optimizer import learning_rate
+from jax_ppo.training.optimizer import learning_rate, make_optimizer
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import MiniBatches, Packing, Params, Sequences
@@ -274,3 +276,29 @@ def measure_batch(
     zeros = dict.fromkeys(objective.names, jnp.float32(0))
     sums = jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
     return sums | {"units": objective.units(sequences, plan)}
+
+
+def trained_shapes(
+    options: Supervised, model: Transformer, head: str, mesh: Mesh
+) -> dict[str, Any]:
+    """Return shapes and shardings of parameters and optimizer state, as a checkpoint names them.
+
+    Args:
+      options: the section of the config.
+      model: the network.
+      head: "lm" or "scalar".
+      mesh: the run's mesh.
+
+    Returns:
+      Trees of `jax.ShapeDtypeStruct` under "params" and "optimizer".
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    initial = jax.eval_shape(functools.partial(init_params, model, head=head), key)
+    dtype = jnp.dtype(options.optim.param_dtype)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), initial)
+    init_optimizer = make_optimizer(options.optim, options.grad_clip).init
+    shapes = {"params": params, "optimizer": jax.eval_shape(init_optimizer, params)}
+    layouts = tree_shardings(mesh, shapes, TRAIN_RULES)
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes, layouts
+    )

@@ -59,7 +59,12 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     changes = _compare_options(config, meta["config"], command)
-    _refuse_changed_models(config, meta.get("frozen", {}), frozen or {})
+    for option, digest in (frozen or {}).items():
+        if meta.get("frozen", {}).get(option, digest) != digest:
+            raise UserError(
+                f"config.{option}={option_value(config, option)!r}: its files have changed since "
+                "the checkpoint; restore them, or give another --workdir"
+            )
     # An older checkpoint has no fingerprint.
     data_change = _describe_data_change(meta.get("data", {}), data)
     if data_change and not config.trainer.resume_with_changed_data:
@@ -93,16 +98,6 @@ def find_progress(
         history.pop("solve_rates", None)
         return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
-
-
-def _refuse_changed_models(config: Config, saved: dict[str, str], frozen: dict[str, str]) -> None:
-    """Raise `UserError` if the files of a frozen model have changed since the checkpoint."""
-    for option in saved.keys() & frozen.keys():
-        if saved[option] != frozen[option]:
-            raise UserError(
-                f"config.{option}={option_value(config, option)!r}: its files have changed since "
-                "the checkpoint; restore them, or give another --workdir"
-            )
 
 
 def _describe_data_change(saved: dict[str, Any], data: dict[str, Any]) -> str:

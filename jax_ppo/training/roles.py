@@ -102,10 +102,6 @@ class ModelRole:
         options = (self.optimizer_offload if self.section else "", self.param_offload)
         return tuple(name for name in options if name)
 
-    def is_present(self, config: Config, nets: Networks) -> bool:
-        """Return whether the train state has it."""
-        return self.is_used(config) if self.has_actors_net else self.name in nets
-
     def model(self, nets: Networks) -> Any:
         """Return its model."""
         return nets.actor if self.has_actors_net else nets[self.name]
@@ -224,7 +220,8 @@ def present_roles(config: Config, nets: Networks, *, trained: bool) -> list[Mode
     return [
         role
         for role in ROLES
-        if role.is_trained(config) == trained and role.is_present(config, nets)
+        if role.is_trained(config) == trained
+        and (role.is_used(config) if role.has_actors_net else role.name in nets)
     ]
 
 
