@@ -27,9 +27,10 @@ from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import evaluate_policy, response_rewards
+from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.reporter import Reporter, refuse_foreign_exports
+from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.sample_metrics import measure_sampling
 from jax_ppo.run.sample_records import StepSamples
 from jax_ppo.runtime import compilation, distributed, sharding
@@ -200,7 +201,7 @@ class PPOTraining:
 
     def export(self, state: TrainState, workdir: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""
-        journal.export_models(state)
+        export_models(self._run, state, workdir, journal)
 
 
 def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:

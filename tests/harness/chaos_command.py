@@ -38,7 +38,7 @@ PHASES = {
         "jax_ppo.run.supervised_loop:evaluate",
     ),
     "exporting": (
-        "jax_ppo.run.reporter:export_checkpoint",
+        "jax_ppo.run.export:export_checkpoint",
         "jax_ppo.run.reporter:save_adapters",
         "jax_ppo.run.supervised_loop:export_checkpoint",
     ),

@@ -31,21 +31,21 @@ OPTIONS = {
 def train(monkeypatch, workdir, **changes):
     """Train; return the critics that the run has started from and ended with, on the host."""
     seen = []
-    create_state, finish = ppo_training.create_state, ppo_training.Reporter.export_models
+    create_state, finish = ppo_training.create_state, ppo_training.export_models
 
     def created(*arguments, **options):
         state = create_state(*arguments, **options)
         seen.append(jax.device_get(state.critic or state.actor))
         return state
 
-    def finished(reporter, state):
+    def finished(run, state, *arguments):
         seen.append(jax.device_get(state.critic or state.actor))
-        finish(reporter, state)
+        finish(run, state, *arguments)
 
     named = {name.replace("__", "."): value for name, value in changes.items()}
     with monkeypatch.context() as patch:
         patch.setattr(ppo_training, "create_state", created)
-        patch.setattr(ppo_training.Reporter, "export_models", finished)
+        patch.setattr(ppo_training, "export_models", finished)
         ppo_training.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
     return seen
 

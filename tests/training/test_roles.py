@@ -12,7 +12,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.run.reporter import refuse_foreign_exports
+from jax_ppo.run.export import refuse_foreign_exports
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.training import roles
 from jax_ppo.training.checkpoint import Checkpointer

@@ -1,0 +1,112 @@
+"""What the end of a PPO run exports: the trained roles, as Hugging Face folders and adapters.
+
+`training.roles.Export` says for each role to which folder, and for which option.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_ppo.config.schema import Config
+from jax_ppo.models.hf.hub import shareable_model_name
+from jax_ppo.models.hf.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    peft_obstacle,
+    save_adapters,
+)
+from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
+from jax_ppo.reporting import console
+from jax_ppo.reporting.journal import Journal
+from jax_ppo.run.parts import PPORun
+from jax_ppo.runtime import signals, work_directory
+from jax_ppo.training.roles import Export, ModelRole, trained_roles
+from jax_ppo.training.state import TrainState
+
+
+def export_models(run: PPORun, state: TrainState, workdir: Path, journal: Journal) -> None:
+    """Write the trained models as Hugging Face folders."""
+    for role, export in _exported_roles(run.config):
+        with signals.limited(f"exporting the {role.title}"):
+            _export_role(run, role, export, state, workdir, journal)
+
+
+def _export_role(
+    run: PPORun, role: ModelRole, export: Export, state: TrainState, workdir: Path, journal: Journal
+) -> None:
+    """Write a trained role as a Hugging Face folder.
+
+    The actor's adapters are merged into it, and also written to a separate folder. The critic's
+    are written in PEFT's format only.
+    """
+    # A critic that is a head on the actor's trunk is in the actor's tree.
+    source = role.name if role.name in state.models else "actor"
+    net = run.nets[source]
+    trained = export.drop_head(state.models[source])
+    architecture = net.architecture
+    if role.name == "actor":
+        # Elsewhere, too, a response ends where this run has ended it.
+        eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
+        architecture = dataclasses.replace(architecture, eos_ids=eos_ids)
+    moments = state.control.moments.get("returns") if export.per_token else None
+    value_unit = None
+    if moments is not None:  # what the critic predicts is normalized by them
+        value_unit = {name: float(x) for name, x in moments._asdict().items()}
+    save = functools.partial(
+        export_checkpoint,
+        architecture=architecture,
+        folder=workdir / role.name,
+        dtype=run.config.trainer.export_dtype,
+        source_folder=run.folders.get(role.name, run.folders.actor),
+        tokenizer_folder=Path(run.tokenizer.name_or_path),
+        per_token=export.per_token,
+        value_unit=value_unit,
+    )
+    if net.lora is None:
+        save(trained)
+        journal.report_model(role.name, export.option)
+        return
+    if export.merges_adapters:
+        save(state.reference, adapters=trained, lora=net.lora)
+        journal.report_model(role.name, export.option)
+    if obstacle := peft_obstacle(architecture, net.lora):
+        console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
+        return
+    # PEFT finds the base by this name; a hub name works on other machines, too.
+    base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
+    folder = workdir / export.adapter_folder
+    save_adapters(
+        trained,
+        architecture,
+        net.lora,
+        folder,
+        base_model,
+        revision,
+        per_token=export.per_token,
+        value_unit=value_unit,
+    )
+    if not export.merges_adapters:
+        shown = work_directory.shown_path(folder)
+        console.print_on_main(
+            f"trained {role.title}: {shown} (for PEFT on {base_model}, or "
+            f"--config.{export.option}={shown} with the same config.model.path and lora.rank)"
+        )
+
+
+def _exported_roles(config: Config) -> Iterator[tuple[ModelRole, Export]]:
+    """Yield the roles that the end of a run exports, if it exports any."""
+    for role in trained_roles(config):
+        if role.export is not None and role.export.is_wanted(config):
+            yield role, role.export
+
+
+def refuse_foreign_exports(config: Config, workdir: Path) -> None:
+    """Raise `UserError` if a folder that the run will export to holds something else."""
+    for role, export in _exported_roles(config):
+        if export.merges_adapters or not config.has_adapters:
+            refuse_foreign_folder(workdir / role.name)
+        if config.has_adapters:
+            refuse_foreign_folder(
+                workdir / export.adapter_folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+            )
