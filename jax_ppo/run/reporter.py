@@ -1,4 +1,4 @@
-"""Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
+"""Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
 import functools
 from collections.abc import Iterator, Mapping
