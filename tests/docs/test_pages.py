@@ -24,7 +24,7 @@ FOREIGN = (
     "| `train_ppo_ray` |",
 )  # tables whose first column is theirs
 MADE_BY_THE_BUILD = {"jax_ppo/configs/"}  # in the wheel
-RUNNABLE = ("train", "evaluate", "score", "sft", "reward_model")
+RUNNABLE = ("train", "critic", "evaluate", "score", "sft", "reward_model")
 
 
 def test_the_readme_has_at_most_1200_words():

@@ -121,9 +121,9 @@ def test_a_run_learns_the_distribution_that_it_samples(changes, tmp_path):
 
 
 def test_only_an_inexact_filter_is_said_to_be_off_policy():
-    assert "exact_filters" in note_truncated_distribution(tiny.config(rollout__min_p=0.1))
+    assert "exact_filters" in note_truncated_distribution(tiny.config(rollout__min_p=0.1).rollout)
     exact = tiny.config(rollout__min_p=0.1, rollout__exact_filters=True)
-    assert note_truncated_distribution(exact) is None
+    assert note_truncated_distribution(exact.rollout) is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jax_ppo.config.loading import load_config
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
+from jax_ppo.models.layers import apply_gate
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
@@ -151,7 +152,7 @@ def test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them(is_norm
     """Though they are not those that the router would select: weights and router still learn."""
     rng = np.random.default_rng(0)
     architecture = dataclasses.replace(MIXTURE, normalized_expert_weights=is_normalized)
-    mlp = ExpertMLP(architecture, jnp.float32, jax.nn.silu)
+    mlp = ExpertMLP(architecture, jnp.float32, functools.partial(apply_gate, architecture))
     x, slope = rng.normal(size=(2, 2, 6, architecture.hidden_size)).astype(np.float32)
     drawn = [rng.choice(E, K, replace=False) for _ in range(x[..., 0].size)]
     experts = np.reshape(drawn, (2, 6, K)).astype(np.uint8)

@@ -18,11 +18,11 @@ from jax_ppo.reporting import journal, sample_files
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
+from jax_ppo.run.export import export_models
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.roles import find_role
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -257,10 +257,11 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         sampling=types.SimpleNamespace(eos_ids=(7, 9)),
     )
     params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
-    state = types.SimpleNamespace(models={"actor": params})
-    actor = find_role("actor")
+    state = types.SimpleNamespace(
+        models={"actor": params}, control=types.SimpleNamespace(moments={})
+    )
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        writer._export(actor, actor.export, state)
+        export_models(run, state, tmp_path, writer)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
     exported = json.loads((tmp_path / "actor" / "config.json").read_text())
@@ -386,7 +387,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
 
 
 def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_training, "set_up_run", lambda *arguments: sys.exit("it is set up"))
+    monkeypatch.setattr(ppo_training, "set_up_run", lambda *_, **__: sys.exit("it is set up"))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "notes.txt").touch()
     with pytest.raises(SystemExit):
