@@ -5,6 +5,7 @@ algorithm; the mesh, processes and loggers, whose rules hold for every command.
 """
 
 import dataclasses
+import shlex
 import urllib.parse
 
 from jax_ppo.config import parsing
@@ -205,13 +206,26 @@ def _require_usable_server(rollout: RolloutOptions) -> None:
     if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):
         requirement = ROLLOUT_ENGINES[rollout.engine].requirement.replace("`", "")
         raise UserError(f"config.rollout.engine={rollout.engine!r}: needs {requirement}")
-    parts = urllib.parse.urlsplit(rollout.url)
+    try:
+        parts = urllib.parse.urlsplit(rollout.url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_address &= parts.port is None or parts.port > 0
+    except ValueError:
+        raise UserError(
+            "config.rollout.url: expected http://HOST:PORT or https://HOST:PORT"
+        ) from None
+    try:
+        shlex.split(rollout.vllm.arguments)
+    except ValueError as error:
+        raise UserError(
+            f"config.rollout.vllm.arguments={rollout.vllm.arguments!r}: {error}"
+        ) from None
     if parts.username or parts.password or parts.query:
         raise UserError(
             "config.rollout.url: the address contains a user name, a password or a query; set the "
             "environment variable JAX_PPO_ROLLOUT_KEY instead"
         )
-    if rollout.url and (parts.scheme not in ("http", "https") or not parts.hostname):
+    if rollout.url and not is_address:
         raise UserError(
             f"config.rollout.url={rollout.url!r}: expected http://HOST:PORT or https://HOST:PORT"
         )

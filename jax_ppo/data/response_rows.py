@@ -5,6 +5,7 @@ A row has its prompt and response as texts, in one of the forms of `row_formats`
 have `action_mask`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are used as they are.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -95,8 +96,15 @@ class GivenResponses(PromptDataset):
             texts = (example.prompt, example.data_source, example.ground_truth)
             facts = (*texts, row.truncated, row.reward)
             digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-            for array in (row.response_ids, row.action_mask, row.turn_rewards):
-                digest.update(b"|" if array is None else array.tobytes())
+            arrays = (
+                row.prompt_ids,
+                row.response_ids,
+                row.action_mask,
+                row.turn_rewards,
+                row.logprobs,
+            )
+            for array in arrays:
+                digest.update(b"|" if array is None else b"%d|" % len(array) + array.tobytes())
         return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
     @functools.cached_property
@@ -221,7 +229,7 @@ class ResponseReader:
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             action_mask=np.ones(length, bool) if action_mask is None else action_mask != 0,
-            truncated=bool(row.get("truncated")),
+            truncated=_truth(row.get("truncated"), "truncated"),
             reward=reward,
             turn_rewards=turn_rewards,
             logprobs=logprobs,
@@ -288,7 +296,7 @@ def _sampled_example(row: dict[str, Any]) -> Example:
     return Example(
         prompt=row.get("prompt", ""),
         data_source=row.get("data_source", ""),
-        ground_truth=row.get("ground_truth") or "",
+        ground_truth="" if row.get("ground_truth") is None else row["ground_truth"],
         extra_info=row,
     )
 
@@ -314,7 +322,21 @@ def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:
     return np.array([_finite(value, name) for value in values], np.float32)
 
 
+def _truth(value: Any, name: str) -> bool:
+    """Return a truth value, which is text in a CSV file; a missing one is false."""
+    text = str(value).lower()
+    if value is None or text in ("", "0", "false"):
+        return False
+    if text in ("1", "true"):
+        return True
+    raise UserError(f"{name}: expected true or false, got {shorten(repr(value))}")
+
+
 def _finite(value: Any, name: str) -> float:
+    """Return a number, which is text in a CSV file."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     raise UserError(f"{name}: expected a finite number, got {shorten(repr(value))}")

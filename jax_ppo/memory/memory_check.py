@@ -245,6 +245,8 @@ def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
     fetched = {}
     for program in programs.PROGRAMS:
         read = {program.role, *program.reads(config)} & state.models.keys()
+        if program.kind == "sampling":
+            read = set()  # it reads the decoding copy
         trained = read & state.optimizers.keys()
         updated = trained if program.kind == "update" else ()
         fetched[program.name] = Fetched(

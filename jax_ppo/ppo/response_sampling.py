@@ -64,6 +64,7 @@ def sample_batch(
             jax.block_until_ready(params)
     with observer.phase("rollout"):
         parts.engine.update_weights(params)
+        del params  # with `actor.param_offload` a copy that only the engine reads
         rollout = parts.engine.generate(
             parts.place_prompts(batch.prompts),
             parts.sample_keys(training_stream(draw), step),

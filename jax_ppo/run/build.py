@@ -90,7 +90,8 @@ def set_up_run(
     # The rewards may be an environment's alone; rewards in the rows leave rules to evaluations.
     needs_rule = given is None or not given.has_rewards or bool(held_out_examples)
     if needs_rule and not config.rewards_by_environment_alone:
-        rule = _resolve_rule(config.reward, [*examples, *held_out_examples])
+        ruled = [] if given is not None and given.has_rewards else examples
+        rule = _resolve_rule(config.reward, [*ruled, *held_out_examples])
     if rule is not None and trains and given is None:
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")

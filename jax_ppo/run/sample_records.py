@@ -71,11 +71,11 @@ def describe_step(
     figures = {
         name: placement.to_host(values) for name, values in arrays.items() if values is not None
     }
-    for name in ("logprobs", "sampled_logprobs"):
-        if np.isnan(figures[name]).any():  # of given responses they may not be known
-            del figures[name]
     if "reference" in figures:
         figures["kl"] = figures["logprobs"] - figures.pop("reference")
+    for name in ("logprobs", "sampled_logprobs", "kl"):
+        if name in figures and np.isnan(figures[name]).all():  # given responses have none
+            del figures[name]
     rewards = placement.to_host(samples.rewards)
     if "steps" in figures:
         rewards = rewards + figures.pop("steps").sum(1)

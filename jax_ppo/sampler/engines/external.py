@@ -23,6 +23,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.engine import SamplingOptions, rollout_shapes
+from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.types import Params, Prompts, Rollout
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -109,8 +110,13 @@ class ExternalEngine:
         if self._weights is None:
             parent = None
             if self.options.weights_dir:
-                parent = Path(self.options.weights_dir)
-                parent.mkdir(parents=True, exist_ok=True)
+                parent = expand_local_path(self.options.weights_dir, "config.rollout.weights_dir")
+                try:
+                    parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise UserError(
+                        f"config.rollout.weights_dir={self.options.weights_dir!r}: {error.strerror}"
+                    ) from None
             elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * self._size:
                 parent = SHARED_MEMORY
             self._weights = Path(tempfile.mkdtemp(prefix="jax_ppo-", dir=parent)).absolute()

@@ -128,6 +128,7 @@ def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> d
             "min_new_tokens": options.min_new_tokens,
             "stop_token_ids": list(options.eos_ids),
             "stop": list(options.stop.strings) if options.stop else [],
+            "ignore_eos": not options.eos_ids,  # or it would end at the checkpoint's own
             "skip_special_tokens": False,
             **({"logit_bias": bias} if bias else {}),
         },

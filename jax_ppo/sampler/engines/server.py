@@ -147,7 +147,7 @@ class ServerEngine(ExternalEngine):
         assert self._protocol is not None
         if self._protocol.version_route and received:
             try:
-                facts = self._client.get(self._protocol.version_route)
+                facts = self._client.get(self._protocol.version_route) or {}
                 self._require_version(facts.get("weight_version"))
             except ServerFault as fault:
                 return fault
@@ -264,12 +264,14 @@ def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Re
       ServerFault: tokens or log-probs are missing or are none.
     """
     tokens, logprobs = reply.tokens, reply.logprobs
+    if not isinstance(tokens, list) or not isinstance(logprobs, list):
+        raise ServerFault("a response has no list of token ids or none of log-probs")
     T = options.max_response_length
     if len(tokens) != len(logprobs):
         raise ServerFault(f"a response has {len(tokens)} tokens and {len(logprobs)} log-probs")
     if wrong := [x for x in tokens if not isinstance(x, int) or not 0 <= x < vocab_size]:
         raise ServerFault(f"a response has the token {wrong[0]!r}; the model has {vocab_size}")
-    if bad := [x for x in logprobs if x is None or not -math.inf < x < 1e-3]:
+    if bad := [x for x in logprobs if not isinstance(x, int | float) or not -math.inf < x < 1e-3]:
         raise ServerFault(f"a response has the log-prob {bad[0]!r}")
     state = text_search.START
     for count, token in enumerate(tokens, start=1):
@@ -286,7 +288,11 @@ def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Re
 
 def _require_vllm(python: str) -> None:
     """Raise `UserError` unless the interpreter has vLLM."""
-    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    # A folder named vllm would be found as a package; it has no modules.
+    program = (
+        "import importlib.util as i, sys; "
+        "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
+    )
     try:
         found = subprocess.run([python, "-c", program], check=False).returncode
     except OSError as error:
