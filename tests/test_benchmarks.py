@@ -131,6 +131,7 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
             response=4,
             samples=4,
             size="small",
+            platform="cpu",
             sides=["ours"],
             set=[],
         )

@@ -94,6 +94,22 @@ def test_every_option_has_a_meaning():
             {"rollout__engine": "sglang", "rollout__vllm__python": "python"},
             r"engine='openai': needs rollout\.url",
         ),
+        (
+            {"rollout__engine": "openai", "rollout__url": "http://[::1"},
+            r"rollout\.url: expected http://HOST:PORT",
+        ),
+        (
+            {"rollout__engine": "openai", "rollout__url": "http://host:abc"},
+            r"rollout\.url: expected http://HOST:PORT",
+        ),
+        (
+            {
+                "rollout__engine": "vllm",
+                "rollout__vllm__python": "p",
+                "rollout__vllm__arguments": "--x='a",
+            },
+            r"rollout\.vllm\.arguments=.*No closing quotation",
+        ),
         ({"rollout__url": "http://a:1"}, r"rollout\.url=.*engine='built-in' is no server"),
         (
             {"rollout__engine": "openai", "rollout__url": "a:1"},

@@ -1,11 +1,12 @@
 """Rows of prompts and responses, usable or refused one by one."""
 
 import json
+import types
 
 import pyarrow.parquet
 import pytest
 
-from jax_ppo.data.response_rows import RefusedRow, ResponseReader
+from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
 from jax_ppo.data.row_formats import parse_row
 
 SAMPLED = {"prompt": "ab", "prompt_ids": [1, 2], "response_ids": [3, 4, 5]}
@@ -83,10 +84,37 @@ def test_a_broken_row_is_refused_with_its_place_and_its_text(line, reason, tmp_p
     )
 
 
-@pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("reward", [None, "one", float("nan"), float("inf"), [1]])
 def test_a_reward_that_is_no_finite_number_is_refused(reward, tmp_path, letters):
     row = read_line(SAMPLED | {"points": reward}, tmp_path, letters, reward_key="points")
     assert row.reason.startswith("points: expected a finite number")
+
+
+def test_the_text_of_a_csv_file_is_read_as_what_it_says(tmp_path, letters):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "prompt,response,truncated,points\nab,c,False,0.5\nab,c,True,-1\nab,c,maybe,1\n"
+    )
+    first, second, third = read(path, letters, reward_key="points")
+    assert (first.truncated, first.reward) == (False, 0.5)
+    assert (second.truncated, second.reward) == (True, -1.0)
+    assert third.reason.startswith("truncated: expected true or false, got 'maybe'")
+
+
+def test_a_ground_truth_of_zero_is_kept(tmp_path, letters):
+    assert read_line(SAMPLED | {"ground_truth": 0}, tmp_path, letters).example.ground_truth == 0
+
+
+def test_rows_of_other_prompt_tokens_have_another_fingerprint(tmp_path, letters):
+    first, second = (
+        read_line({"prompt_ids": ids, "response_ids": [3]}, tmp_path, letters)
+        for ids in ([1, 2], [3, 4])
+    )
+    reader = types.SimpleNamespace(max_prompt_length=4, max_response_length=4, reward_key="")
+    assert (
+        GivenResponses.from_rows([first], reader, "f").fingerprint
+        != GivenResponses.from_rows([second], reader, "f").fingerprint
+    )
 
 
 def test_a_row_that_no_rule_can_score_is_refused(tmp_path, letters):

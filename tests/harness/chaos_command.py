@@ -39,7 +39,7 @@ PHASES = {
     ),
     "exporting": (
         "jax_ppo.run.export:export_checkpoint",
-        "jax_ppo.run.reporter:save_adapters",
+        "jax_ppo.run.export:save_adapters",
         "jax_ppo.run.supervised_loop:export_checkpoint",
     ),
     "finishing": ("jax_ppo.reporting.journal:Journal.write_summary",),

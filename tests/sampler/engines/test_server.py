@@ -17,7 +17,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
-from jax_ppo.sampler.engines import external, server
+from jax_ppo.sampler.engines import client, external, server
 from jax_ppo.sampler.engines.protocols import Reply
 from jax_ppo.sampler.text_search import search_for
 
@@ -331,3 +331,17 @@ class TestWeights:
         ours = np.take_along_axis(np.asarray(ours), rollout.responses[..., None], axis=2)[..., 0]
         mask = rollout.action_mask
         np.testing.assert_allclose(rollout.logprobs[mask], ours[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret"])
+def test_a_key_is_never_shown(key, monkeypatch):
+    monkeypatch.setenv(client.KEY_VARIABLE, key)
+    with pytest.raises((UserError, client.ServerFault)) as caught:
+        client.Client("http://127.0.0.1:9", 1).get("/openapi.json")
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tokens", "logprobs"), [(None, []), ([3], None), ([3], ["-1"])])
+def test_what_is_no_list_of_tokens_is_a_fault_and_no_traceback(tokens, logprobs):
+    with pytest.raises(client.ServerFault):
+        server.read_response(Reply(tokens, logprobs, version=None), SAMPLING, V)
