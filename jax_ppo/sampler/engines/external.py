@@ -23,7 +23,6 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.engine import SamplingOptions, rollout_shapes
-from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.types import Params, Prompts, Rollout
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -110,12 +109,12 @@ class ExternalEngine:
         if self._weights is None:
             parent = None
             if self.options.weights_dir:
-                parent = expand_local_path(self.options.weights_dir, "config.rollout.weights_dir")
                 try:
+                    parent = Path(self.options.weights_dir).expanduser()
                     parent.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
+                except (OSError, RuntimeError) as error:
                     raise UserError(
-                        f"config.rollout.weights_dir={self.options.weights_dir!r}: {error.strerror}"
+                        f"config.rollout.weights_dir={self.options.weights_dir!r}: {error}"
                     ) from None
             elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * self._size:
                 parent = SHARED_MEMORY
@@ -215,10 +214,16 @@ class ExternalEngine:
             rows = placement.place(
                 np.tile(row, (meshes.row_shards(self.mesh), 1)), sharding.rows(self.mesh)
             )
-            ours = np.asarray(_token_logprobs(self.actor, params, rows, temperature))[0]
-        ours = ours[len(prompt) - 1 :][:_PROBE_TOKENS]
-        difference = float(np.abs(ours - response.logprobs).mean())
-        if not difference <= MAX_DIFFERENCE:
+            ours, undivided = (
+                np.asarray(_token_logprobs(self.actor, params, rows, divisor))[0]
+                for divisor in (temperature, 1.0)
+            )
+        # Of a temperature near 1 the log-probs are near those without it.
+        difference, without = (
+            float(np.abs(x[len(prompt) - 1 :][:_PROBE_TOKENS] - response.logprobs).mean())
+            for x in (ours, undivided)
+        )
+        if not difference <= min(MAX_DIFFERENCE, 2 * without):
             raise UserError(
                 f"{self.setting}: after update {self.version} its log-probs differ from the "
                 f"trainer's by {difference:.2g} nats per token: it samples from other weights, or "

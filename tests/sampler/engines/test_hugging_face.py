@@ -1,5 +1,7 @@
 """transformers' `generate` with our draws samples what the built-in engine samples."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions, running
+from jax_ppo.sampler.engines import external
 from jax_ppo.sampler.engines.hugging_face import HuggingFaceEngine
 from jax_ppo.sampler.text_search import search_for
 
@@ -67,6 +70,25 @@ def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name
         jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(expected, field))
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=2e-4)
     assert len(set(ours.lengths.tolist())) > 1 or name != "ends"
+
+
+def test_log_probs_that_leave_the_temperature_out_are_refused(actor, folder, monkeypatch):
+    """They differ by less than other weights' log-probs at a temperature near 1."""
+    engine = make_engine(actor, folder, temperature=0.9)
+    sample = engine.sample
+
+    def report_undivided(prompts, keys, options):
+        (response,) = sample(prompts, keys, options)
+        tokens = np.array([[*prompts[0], *response.tokens]], np.int32)
+        logprobs = external._token_logprobs(actor.scored, actor.stacked, tokens, 1.0)
+        logprobs = np.asarray(logprobs)[0, len(prompts[0]) - 1 :]
+        return [dataclasses.replace(response, logprobs=logprobs)]
+
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(actor.stacked)
+        monkeypatch.setattr(engine, "sample", report_undivided)
+        with pytest.raises(UserError, match=r"does not divide logits by .*temperature=0\.9"):
+            engine.update_weights(actor.stacked)
 
 
 def test_adapters_are_merged(actor, folder, prompts):
