@@ -26,6 +26,7 @@ def train_notes(config: Config) -> list[str]:
             config.model.lora.path, algorithm.use_kl_in_reward or actor.use_kl_loss
         ),
         note_merged_adapters(config.rollout.engine, config.has_adapters),
+        note_rows_taken_as_they_are(config.learns_from_files),
     )
     ineffective = _note_ineffective_options(config)
     return [*filter(None, advice), *ineffective, *note_unread_options(config, "train")]
@@ -143,5 +144,16 @@ def note_merged_adapters(engine: str, has_adapters: bool) -> str | None:
         return (
             f"config.rollout.engine={engine!r}: gets the adapters merged into the weights, which "
             "rounds small changes away in bfloat16; watch rollout/logprob_difference"
+        )
+    return None
+
+
+def note_rows_taken_as_they_are(learns_from_files: bool) -> str | None:
+    """Return a note on what given responses replace."""
+    if learns_from_files:
+        return (
+            "config.score.file: each row is one response and is taken as it is; data.train_files, "
+            "data.cache_dir, data.curriculum, rollout.n, rollout.keep, rollout.one_step_off and "
+            "algorithm.filter_groups are not read"
         )
     return None

@@ -739,7 +739,7 @@ class RolloutOptions(Sampling):
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
-        choices=("auto", "xla", "cudnn"))
+        choices=("auto", "xla", "cudnn"), effective_when=(HAS_BUILT_IN_ENGINE,))
     quantization: str = option("none",
         "how weights are stored for decoding: none, as model.dtype; int8, in half the memory of "
         "bfloat16, which samples from a slightly different policy (algorithm.rollout_is corrects "
