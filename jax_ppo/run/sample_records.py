@@ -73,9 +73,6 @@ def describe_step(
     }
     if "reference" in figures:
         figures["kl"] = figures["logprobs"] - figures.pop("reference")
-    for name in ("logprobs", "sampled_logprobs", "kl"):
-        if name in figures and np.isnan(figures[name]).all():  # given responses have none
-            del figures[name]
     rewards = placement.to_host(samples.rewards)
     if "steps" in figures:
         rewards = rewards + figures.pop("steps").sum(1)
@@ -92,7 +89,8 @@ def describe_step(
     for row, record in zip(rows, records, strict=True):
         length = len(record["response_ids"])
         for name, values in figures.items():
-            record[name] = _rounded(values[row, :length])
+            if not np.isnan(values[row, :length]).all():  # log-probs of a given response
+                record[name] = _rounded(values[row, :length])
         if addresses is not None:
             draw, sample = addresses[row].tolist()
             record["address"] |= {"draw": draw, "sample": sample}

@@ -56,11 +56,16 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
     return best, missing(best)
 
 
-def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters; each is given, so that no default of the model counts."""
+def _logit_bias(options: SamplingOptions) -> dict[str, dict[str, float]]:
+    """Return the entry of a request that adds numbers to logits; empty if there are none."""
     bias: dict[str, float] = {}
     for token, added in options.logit_bias:
         bias[str(token)] = bias.get(str(token), 0.0) + added
+    return {"logit_bias": bias} if bias else {}
+
+
+def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
+    """Return vLLM's sampling parameters; each is given, so that no default of the model counts."""
     return {
         "temperature": options.temperature,
         "top_k": max(options.top_k, 0),
@@ -76,7 +81,7 @@ def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
         "stop": list(options.stop.strings) if options.stop else [],
         "skip_special_tokens": False,
         "logprobs": 0,  # of the sampled token alone
-        **({"logit_bias": bias} if bias else {}),
+        **_logit_bias(options),
     }
 
 
@@ -113,7 +118,6 @@ def _read_completion(body: Any) -> Reply:
 
 
 def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
-    bias = {str(token): added for token, added in options.logit_bias}
     return {
         "input_ids": prompt,
         "return_logprob": True,
@@ -130,7 +134,7 @@ def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> d
             "stop": list(options.stop.strings) if options.stop else [],
             "ignore_eos": not options.eos_ids,  # or it would end at the checkpoint's own
             "skip_special_tokens": False,
-            **({"logit_bias": bias} if bias else {}),
+            **_logit_bias(options),
         },
     }
 

@@ -80,8 +80,8 @@ def test_log_probs_that_leave_the_temperature_out_are_refused(actor, folder, mon
     def report_undivided(prompts, keys, options):
         (response,) = sample(prompts, keys, options)
         tokens = np.array([[*prompts[0], *response.tokens]], np.int32)
-        logprobs = external._token_logprobs(actor.scored, actor.stacked, tokens, 1.0)
-        logprobs = np.asarray(logprobs)[0, len(prompts[0]) - 1 :]
+        logprobs = external._token_logprobs(actor.scored, actor.stacked, tokens, (1.0,))
+        logprobs = np.asarray(logprobs)[0, 0, len(prompts[0]) - 1 :]
         return [dataclasses.replace(response, logprobs=logprobs)]
 
     with jax.set_mesh(MESH), running(engine):
