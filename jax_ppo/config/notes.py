@@ -23,7 +23,9 @@ def train_notes(config: Config) -> list[str]:
         note_unusual_clip(actor),
         note_biased_policy_loss(actor.policy_loss, config.updates_once),
         note_reference_without_adapters(
-            config.model.lora.path, algorithm.use_kl_in_reward or actor.use_kl_loss
+            config.model.lora.path,
+            restrains=algorithm.use_kl_in_reward or actor.use_kl_loss,
+            has_path=bool(config.reference.path),
         ),
         note_merged_adapters(config.rollout.engine, config.has_adapters),
         note_rows_taken_as_they_are(config.learns_from_files),
@@ -127,13 +129,12 @@ def note_biased_policy_loss(loss: str, updates_once: bool) -> str | None:
     return None
 
 
-def note_reference_without_adapters(path: str, restrains: bool) -> str | None:
+def note_reference_without_adapters(path: str, restrains: bool, has_path: bool) -> str | None:
     """Return a note if the KL is not measured to the policy that training starts from."""
-    if path and restrains:
+    if path and restrains and not has_path:
         return (
             f"config.model.lora.path={path!r}: the reference is the bare base, not the policy "
-            "that training starts from; merge those adapters into config.model.path to measure "
-            "the KL to them"
+            f"that training starts from; config.reference.path={path!r} measures the KL to that"
         )
     return None
 

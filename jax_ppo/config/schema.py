@@ -421,9 +421,10 @@ class Reference:
     """The policy that the KL is measured to."""
 
     path: str = option("",
-        "folder or hub name of the reference, with the actor's architecture; empty: the policy "
-        "that the run starts from",
-        requires=(REFERENCE_IS_SEPARATE,), fixed_on_resume=True)
+        "folder or hub name of the reference, with the actor's architecture; with model.lora "
+        "adapters in PEFT's format on model.path; empty: the policy that the run starts from, with "
+        "model.lora without its adapters",
+        requires=(USES_REFERENCE,), fixed_on_resume=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -573,8 +574,8 @@ class Algorithm:
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
         requires=(USES_REFERENCE,))
     use_reference: bool = option(True,
-        "measure the KL to a frozen reference: the first policy, reference.path, or with "
-        "model.lora the base without adapters")
+        "measure the KL to a frozen reference: reference.path, or the first policy, with "
+        "model.lora without its adapters")
     reference_offload: bool = option(False,
         "keep the reference in the host's memory when it does not compute",
         requires=(REFERENCE_IS_SEPARATE,))

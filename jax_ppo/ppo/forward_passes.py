@@ -19,7 +19,7 @@ from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.packing import Rows
-from jax_ppo.training.state import TrainState
+from jax_ppo.training.state import TrainState, reference_policy
 from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
 
 Part = Literal["policy", "critic", "teacher"]
@@ -316,14 +316,15 @@ def _run_policy(
     if outputs.old_logprobs is not None:
         outputs = _write_logprobs("old_logprobs", net, actor, hidden, rows, options, outputs)
     if outputs.ref_logprobs is not None:
+        ref_net, reference = reference_policy(nets, state)
         # The frozen reference routes by itself: no routing is replayed.
-        ref_hidden = forward.hidden_states(net, state.reference, rows)
+        ref_hidden = forward.hidden_states(ref_net, reference, rows)
         outputs = _write_logprobs(
-            "ref_logprobs", net, state.reference, ref_hidden, rows, options, outputs
+            "ref_logprobs", ref_net, reference, ref_hidden, rows, options, outputs
         )
     if outputs.kl is not None:
         kl = forward.reference_kl(
-            net, actor, hidden, net, state.reference, ref_hidden, rows, options.temperature
+            net, actor, hidden, ref_net, reference, ref_hidden, rows, options.temperature
         )
         outputs = dataclasses.replace(outputs, kl=packing.to_samples(kl, rows, outputs.kl))
     if options.shared_trunk:

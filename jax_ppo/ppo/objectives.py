@@ -177,10 +177,12 @@ class ActorObjective(RolloutObjective):
 
     Attributes:
       options: see `ActorOptions`.
+      reference_policy: the reference's model and parameters; `None`: the actor's and `reference`.
       teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
     """
 
     options: ActorOptions
+    reference_policy: tuple[Transformer, Params] | None = None
     teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[jax.Array, ...]:
@@ -266,14 +268,15 @@ class ActorObjective(RolloutObjective):
         weights: Weights,
     ) -> Float32[Array, ""]:
         """Return the weighted KL to the reference, exact or estimated; 0 if the loss has none."""
-        options, net = self.options, self.net
+        options = self.options
         if not options.actor.use_kl_loss:
             return jnp.float32(0)
         name = options.actor.kl_loss_type
         if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
-            assert self.reference is not None, "a KL loss needs a reference"
-            kl_tokens = self._kl_over_vocabulary(params, hidden, net, self.reference, rows)
+            net, reference = self.reference_policy or (self.net, self.reference)
+            assert reference is not None, "a KL loss needs a reference"
+            kl_tokens = self._kl_over_vocabulary(params, hidden, net, reference, rows)
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)

@@ -32,7 +32,7 @@ from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state import TrainState
+from jax_ppo.training.state import TrainState, reference_policy
 from jax_ppo.types import Experience, MiniBatches, Params
 
 # The actor stops at this multiple of actor.target_kl, as in Spinning Up and Stable-Baselines3.
@@ -192,7 +192,14 @@ def update_actor(
     teacher = None
     if options.teacher_coef:
         teacher = (nets["teacher"], frozen.role_params("teacher", nets))
-    learner = actor_learner(options, nets.actor, experience, frozen.reference, teacher)
+    learner = actor_learner(
+        options,
+        nets.actor,
+        experience,
+        frozen.reference,
+        teacher,
+        reference_policy(nets, frozen),
+    )
     new_params, new_optimizer_state, metrics = learner.train(
         start[0], start[1], rate, update_enabled, batches
     )
@@ -251,6 +258,7 @@ def actor_learner(
     experience: Experience,
     reference: Params | None,
     teacher: tuple[Transformer, Params] | None = None,
+    reference_policy: tuple[Transformer, Params] | None = None,
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.actor
@@ -270,6 +278,7 @@ def actor_learner(
         prefix="actor/",
         objective=ActorObjective(
             options=options,
+            reference_policy=reference_policy,
             teacher=teacher,
             metrics=metrics,
             net=net,

@@ -50,8 +50,8 @@ class ByRole(Mapping[str, T]):
 class Networks(ByRole[Any]):
     """The models that the parameter trees belong to; a static argument of compiled functions.
 
-    The reference has the actor's model. A model with `lora` runs on adapters joined with their
-    base, see `full_parameters`.
+    The reference has the actor's model, unless it is adapters (`reference_adapters`). A model with
+    `lora` runs on adapters joined with their base, see `full_parameters`.
     """
 
     @property
@@ -147,6 +147,10 @@ class NetworkReader:
                 f"{setting}: expected the actor's architecture, found {', '.join(differences)}"
             )
         return self.actor
+
+    def read_reference_adapters(self) -> Transformer:
+        """Return the actor's model with the reference's adapters."""
+        return self._with_adapters("reference_adapters", "reference.path", "lm")
 
     def read_critic(self) -> Transformer:
         """Return the model of a separate critic."""

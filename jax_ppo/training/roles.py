@@ -115,6 +115,8 @@ class ModelRole:
 
     def path(self, config: Config) -> str:
         """Return what names its checkpoint; empty if it starts from the actor's."""
+        if self.holds_base and config.has_adapters:
+            return ""
         return str(option_value(config, self.path_option))
 
     def options(self, config: Config) -> Actor | Critic:
@@ -177,6 +179,17 @@ ROLES: tuple[ModelRole, ...] = (
         head=lambda config: "lm",
         holds_base=True,
         param_offload="algorithm.reference_offload",
+    ),
+    # With `model.lora` the reference above is the base of all adapters, these included.
+    ModelRole(
+        name="reference_adapters",
+        title="reference",
+        is_used=lambda config: (
+            config.has_adapters and config.algorithm.use_reference and bool(config.reference.path)
+        ),
+        path_option="reference.path",
+        read_net=NetworkReader.read_reference_adapters,
+        head=lambda config: "lm",
     ),
     ModelRole(
         name="reward",

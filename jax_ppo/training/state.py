@@ -18,6 +18,7 @@ from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.control import first_control, read_value_unit, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
@@ -38,7 +39,7 @@ class TrainState:
       models: by the role's name, the parameters of the roles that the run has. Those of trained
         roles are in their `optim.param_dtype`; with `model.lora` they are adapters
         (`models/lora.py`). Frozen ones are in the computation dtype; the reference is then the bare
-        base, the one copy that all adapters apply to.
+        base, the one copy that all adapters apply to, see `reference_policy`.
       optimizers: by the role's name, the optax states of trained roles.
       control: the KL coefficient and running moments for the coming step.
     """
@@ -92,6 +93,13 @@ class TrainState:
 def policy_params(nets: Networks, state: TrainState) -> Params:
     """Return the actor's parameters on devices, joined with their base, without a critic's head."""
     return heads.without_scalar_head(placement.fetch(state.role_params("actor", nets)))
+
+
+def reference_policy(nets: Networks, state: TrainState) -> tuple[Transformer, Params]:
+    """Return the model and all parameters of the policy that the KL is measured to."""
+    if "reference_adapters" in nets:
+        return nets["reference_adapters"], state.role_params("reference_adapters", nets)
+    return nets.actor, state.reference
 
 
 def trained_trees(state: TrainState) -> dict[str, Any]:

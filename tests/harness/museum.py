@@ -1082,11 +1082,11 @@ REWARD_AND_KL = [
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_run_policy",
         old=(
-            "_write_logprobs('ref_logprobs', net, state.reference, ref_hidden, rows, options, "
+            "_write_logprobs('ref_logprobs', ref_net, reference, ref_hidden, rows, options, "
             "outputs)"
         ),
         new=(
-            "_write_logprobs('ref_logprobs', net, state.reference, ref_hidden, rows, "
+            "_write_logprobs('ref_logprobs', ref_net, reference, ref_hidden, rows, "
             "dataclasses.replace(options, temperature=1.0), outputs)"
         ),
     ),

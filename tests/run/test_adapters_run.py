@@ -194,6 +194,10 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
             r"config\.model\.lora\.path=.*determines rank, alpha and targets",
         ),
         (
+            "--config.reference.path={files}/llama",
+            r"config\.reference\.path: .*/llama holds no adapters",
+        ),
+        (
             "--config.model.lora.rank=0",
             r"config\.critic\.path=.*reward': holds adapters; expected all weights",
         ),
@@ -295,3 +299,27 @@ def test_adapters_teach_adapters_and_are_neither_saved_nor_exported(files, undis
         assert all(float(row[name]) != 0 for row in (first, second)), name
     assert float(first["actor/teacher_kl"]) > 0
     assert not [path for path in (tmp_path / "taught").rglob("*") if path.name == "teacher"]
+
+
+@pytest.mark.slow
+def test_the_kl_may_be_measured_to_the_adapters_that_a_run_starts_from(
+    files, undisturbed, tmp_path
+):
+    adapters = undisturbed[0] / "adapter"
+    options = (
+        "--config.model.lora.rank=0",
+        "--config.model.lora.alpha=16",
+        "--config.model.lora.targets=all-linear",
+        f"--config.model.lora.path={adapters}",
+        f"--config.reference.path={adapters}",
+        "--config.actor.use_kl_loss=True",
+        "--config.actor.kl_loss_type=full",
+    )
+    output = run(files, tmp_path, *options, "--config.trainer.total_training_steps=1")
+    assert "loaded the base: 20 tensors" in output
+    assert "loaded the reference's adapters: 12 tensors" in output
+    assert "the reference is the bare base" not in output
+    assert "resuming after step 1 of 2" in run(files, tmp_path, *options)
+    first, second = (float(row["kl/reference"]) for row in steps(tmp_path))
+    assert abs(first) < 1e-6 < abs(second)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("reference")]
