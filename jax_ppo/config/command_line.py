@@ -62,8 +62,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
-        # critic, evaluate, score and plan take a configuration of train.
-        reference.print_options(command, *([] if command in COMMANDS else ["train"]))
+        reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
     config_values = []
     other_arguments = [arguments[0]]

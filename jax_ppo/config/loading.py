@@ -63,7 +63,8 @@ def load_config(
       file: A value of `--config`: the name of a shipped configuration or the path of a file, with
         an optional `:ARG` for its `get_config`; `None`: all options at their defaults.
       overrides: values by dotted name, "actor.optim.lr".
-      command: the command that reads the options: train, sft or reward_model.
+      command: the command that reads the options: train, critic, evaluate, score, sft or
+        reward_model.
       **options: more overrides, as keywords with `__` for each dot: `actor__optim__lr=2e-6`.
 
     Raises:

@@ -31,19 +31,20 @@ def train_notes(config: Config) -> list[str]:
         note_rows_taken_as_they_are(config.learns_from_files),
     )
     ineffective = _note_ineffective_options(config)
-    return [*filter(None, advice), *ineffective, *note_unread_options(config, "train")]
+    # A critic's run takes the configuration of the run that it is for.
+    commands = ("train", "critic") if config.trainer.critic_only else ("train",)
+    return [*filter(None, advice), *ineffective, *note_unread_options(config, *commands)]
 
 
-def note_unread_options(config: Config, command: str) -> Iterator[str]:
-    """Yield a note for each changed option that belongs to other commands."""
-    given = ("score.file", "score.response_key", "score.reward_key")
+def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
+    """Yield a note for each changed option that belongs to none of these commands."""
     for option in all_options():
-        if config.learns_from_files and option.name in given:
-            continue
         value = option_value(config, option.name)
         # An option at its default was not set by the user.
-        if value != option.default and command not in option.read_by:
-            readers = " and ".join(f"jax_ppo.{reader}" for reader in option.read_by)
+        if value != option.default and not {*commands} & {*option.read_by}:
+            # The others take a configuration of train.
+            commands_of_option = ("train",) if "train" in option.read_by else option.read_by
+            readers = " and ".join(f"jax_ppo.{reader}" for reader in commands_of_option)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
 
 

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-COMMANDS = ("train", "sft", "reward_model")
+COMMANDS = ("train", "critic", "evaluate", "score", "sft", "reward_model")
 
 Bound = int | float
 T = TypeVar("T")

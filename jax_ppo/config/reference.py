@@ -44,18 +44,18 @@ def main(arguments: list[str]) -> None:
         sys.exit("usage: python -m jax_ppo.config [--markdown]")
 
 
-def print_options(*commands: str) -> None:
+def print_options(command: str = "") -> None:
     """Print options for the terminal: name, default, permitted values and meaning.
 
     Args:
-      *commands: only options that one of these commands reads: train, sft, ...; none: all.
+      command: only options that this command reads: train, sft, ...; empty: all.
     """
     lines = []
     wrap = functools.partial(
         textwrap.fill, width=WIDTH, subsequent_indent=INDENT, break_on_hyphens=False
     )
     for option in all_options():
-        if commands and not {*commands} & {*option.read_by}:
+        if command and command not in option.read_by:
             continue
         heading = f"{option.name} = {_default(option)}   [{_values(option)}]"
         for text, indent in ((heading, ""), (option.facts.doc, INDENT)):
@@ -160,5 +160,7 @@ def _facts(option: Option) -> list[str]:
         condition = facts.first_step_only.summary
         sentences.append(f"If {condition}, only the first step reads it; a resumed run ignores it.")
     if option.read_by != COMMANDS:
-        sentences.append(f"Read by {' and '.join(f'`{reader}`' for reader in option.read_by)}.")
+        *others, last = (f"`{reader}`" for reader in option.read_by)
+        readers = f"{', '.join(others)} and {last}" if others else last
+        sentences.append(f"Read by {readers}.")
     return sentences

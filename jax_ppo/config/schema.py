@@ -9,7 +9,15 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from jax_ppo.config.option import Condition, Option, Requirement, iterate_options, option, section
+from jax_ppo.config.option import (
+    COMMANDS,
+    Condition,
+    Option,
+    Requirement,
+    iterate_options,
+    option,
+    section,
+)
 from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
@@ -26,8 +34,15 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 STORED_DTYPES = ("float32", "bfloat16")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
-PPO = ("train",)
+# The commands that read an option: all where nothing is said. `plan` takes those of `train`.
+POLICY = ("train",)
+PPO = ("train", "critic")
+SAMPLING = (*PPO, "evaluate")
+ADVANTAGES = (*PPO, "score")
+MODELS = (*PPO, "evaluate", "score")
 SUPERVISED = ("sft", "reward_model")
+LEARNING = (*PPO, *SUPERVISED)
+REPORTS = (*PPO, "evaluate", *SUPERVISED)
 EVALUATE = ("evaluate",)
 SCORE = ("score",)
 
@@ -119,6 +134,7 @@ HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set
     "there is no teacher; set config.teacher.path")
 TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
     "adapters are trained with AdamW; leave it unset, or train all parameters")
+READS_RESPONSES = Condition(lambda c: bool(c.score.file), "`score.file` is set")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
@@ -184,18 +200,19 @@ class Data:
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
         "`stories:COUNT`. Separate several with commas; FILE[START:END] takes some rows; "
         "a.jsonl*0.7,b.csv*0.3 mixes sources in these shares",
-        is_list=True)
+        is_list=True, read_by=LEARNING)
     val_files: str = option("", "held-out data in the same notation; empty turns evaluation off",
-        is_list=True)
-    train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1)
+        is_list=True, read_by=REPORTS)
+    train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1,
+        read_by=LEARNING)
     val_batch_size: int = option(256, "prompts per batch of an evaluation",
         unit="prompts", at_least=1)
     val_max_samples: int | None = option(None,
         "held-out prompts to use, from the start of the files; unset: all",
-        unit="prompts", at_least=1)
+        unit="prompts", at_least=1, read_by=REPORTS)
     train_max_samples: int | None = option(None,
         "training examples to use, from the start of the files; unset: all",
-        unit="examples", at_least=1)
+        unit="examples", at_least=1, read_by=LEARNING)
     cache_dir: str = option("",
         "local folder that keeps the tokenized prompts of Parquet files on disk, so that memory "
         "does not grow with the data; empty: prompts are kept in memory",
@@ -222,7 +239,8 @@ class Data:
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     chat_template_kwargs: str = option("",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}')
-    shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`")
+    shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
+        read_by=LEARNING)
     curriculum: str = option("none",
         "how training prompts are drawn: none, each once per epoch; solve_rate, prompts that are "
         "always or never solved twenty times less often than those solved half of the time",
@@ -279,19 +297,20 @@ class Model:
         "on TPUs and on GPUs from compute capability 8.0, else float32",
         choices=("auto", "bfloat16", "float32"))
     gradient_checkpointing: bool = option(True,
-        "compute each layer's activations again in the backward pass, to save memory")
+        "compute each layer's activations again in the backward pass, to save memory",
+        read_by=LEARNING)
     gradient_checkpointing_policy: str = option("full",
         "what a layer keeps for the backward pass besides its input: full, nothing; attention, "
         "the output of attention; dots, the results of matrix products (most memory, least time)",
         choices=("full", "attention", "dots"), effective_when=(CHECKPOINTS_GRADIENTS,),
-        fixed_on_resume=False)
+        fixed_on_resume=False, read_by=LEARNING)
     attention: str = option("auto",
         "attention for whole sequences: xla runs everywhere; cudnn on NVIDIA GPUs in bfloat16; "
         "splash on TPUs if packing.row_length is unset or a multiple of 128; auto: cudnn or "
         "splash where it can run",
         choices=("auto", "xla", "cudnn", "splash"))
-    lora: Lora = section(Lora, read_by=PPO)
-    create: Create = section(Create, read_by=PPO)
+    lora: Lora = section(Lora, read_by=MODELS)
+    create: Create = section(Create, read_by=SAMPLING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,16 +376,18 @@ class Actor:
         "keep the optimizer state in the host's memory between updates")
     param_offload: bool = option(False,
         "keep the actor's parameters in the host's memory when no phase reads them; while "
-        "sampling, the devices hold only the copy that decodes")
+        "sampling, the devices hold only the copy that decodes",
+        read_by=MODELS)
     ppo_mini_batch_size: int = option(64,
         "prompts per optimizer step, each with rollout.n samples (or rollout.keep); samples are "
         "shuffled one by one",
-        unit="prompts", at_least=1)
+        unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
         "short ones, and at most 8,192 tokens",
-        unit="rows", at_least=1)
-    ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1)
+        unit="rows", at_least=1, read_by=MODELS)
+    ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
+        read_by=PPO)
     clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]",
         above=0, below=1)
     clip_ratio_low: float | None = option(None, "clip range below 1; unset: clip_ratio",
@@ -410,10 +431,10 @@ class Actor:
         unit="nats per token", above=0, effective_when=(UPDATES_SEVERAL_TIMES,))
     loss_agg_mode: str = option("token-mean",
         "how the losses of a mini-batch's tokens are averaged",
-        choices=tuple(AGGREGATIONS))
+        choices=tuple(AGGREGATIONS), read_by=PPO)
     loss_scale_factor: int | None = option(None,
         "divisor of seq-mean-token-sum-norm; unset: data.max_response_length",
-        unit="tokens", at_least=1, effective_when=(NORMALIZES_LENGTH,))
+        unit="tokens", at_least=1, effective_when=(NORMALIZES_LENGTH,), read_by=PPO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +463,7 @@ class Teacher:
     loss_coef: float = option(0.0,
         "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
         "of the teacher per micro-batch",
-        at_least=0, requires=(HAS_TEACHER,))
+        at_least=0, requires=(HAS_TEACHER,), read_by=POLICY)
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
         requires=(HAS_TEACHER,))
@@ -458,12 +479,12 @@ class Critic:
     path: str = option("",
         "folder or hub name that the critic starts from; empty: model.path. With model.lora: "
         "adapters in PEFT's format on model.path",
-        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), fixed_on_resume=True)
+        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), fixed_on_resume=True, read_by=MODELS)
     keep_head: bool | None = option(None,
         "start the critic with the scalar head in critic.path, such as a reward model's; off: "
         "with a head of zeros; unset: on where critic.path holds a critic, as a run exports it",
         requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, CRITIC_HAS_PATH), fixed_on_resume=False,
-        first_step_only=HAS_CRITIC)
+        first_step_only=HAS_CRITIC, read_by=MODELS)
     shared_trunk: bool = option(False,
         "make the critic a scalar head on the actor's trunk: one pass serves both losses, whose "
         "sum the actor minimizes; the head uses actor.optim and stops with actor.target_kl",
@@ -474,7 +495,7 @@ class Critic:
     optimizer_offload: bool = option(False, "as the actor's", effective_when=(HAS_OWN_CRITIC,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
-        effective_when=(HAS_OWN_CRITIC,))
+        effective_when=(HAS_OWN_CRITIC,), read_by=MODELS)
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
         unit="prompts", at_least=1, requires=(CRITIC_HAS_TRUNK,), effective_when=(HAS_CRITIC,))
     ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's",
@@ -498,7 +519,7 @@ class Critic:
     normalize_values: bool = option(False,
         "train the critic on returns divided by their running standard deviation, after "
         "subtracting the mean; cliprange_value then counts in standard deviations",
-        requires=(HAS_CRITIC,), fixed_on_resume=True)
+        requires=(HAS_CRITIC,), fixed_on_resume=True, read_by=MODELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -547,9 +568,9 @@ class Algorithm:
     adv_estimator: str = option("gae",
         "how advantages are estimated; or your own: `module:function` or `file.py:function`, "
         "called as described in ppo/advantages.py",
-        choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True)
+        choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True, read_by=MODELS)
     gamma: float = option(1.0, "discount per token",
-        at_least=0, at_most=1, effective_when=(estimator_reads("gamma"),))
+        at_least=0, at_most=1, effective_when=(estimator_reads("gamma"),), read_by=MODELS)
     lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
     critic_lam: float | None = option(None, "lambda of the critic's returns; unset: lam",
         at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
@@ -572,7 +593,7 @@ class Algorithm:
         f"{', '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.whitens))}")
     use_kl_in_reward: bool = option(False,
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
-        requires=(USES_REFERENCE,))
+        requires=(USES_REFERENCE,), read_by=MODELS)
     use_reference: bool = option(True,
         "measure the KL to a frozen reference: reference.path, or the first policy, with "
         "model.lora without its adapters")
@@ -585,19 +606,19 @@ class Algorithm:
         choices=KL_ESTIMATORS.names(lambda entry: entry.in_reward), is_plugin=True,
         aliases=KL_ESTIMATORS.other_names())
     kl_ctrl: KLControl = section(KLControl)
-    filter_groups: FilterGroups = section(FilterGroups)
+    filter_groups: FilterGroups = section(FilterGroups, read_by=PPO)
     rollout_is: str = option("none",
         "importance weights of the policy loss for samples of older weights "
         "(rollout.one_step_off) or with the sampler's rounding",
-        choices=tuple(IMPORTANCE_WEIGHTS))
+        choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY)
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
-        at_least=1, effective_when=(WEIGHS,))
+        at_least=1, effective_when=(WEIGHS,), read_by=POLICY)
     rollout_is_lower: float = option(0.0, "lower bound of importance weights",
-        at_least=0, below=1, effective_when=(WEIGHS,))
+        at_least=0, below=1, effective_when=(WEIGHS,), read_by=POLICY)
     rollout_is_masks: bool = option(False,
         "tokens whose weight is outside the bounds weigh 0, as in IcePop; off: weights are "
         "truncated to the bounds",
-        effective_when=(WEIGHS,))
+        effective_when=(WEIGHS,), read_by=POLICY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -694,7 +715,7 @@ class RolloutOptions(Sampling):
     # Training cannot be greedy: a policy gradient needs samples.
     temperature: float = option(1.0,
         "divides the logits, in sampling and in all passes of training",
-        above=0)
+        above=0, read_by=ADVANTAGES)
     engine: str = option("built-in",
         "what generates responses; or your implementation of RolloutEngine in sampler/engine.py: "
         "`module:Class` or `file.py:Class`",
@@ -736,7 +757,8 @@ class RolloutOptions(Sampling):
         "record which tokens top_k, top_p, min_p, min_new_tokens and bad_words left for each draw, "
         "and train the distribution over these (DeepSeek-V3.2's keep sampling mask), instead of "
         "the one over all tokens; takes a bit per token of the vocabulary for each response token",
-        requires=(ENGINE_RECORDS_DRAWS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,))
+        requires=(ENGINE_RECORDS_DRAWS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,),
+        read_by=PPO)
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
@@ -748,22 +770,22 @@ class RolloutOptions(Sampling):
         choices=("none", "int8"), requires=(HAS_BUILT_IN_ENGINE,))
     logprob_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once without gradients; unset: as for the actor",
-        unit="rows", at_least=1)
+        unit="rows", at_least=1, read_by=MODELS)
     reuse_logprobs: str = option("auto",
         "take the sampler's log-probs as the old policy's instead of computing them again: always "
         "(ratios then start at 1 up to rounding, percents in bfloat16); never; auto: only where "
         "rounding cannot bias the update",
-        choices=("auto", "always", "never"))
+        choices=("auto", "always", "never"), read_by=PPO)
     one_step_off: bool = option(False,
         "sample the next batch while this one is scored, from weights that are one update older",
-        requires=(HAS_IMPORTANCE_WEIGHTS,))
+        requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
-        unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF))
+        unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF), read_by=PPO)
     keep_by: str = option("spread",
         "which responses are kept: spread, those whose scores differ most (PODS); best, those "
         "with the highest",
-        choices=("spread", "best"), effective_when=(KEEPS_SOME,))
+        choices=("spread", "best"), effective_when=(KEEPS_SOME,), read_by=PPO)
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: EvaluationSampling = section(EvaluationSampling)
@@ -826,7 +848,7 @@ class Reward:
         unit="responses", at_least=1)
     max_failed_steps: int = option(3,
         "consecutive steps in which the rule failed on every response before the run stops",
-        unit="steps", at_least=1)
+        unit="steps", at_least=1, read_by=PPO)
     model_path: str = option("",
         "folder or hub name of a reward model (sequence classification with one label); its score "
         "is added to reward.function's",
@@ -864,7 +886,7 @@ class Reward:
         effective_when=(NORMALIZES_REWARDS,))
     normalize_samples: int = option(256, "responses that reference measures before the first step",
         unit="responses", at_least=2, first_step_only=MEASURES_REFERENCE,
-        effective_when=(MEASURES_REFERENCE,))
+        effective_when=(MEASURES_REFERENCE,), read_by=PPO)
     clip: float | None = option(None,
         "clip scores, after normalization, to +- this; unset: no clipping",
         above=0)
@@ -901,11 +923,14 @@ class Score:
         "jax_ppo.critic samples its responses if it is empty")
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
-        "chat's last message, completion, response, output, solution, answer)")
+        "chat's last message, completion, response, output, solution, answer)",
+        effective_when=(READS_RESPONSES,))
     reward_key: str = option("",
         "column of the reward of each response, such as score in rollouts/; empty: the rules and "
-        "the reward model of config.reward")
-    format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"))
+        "the reward model of config.reward",
+        effective_when=(READS_RESPONSES,))
+    format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"),
+        read_by=SCORE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -992,7 +1017,7 @@ class Trainer:
         "number of steps; unset: determined by total_epochs",
         unit="steps", at_least=1)
     critic_warmup: int = option(0, "first steps, in which only the critic is trained",
-        unit="steps", at_least=0, read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+        unit="steps", at_least=0, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), read_by=POLICY)
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
         "turns it on",
@@ -1026,7 +1051,7 @@ class Trainer:
     export_critic: bool = option(True,
         "also write the critic (WORKDIR/critic) for critic.path and for transformers, as a "
         "classifier of tokens; its adapters in PEFT's format",
-        effective_when=(EXPORTS, HAS_CRITIC))
+        effective_when=(EXPORTS, HAS_CRITIC), read_by=PPO)
     export_dtype: str = option("float32",
         "type of the weights in the exported folder; adapters are always float32",
         choices=("bfloat16", "float32"), effective_when=(EXPORTS,))
@@ -1040,7 +1065,7 @@ class Trainer:
         "stop after this many consecutive steps with a non-finite gradient",
         unit="steps", at_least=1)
     log_samples: int = option(3, "responses shown at each evaluation",
-        unit="responses", at_least=0, read_by=PPO)
+        unit="responses", at_least=0, read_by=SAMPLING)
     show_first_step: bool = option(False,
         "print the shapes and masks of the first step and one sample token by token",
         read_by=PPO)
@@ -1056,14 +1081,16 @@ class Trainer:
         unit="responses", at_least=0, read_by=PPO)
     compilation_cache: str = option("",
         "folder of compiled programs for later runs; `off`: none; empty: "
-        "JAX_COMPILATION_CACHE_DIR, or jax_ppo/compiled in the user's cache folder")
+        "JAX_COMPILATION_CACHE_DIR, or jax_ppo/compiled in the user's cache folder",
+        read_by=COMMANDS)
     logger: str = option("tensorboard",
         "where curves go besides the CSV: tensorboard, wandb, mlflow (server: "
         "MLFLOW_TRACKING_URI), separated by commas; console is always on",
-        is_list=True)
-    project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow")
-    wandb_entity: str = option("", "user or team in wandb; empty: wandb's default")
-    tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True)
+        is_list=True, read_by=REPORTS)
+    project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow", read_by=REPORTS)
+    wandb_entity: str = option("", "user or team in wandb; empty: wandb's default", read_by=REPORTS)
+    tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True,
+        read_by=REPORTS)
     plot_freq: int = option(20,
         "steps between updates of training_curves.png and report.html, besides evaluations; 0: "
         "only then",
@@ -1084,20 +1111,20 @@ class Config:
     data: Data = section(Data)
     # The shapes in a checkpoint and the weights that training started from depend on these.
     model: Model = section(Model, fixed_on_resume=True)
-    actor: Actor = section(Actor, read_by=PPO)
+    actor: Actor = section(Actor, read_by=POLICY)
     critic: Critic = section(Critic, read_by=PPO)
-    reference: Reference = section(Reference, read_by=PPO)
-    teacher: Teacher = section(Teacher, read_by=PPO)
-    algorithm: Algorithm = section(Algorithm, read_by=PPO)
-    rollout: RolloutOptions = section(RolloutOptions, read_by=PPO)
-    reward: Reward = section(Reward, read_by=PPO)
+    reference: Reference = section(Reference, read_by=ADVANTAGES)
+    teacher: Teacher = section(Teacher, read_by=ADVANTAGES)
+    algorithm: Algorithm = section(Algorithm, read_by=ADVANTAGES)
+    rollout: RolloutOptions = section(RolloutOptions, read_by=SAMPLING)
+    reward: Reward = section(Reward, read_by=MODELS)
     evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
-    score: Score = section(Score, read_by=SCORE)
+    score: Score = section(Score, read_by=("critic", "score"))
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: Packing = section(Packing)
     mesh: MeshShape = section(MeshShape)
     distributed: Distributed = section(Distributed)
-    trainer: Trainer = section(Trainer)
+    trainer: Trainer = section(Trainer, read_by=LEARNING)
 
     @property
     def has_critic(self) -> bool:

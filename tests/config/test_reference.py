@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jax_ppo.__main__ import COMMANDS, main
 from jax_ppo.config import reference
 from jax_ppo.config.schema import all_options
@@ -29,8 +31,8 @@ def test_a_row_states_every_fact():
     assert "| `0` | int (steps), at least 0 |" in row
     assert "**Needs**: `algorithm.adv_estimator` is gae and `critic.shared_trunk` is off." in row
     assert row.endswith("Read by `train`. |")
-    section = page[page.index("## `rollout`") + 2]
-    assert section == "Read by `train`."
+    section = page[page.index("## `rollout.mesh`") + 2]
+    assert section == "Read by `train`, `critic` and `evaluate`."
     fixed = next(row for row in page if row.startswith("| `reward.normalize`"))
     assert "`none`, `running`, `reference`" in fixed and "**Fixed**" in fixed
 
@@ -56,6 +58,35 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
         values = row.replace(r"\|", "/").split(" | ")[2].replace("`", "")
         assert f"[{values}] {option.facts.doc}".replace("`", "") in text, option.name
     assert "data.train_batch_size = 64   [int (prompts), at least 1]" in lines
+
+
+@pytest.mark.parametrize(
+    ("command", "listed", "left_out"),
+    [
+        ("train", "actor.clip_ratio reward.function trainer.save_freq", "evaluate.rank_by"),
+        (
+            "critic",
+            "critic.optim.lr score.file actor.ppo_epochs rollout.n",
+            "score.format actor.optim.lr actor.clip_ratio algorithm.rollout_is",
+        ),
+        (
+            "evaluate",
+            "evaluate.rank_by rollout.val_kwargs.n data.val_files critic.path",
+            "score.file actor.clip_ratio rollout.n trainer.save_freq data.train_files",
+        ),
+        (
+            "score",
+            "score.format reference.path algorithm.lam rollout.temperature",
+            "rollout.val_kwargs.n data.val_files trainer.logger critic.optim.lr",
+        ),
+        ("sft", "supervised.optim.lr trainer.save_freq", "trainer.export_critic reward.function"),
+    ],
+)
+def test_a_command_lists_the_options_that_it_reads(command, listed, left_out, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    names = {line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {*listed.split()} <= names and names.isdisjoint(left_out.split())
 
 
 def test_the_helps_of_all_commands_fit_into_100_columns(capsys):
