@@ -97,6 +97,10 @@ class Journal:
         self._layout = layout
         self._workdir = workdir
         self._compiled = compiled
+        lost_run = work_directory.lost_run(workdir)
+        # Before the log drops the rows that the run repeats.
+        if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
+            lost_run += f", after step {rows[-1]['step']}"
         self._log = MetricsLog(
             workdir=workdir,
             options=config.trainer,
@@ -124,6 +128,8 @@ class Journal:
         self._started = time.monotonic()
         self._step_started = self._started
         self._next_plot = self._started
+        if lost_run:
+            self.warn(lost_run)
 
     def __enter__(self) -> Self:
         self._log.__enter__()

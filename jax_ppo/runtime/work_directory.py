@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, signals
 from jax_ppo.storage import bucket_lock, remote, staging
 
 WARM_UP_MODEL = "model"
@@ -49,6 +49,8 @@ class _OpenBucket(NamedTuple):
 
 # The work directories in buckets that this process has open, by their local folders.
 _open_buckets: dict[Path, _OpenBucket] = {}
+# How the runs before ended that left their lock, by the folder.
+_lost_runs: dict[Path, str] = {}
 
 
 def validated(workdir: str | Path) -> str | Path:
@@ -149,6 +151,14 @@ def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
         )
 
 
+def lost_run(folder: Path) -> str:
+    """Return a line about the run before in a folder if it was killed; "" if it was not.
+
+    Only the main process knows it, and not of a folder that stands for a bucket.
+    """
+    return _lost_runs.get(folder, "")
+
+
 def publish(folder: Path) -> None:
     """Upload what has changed, if the folder stands for a bucket; call it on the main process.
 
@@ -237,13 +247,28 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
             report(f"{workdir} is on a disk without file locks: nothing else prevents two runs")
         # A forked child shares the lock and would keep it when this process is killed.
         children = _FilesClosedInChildren.register(file)
+        file.seek(0)
+        # A run that ends, even by an error, empties the file.
+        _lost_runs[workdir] = _describe_lost_run(workdir, file.read().splitlines())
         _write_holder(file)
+        signals.on_abrupt_end(lambda reason, code: _write_line(file, reason))
         try:
             yield
         finally:
             children.discard(file)
             with contextlib.suppress(OSError):
+                file.truncate(0)
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _describe_lost_run(workdir: Path, lock: list[str]) -> str:
+    """Return a line about a run that has left these lines in its lock; "" if there are none."""
+    if not lock:
+        return ""
+    written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
+    last = datetime.datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds")
+    reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
+    return f"the run before, {lock[0]}, ended: {reason}; it last wrote at {last}"
 
 
 def _refuse_odd(workdir: Path) -> None:
@@ -268,8 +293,14 @@ def _refuse_odd(workdir: Path) -> None:
 def _write_holder(file: IO[str]) -> None:
     started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-    file.flush()
+    _write_line(file, f"process {os.getpid()} on {socket.gethostname()}, started {started}")
+
+
+def _write_line(file: IO[str], text: str) -> None:
+    # The block that holds the lock may be over.
+    with contextlib.suppress(OSError, ValueError):
+        file.write(f"{text}\n")
+        file.flush()
 
 
 class _FilesClosedInChildren:

@@ -12,10 +12,10 @@ OPTIONS = {option.name: option for option in schema.all_options()}
 def test_a_section_passes_its_facts_on_and_an_option_may_declare_its_own():
     assert OPTIONS["supervised.optim.lr"].read_by == ("sft", "reward_model")
     assert OPTIONS["supervised.response_key"].read_by == ("sft",)
-    assert OPTIONS["rollout.val_kwargs.n"].read_by == ("train",)
-    assert OPTIONS["data.shuffle"].read_by == ("train", "sft", "reward_model")
+    assert OPTIONS["rollout.val_kwargs.n"].read_by == ("train", "critic", "evaluate")
+    assert OPTIONS["data.shuffle"].read_by == ("train", "critic", "sft", "reward_model")
     assert OPTIONS["model.lora.rank"].facts.fixed_on_resume
-    assert OPTIONS["model.lora.rank"].read_by == ("train",)
+    assert OPTIONS["model.lora.rank"].read_by == ("train", "critic", "evaluate", "score")
     assert not OPTIONS["actor.optim.lr"].facts.fixed_on_resume
 
 

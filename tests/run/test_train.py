@@ -291,6 +291,9 @@ def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, cap
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     killed, resumed = interrupt_and_resume(files, tmp_path / "run", IN_STEP_6, signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
+    (warning,) = json.loads((tmp_path / "run" / "report.json").read_text())["warnings"]
+    assert re.search(r"ended: without a word \(killed\?\); .*, after step [45]$", warning)
+    assert f"warning: {warning}\n" in resumed.stdout
     assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 

@@ -49,7 +49,26 @@ def test_a_second_run_names_the_holder_and_a_killed_holder_leaves_no_lock(tmp_pa
         assert "\n" not in str(error.value)
         holder.kill()
     open_once(tmp_path)
+    lost = work_directory.lost_run(tmp_path)
+    assert lost.startswith(f"the run before, process {holder.pid} on ")
+    assert "ended: without a word (killed?); it last wrote at 2" in lost
     open_once(tmp_path)  # and a run that ended leaves none either
+    assert not work_directory.lost_run(tmp_path)
+
+
+def test_a_run_that_a_signal_ended_before_a_step_has_left_why(tmp_path):
+    handled = "signals.handle_stop_signals(ends_process=True)"
+    holder = HOLDER.replace("import work", "import signals, work")
+    holder = holder.replace("with ", f"with {handled}, ")
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "locked\n"
+        process.terminate()
+    assert process.returncode == 143
+    open_once(tmp_path)
+    expected = "ended: stopped by SIGTERM before a step could be saved; it last wrote at 2"
+    assert expected in work_directory.lost_run(tmp_path)
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_a_killed_run(tmp_path):
