@@ -98,7 +98,7 @@ class Worker:
             "OMP_NUM_THREADS": str(THREADS),
             "MKL_NUM_THREADS": str(THREADS),
             "JAX_PLATFORMS": platform,
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",  # the workers share a GPU
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3",  # the workers share a GPU
             "PYTHONPATH": os.pathsep.join(
                 (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
             ),
