@@ -122,16 +122,19 @@ class Registry(dict[str, E], Generic[E]):
 class AdvantageEstimator(Entry):
     """An estimator; what it needs says how ppo/advantages.py calls its function.
 
-    With a critic: f(rewards_T, values_T, mask_T, gamma, lam, bootstrap_value) -> advantages_T,
-    returns_T. With groups: f(scores_B, n, **arguments) -> advantages_B, where the n samples of a
-    prompt are adjacent; with `reads_counts` also the argument counts_B, how many tokens of each
-    response the policy chose; with components scores_BxK, and also the argument weights, K numbers.
-    Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T; with `needs_greedy` also the
-    argument baseline. Without a critic, options in `algorithm` that are not among the arguments
-    have no effect.
+    With a critic: f(rewards_T, values_T, mask_T, bootstrap_value, **arguments) -> advantages_T,
+    returns_T; with `reads_turns` also the argument starts_T, where turns start. Its arguments lam
+    and turn_lam may be traced. With groups: f(scores_B, n, **arguments) -> advantages_B, where the
+    n samples of a prompt are adjacent; with `reads_counts` also the argument counts_B, how many
+    tokens of each response the policy chose; with components scores_BxK, and also the argument
+    weights, K numbers. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T; with
+    `needs_greedy` also the argument baseline. Without a critic, options in `algorithm` that are not
+    among the arguments have no effect.
 
     Attributes:
       needs_critic: it reads the values of a critic.
+      reads_turns: it tells the turns of a dialogue apart.
+      values_turns: only values of states in which turns start are read, and learned.
       needs_groups: it compares the responses to one prompt, of which there must be several.
       reads_counts: it reads the lengths of the responses.
       needs_components: it compares each of `reward.components`, not their sum.
@@ -140,6 +143,8 @@ class AdvantageEstimator(Entry):
     """
 
     needs_critic: bool = False
+    reads_turns: bool = False
+    values_turns: bool = False
     needs_groups: bool = False
     reads_counts: bool = False
     needs_components: bool = False
@@ -151,6 +156,8 @@ class AdvantageEstimator(Entry):
         """Yield what it needs, in words."""
         if self.needs_critic:
             yield "a critic"
+        if self.reads_turns:
+            yield "dialogues: a response without an environment is one turn"
         if self.needs_groups:
             yield "several responses per prompt"
         if self.needs_components:
@@ -172,6 +179,35 @@ ADVANTAGE_ESTIMATORS = Registry(
         needs_critic=True,
         whitens=True,
         arguments=(("gamma", "gamma"), ("lam", "lam")),
+    ),
+    AdvantageEstimator(
+        name="turn_gae",
+        path="jax_ppo.kernels.advantages:turn_gae",
+        summary="generalized advantage estimation over the turns of dialogues",
+        when="turns are long and differ in length, and what counts is which of them were good",
+        source="Li et al. 2025, arXiv 2512.17008",
+        other_names=("turn_level_gae", "turn_wise_gae"),
+        needs_critic=True,
+        reads_turns=True,
+        values_turns=True,
+        whitens=True,
+        arguments=(("gamma", "turn_gamma"), ("lam", "turn_lam")),
+    ),
+    AdvantageEstimator(
+        name="bi_level_gae",
+        path="jax_ppo.kernels.advantages:bi_level_gae",
+        summary="generalized advantage estimation over turns, and over tokens within each",
+        when="as turn_gae, and credit should also go to single tokens of a turn",
+        source="Wang et al. 2025, arXiv 2510.16907",
+        needs_critic=True,
+        reads_turns=True,
+        whitens=True,
+        arguments=(
+            ("gamma", "gamma"),
+            ("lam", "lam"),
+            ("turn_gamma", "turn_gamma"),
+            ("turn_lam", "turn_lam"),
+        ),
     ),
     AdvantageEstimator(
         name="grpo",

@@ -90,6 +90,8 @@ class Rollout:
         drawn. `None` if the engine does not count them.
       turn_rewards: the rewards of an environment, each at the last token of its turn, which is an
         action; `None` without an environment.
+      turn_starts: True on the first token of each turn, which is an action. An empty observation
+        leaves no other trace. `None` without an environment.
       routed_experts: the experts that each token of prompt and response, joined without a gap,
         passed through in each layer; the number of experts for tokens that were not run, such as
         the last one. `None` unless the sampling options request it.
@@ -106,6 +108,7 @@ class Rollout:
     action_mask: Bool[Array, "B T"]
     slot_steps: Int32[Array, " queues"] | None = None
     turn_rewards: Float32[Array, "B T"] | None = None
+    turn_starts: Bool[Array, "B T"] | None = None
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
 
@@ -120,6 +123,7 @@ class Sequences:
       lengths: number of response tokens, 1..T.
       truncated: True if the response was cut off at its maximum length.
       action_mask: as in `Rollout`; column t is the response's token t.
+      turn_starts: as in `Rollout`; `None` if a turn is what no other token interrupts.
       routed_experts: as in `Rollout`; column i is the token at position i.
       kept_tokens: as in `Rollout`; all log-probs, entropies and KLs are of the distributions over
         these tokens.
@@ -132,6 +136,7 @@ class Sequences:
     action_mask: Bool[Array, "B T"]
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
+    turn_starts: Bool[Array, "B T"] | None = None
 
 
 @pytree
@@ -196,6 +201,8 @@ class Experience:
       advantages: whitened if configured.
       returns: raw advantages + values, the critic's targets, normalized if its values are; `None`
         without a critic.
+      value_mask: the tokens of samples in the losses whose values the critic learns; `None` for all
+        that the policy chose.
       importance: weights of the policy loss for tokens sampled by another policy; `None` if all
         weights are 1.
       control: for the coming step.
@@ -209,6 +216,7 @@ class Experience:
     rewards: Float32[Array, "B T"]
     advantages: Float32[Array, "B T"]
     returns: Float32[Array, "B T"] | None
+    value_mask: Bool[Array, "B T"] | None
     importance: Float32[Array, "B T"] | None
     control: Control
 

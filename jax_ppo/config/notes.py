@@ -10,7 +10,12 @@ from jax_ppo.config.schema import (
     all_options,
     option_value,
 )
-from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
+from jax_ppo.registries import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    ROLLOUT_ENGINES,
+)
 
 
 def train_notes(config: Config) -> list[str]:
@@ -29,6 +34,7 @@ def train_notes(config: Config) -> list[str]:
         ),
         note_merged_adapters(config.rollout.engine, config.has_adapters),
         note_rows_taken_as_they_are(config.learns_from_files),
+        note_turns_without_environment(config),
     )
     ineffective = _note_ineffective_options(config)
     # A critic's run takes the configuration of the run that it is for.
@@ -146,6 +152,20 @@ def note_merged_adapters(engine: str, has_adapters: bool) -> str | None:
         return (
             f"config.rollout.engine={engine!r}: gets the adapters merged into the weights, which "
             "rounds small changes away in bfloat16; watch rollout/logprob_difference"
+        )
+    return None
+
+
+def note_turns_without_environment(config: Config) -> str | None:
+    """Return a note if an estimator tells turns apart and every response is one turn."""
+    estimator = config.algorithm.adv_estimator
+    environment = config.rollout.multi_turn.environment
+    reads_turns = ADVANTAGE_ESTIMATORS.lookup(estimator).reads_turns
+    if reads_turns and not environment and not config.learns_from_files:
+        return (
+            f"config.algorithm.adv_estimator={estimator!r}: every response is one turn without a "
+            "config.rollout.multi_turn.environment, so algorithm.turn_gamma and turn_lam do "
+            "nothing"
         )
     return None
 

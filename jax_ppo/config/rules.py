@@ -346,6 +346,13 @@ def require_responses_to_rank(config: Config) -> None:
             f"{setting}: there is no critic with config.algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator!r}; expected 'gae'"
         )
+    # The value of a whole response is that of its last token.
+    estimator = config.algorithm.adv_estimator
+    if rank_by == "critic" and ADVANTAGE_ESTIMATORS.lookup(estimator).values_turns:
+        raise UserError(
+            f"{setting}: with config.algorithm.adv_estimator={estimator!r} the critic learns "
+            "values only where turns start; expected 'gae' or 'bi_level_gae'"
+        )
     if rank_by == "reward_model" and not config.reward.model_path:
         raise UserError(f"{setting}: there is no reward model; set config.reward.model_path")
 

@@ -77,6 +77,12 @@ def loss_reads(name: str) -> Condition:
 # causes a note that it has no effect if a condition is not met.
 HAS_CRITIC = Requirement(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
     "there is no critic with config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}")
+VALUES_TOKENS = Requirement(
+    lambda c: not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).values_turns,
+    f"`algorithm.adv_estimator` is not "
+    f"{' or '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.values_turns))}",
+    "config.algorithm.adv_estimator={config.algorithm.adv_estimator!r} has a critic that learns "
+    "values only where turns start; leave it unset, or choose bi_level_gae")
 CRITIC_HAS_TRUNK = Requirement(lambda c: not c.critic.shared_trunk, "`critic.shared_trunk` is off",
     "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
     "config.critic.shared_trunk=False")
@@ -571,15 +577,22 @@ class Algorithm:
         choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True, read_by=MODELS)
     gamma: float = option(1.0, "discount per token",
         at_least=0, at_most=1, effective_when=(estimator_reads("gamma"),), read_by=MODELS)
-    lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
-    critic_lam: float | None = option(None, "lambda of the critic's returns; unset: lam",
+    lam: float = option(1.0, "GAE's lambda, per token",
+        at_least=0, at_most=1, effective_when=(estimator_reads("lam"),))
+    turn_gamma: float = option(1.0, "discount per turn of a dialogue",
+        at_least=0, at_most=1, effective_when=(estimator_reads("turn_gamma"),),
+        read_by=MODELS)
+    turn_lam: float = option(1.0, "GAE's lambda, per turn of a dialogue",
+        at_least=0, at_most=1, effective_when=(estimator_reads("turn_lam"),))
+    critic_lam: float | None = option(None,
+        "lambda of the critic's returns, per token and per turn; unset: lam and turn_lam",
         at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
     lam_length_alpha: float | None = option(None,
         "lambda of advantages is 1 - 1 / (this x response length), 0.05 in VAPO; unset: lam",
-        above=0, effective_when=(HAS_CRITIC,))
+        above=0, effective_when=(estimator_reads("lam"),))
     bootstrap_truncated: bool = option(False,
         "a response that was cut off ends with the critic's value, not with 0",
-        requires=(HAS_CRITIC,), effective_when=(LEARNS_TRUNCATED,))
+        requires=(HAS_CRITIC, VALUES_TOKENS), effective_when=(LEARNS_TRUNCATED,))
     mask_truncated: bool = option(False,
         "leave responses that were cut off out of the losses; their scores still count in "
         "baselines, whitened rewards and running moments")

@@ -2,7 +2,8 @@
 
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
-have `action_mask`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are used as they are.
+have `action_mask`, `turn_starts`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are
+used as they are.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ class ResponseRow:
       prompt_ids: int32 [length].
       response_ids: int32 [length], length at least 1.
       action_mask: bool [length], True on the tokens that the policy chose.
+      turn_starts: bool [length], True on the first of them in each turn.
       truncated: whether the response was cut off.
       reward: the reward of the whole response in the file; `None` if it is not read.
       turn_rewards: float32 [length], rewards within the response; `None` without any.
@@ -52,6 +54,7 @@ class ResponseRow:
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     action_mask: np.ndarray
+    turn_starts: np.ndarray
     truncated: bool
     reward: float | None
     turn_rewards: np.ndarray | None
@@ -100,6 +103,7 @@ class GivenResponses(PromptDataset):
                 row.prompt_ids,
                 row.response_ids,
                 row.action_mask,
+                row.turn_starts,
                 row.turn_rewards,
                 row.logprobs,
             )
@@ -111,12 +115,19 @@ class GivenResponses(PromptDataset):
     def _has_turn_rewards(self) -> bool:
         return any(row.turn_rewards is not None for row in self.rows)
 
+    @functools.cached_property
+    def _has_turns(self) -> bool:
+        return any(row.turn_starts.sum() > 1 for row in self.rows)
+
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Return the responses of a batch, on the host; unknown log-probs are NaN."""
         rows = [self.rows[index] for index in batch.indices]
         turn_rewards = None
         if self._has_turn_rewards:
             turn_rewards = self._pad([row.turn_rewards for row in rows], rows, 0.0)
+        turn_starts = None
+        if self._has_turns:
+            turn_starts = self._pad([row.turn_starts for row in rows], rows, False, bool)
         return Rollout(
             prompts=batch.prompts,
             responses=self._pad([row.response_ids for row in rows], rows, 0, np.int32),
@@ -125,6 +136,7 @@ class GivenResponses(PromptDataset):
             truncated=np.array([row.truncated for row in rows]),
             action_mask=self._pad([row.action_mask for row in rows], rows, False, bool),
             turn_rewards=turn_rewards,
+            turn_starts=turn_starts,
         )
 
     def rewards(self, batch: PromptBatch) -> np.ndarray:
@@ -215,6 +227,12 @@ class ResponseReader:
             raise UserError(obstacle)
         length = len(response_ids)
         action_mask = _numbers(row, "action_mask", length)
+        action_mask = np.ones(length, bool) if action_mask is None else action_mask != 0
+        turn_starts = _numbers(row, "turn_starts", length)
+        # Where nothing says so, a turn is what no other token interrupts.
+        starts = action_mask & ~np.append(False, action_mask[:-1])
+        if turn_starts is not None:
+            starts |= action_mask & (turn_starts != 0)
         turn_rewards = _numbers(row, "turn_rewards", length)
         logprobs = _numbers(row, "sampled_logprobs", length)
         reward = None
@@ -228,7 +246,8 @@ class ResponseReader:
             example=example,
             prompt_ids=prompt_ids,
             response_ids=response_ids,
-            action_mask=np.ones(length, bool) if action_mask is None else action_mask != 0,
+            action_mask=action_mask,
+            turn_starts=starts,
             truncated=_truth(row.get("truncated"), "truncated"),
             reward=reward,
             turn_rewards=turn_rewards,

@@ -1,4 +1,4 @@
-"""Advantages and returns, from a critic (per token) or from a group of samples (per sample)."""
+"""Advantages and returns, from a critic (per token or turn) or from a group (per sample)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def gae(
     rewards_T: Shaped[Array, " T"],
     values_T: Shaped[Array, " T"],
     mask_T: Shaped[Array, " T"],
-    gamma: float | Float[Array, ""],
+    gamma: float | Float[Array, ""] | Shaped[Array, " T"],
     lam: float | Float[Array, ""],
     bootstrap_value: float | Float[Array, ""] = 0.0,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
@@ -32,7 +32,8 @@ def gae(
         such as a tool's output, whose rewards and values may hold anything. t + 1 means the next
         token with mask 1: estimates pass over a hole, which costs no factor of gamma or lam. A
         reward where mask is 0 is ignored, so place what a tool's output earned on the token before.
-      gamma: discount per chosen token, in [0, 1].
+      gamma: discount per chosen token, in [0, 1]; an array has that between each token and the
+        next, and where it is 0 an episode ends.
       lam: in [0, 1].
       bootstrap_value: V after the last token with mask 1, wherever in the row that is; 0 for a
         response that ended.
@@ -53,13 +54,16 @@ def gae(
     rewards_T = zero_outside(rewards_T, mask_T)
     values_T = zero_outside(values_T, mask_T)
 
+    dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
+    gamma_T = jnp.broadcast_to(jnp.asarray(gamma, dtype), rewards_T.shape)
+
     def step_back(
-        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
+        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         next_advantage, next_value = carry
-        reward, value, chosen = token
-        delta = reward + gamma * next_value - value
-        advantage = delta + gamma * lam * next_advantage
+        reward, value, discount, chosen = token
+        delta = reward + discount * next_value - value
+        advantage = delta + discount * lam * next_advantage
         # A masked position passes its carry on, so that each token sees the next token that the
         # policy chose, and the last of them the bootstrap value.
         carry = (
@@ -68,13 +72,116 @@ def gae(
         )
         return carry, jnp.where(chosen, advantage, 0.0)
 
-    dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
     # After the last token there is no advantage, only the value of the final state.
     end = (jnp.zeros((), dtype), jnp.asarray(bootstrap_value, dtype))
     _, advantages_T = jax.lax.scan(
-        step_back, end, (rewards_T, values_T, mask_T.astype(bool)), reverse=True
+        step_back, end, (rewards_T, values_T, gamma_T, mask_T.astype(bool)), reverse=True
     )
     return advantages_T, advantages_T + values_T
+
+
+def turn_gae(
+    rewards_T: Shaped[Array, " T"],
+    values_T: Shaped[Array, " T"],
+    mask_T: Shaped[Array, " T"],
+    starts_T: Shaped[Array, " T"],
+    gamma: float | Float[Array, ""],
+    lam: float | Float[Array, ""],
+    bootstrap_value: float | Float[Array, ""] = 0.0,
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """Compute advantages and returns of the turns of one response.
+
+    `gae` whose steps are turns k: R_k is the sum of a turn's rewards, and V_k the value of the
+    state in which it begins, before its first token.
+
+        delta_k = R_k + gamma V_{k+1} - V_k
+        A_k     = delta_k + gamma lam A_{k+1}
+
+    Turn-PPO (Li et al. 2025, arXiv 2512.17008). Each token of a turn has its advantage: log pi of a
+    turn is the sum over its tokens. Unbiased under the conditions of `gae`, however long the turns
+    are: lam^k counts turns. Only values V_k are read, so only these are the critic's to learn, as
+    in VAGEN's `turn_level_gae`. A turn has one advantage: tokens of it are not told apart.
+
+    Args:
+      rewards_T: as for `gae`; gamma discounts none within a turn.
+      values_T: as for `gae`; read where `starts_T` is 1.
+      mask_T: as for `gae`.
+      starts_T: 1 on the first token of each turn. The tokens that the policy chose from one start
+        to the next are a turn, also if nothing stands between the two.
+      gamma: discount per turn, in [0, 1].
+      lam: in [0, 1], per turn.
+      bootstrap_value: V after the last turn.
+
+    Returns:
+      (advantages_T, returns_T), as for `gae`; returns are 0 where `starts_T` is 0.
+    """
+    starts_T = starts_T.astype(bool) & mask_T.astype(bool)
+    earned_T = reward_to_go(rewards_T, mask_T, ~_ends_of_turns(mask_T, starts_T))
+    advantages_T, returns_T = gae(earned_T, values_T, starts_T, gamma, lam, bootstrap_value)
+    return jnp.where(mask_T, _spread_over_turns(advantages_T, starts_T), 0.0), returns_T
+
+
+def bi_level_gae(
+    rewards_T: Shaped[Array, " T"],
+    values_T: Shaped[Array, " T"],
+    mask_T: Shaped[Array, " T"],
+    starts_T: Shaped[Array, " T"],
+    gamma: float | Float[Array, ""],
+    lam: float | Float[Array, ""],
+    turn_gamma: float | Float[Array, ""],
+    turn_lam: float | Float[Array, ""],
+    bootstrap_value: float | Float[Array, ""] = 0.0,
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """Compute advantages and returns of tokens by `gae` within turns, and over turns between them.
+
+    Let A_k and V_k be those of `turn_gae`, with turn_gamma and turn_lam. Within turn k of tokens
+    i = 0 .. n the recursion is that of `gae`, with gamma and lam, and it ends with what follows:
+
+        delta_n = r_n + turn_gamma (V_{k+1} + turn_lam A_{k+1}) - V_{k,n},    A_{k,n} = delta_n
+
+    VAGEN (Wang et al. 2025, arXiv 2510.16907, Bi-Level GAE), whose reward of a turn stands on its
+    last token. With all four at 1 this is `gae`; with gamma = lam = 1 the first token of a turn has
+    the advantage of `turn_gae`. Credit from later turns decays by the turns between and by the
+    tokens to the end of its own turn, not by the tokens of other turns. Unbiased under the
+    conditions of `gae` if gamma is 1; otherwise values of turns and of tokens are discounted
+    differently.
+
+    Args:
+      rewards_T: as for `gae`.
+      values_T: as for `gae`.
+      mask_T: as for `gae`.
+      starts_T: as for `turn_gae`.
+      gamma: discount per token within a turn, in [0, 1].
+      lam: in [0, 1], per token within a turn.
+      turn_gamma: discount per turn, in [0, 1].
+      turn_lam: in [0, 1], per turn.
+      bootstrap_value: V after the last turn.
+
+    Returns:
+      (advantages_T, returns_T), as for `gae`.
+    """
+    starts_T = starts_T.astype(bool) & mask_T.astype(bool)
+    ends_T = _ends_of_turns(mask_T, starts_T)
+    earned_T = reward_to_go(rewards_T, mask_T, ~ends_T)
+    _, returns_T = gae(earned_T, values_T, starts_T, turn_gamma, turn_lam, bootstrap_value)
+    # What a turn returns besides its own rewards: turn_gamma (V_{k+1} + turn_lam A_{k+1}).
+    later_T = _spread_over_turns(returns_T - jnp.where(starts_T, earned_T, 0.0), starts_T)
+    rewards_T = zero_outside(rewards_T, mask_T) + jnp.where(ends_T, later_T, 0.0)
+    return gae(rewards_T, values_T, mask_T, gamma * ~ends_T, lam)
+
+
+def _ends_of_turns(mask_T: jax.Array, starts_T: jax.Array) -> jax.Array:
+    """Return where the last chosen token of each turn is."""
+    mask_T = mask_T.astype(bool)
+    turns_T = jnp.cumsum(starts_T)
+    # The turn of the next chosen token; after the last one there is none.
+    following_T = jax.lax.cummin(jnp.where(mask_T, turns_T, len(turns_T) + 1), reverse=True)
+    return mask_T & (turns_T < jnp.append(following_T[1:], len(turns_T) + 1))
+
+
+def _spread_over_turns(x_T: jax.Array, starts_T: jax.Array) -> jax.Array:
+    """Return at each token what stands at the last start up to it; anything before the first."""
+    return x_T[jax.lax.cummax(jnp.where(starts_T, jnp.arange(len(x_T)), 0))]
 
 
 def length_adaptive_lam(
@@ -101,7 +208,9 @@ def length_adaptive_lam(
 
 
 def reward_to_go(
-    rewards_T: Shaped[Array, " T"], mask_T: Shaped[Array, " T"], gamma: float | Float[Array, ""]
+    rewards_T: Shaped[Array, " T"],
+    mask_T: Shaped[Array, " T"],
+    gamma: float | Float[Array, ""] | Shaped[Array, " T"],
 ) -> Float[Array, " T"]:
     """Return G_t = sum_k gamma^k r_{t+k} to the end of the response.
 
@@ -111,7 +220,7 @@ def reward_to_go(
     Args:
       rewards_T: the reward for emitting token t.
       mask_T: 1 on the tokens that the policy chose, as in `gae`: k counts these alone.
-      gamma: discount per chosen token, in [0, 1].
+      gamma: as for `gae`.
 
     Returns:
       float32 [T], 0 where mask is 0.

@@ -10,6 +10,7 @@ from jax_ppo.kernels.masked import (
     masked_mean,
     masked_min,
     masked_variance,
+    starts_of_turns,
     zero_outside,
 )
 from jax_ppo.registries import IMPORTANCE_WEIGHTS
@@ -107,8 +108,7 @@ def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
 
     Biased like that of a token, by the preceding turns, with a variance between the two others.
     """
-    mask = mask.astype(bool)
-    starts = mask & ~jnp.pad(mask, [*[(0, 0)] * (mask.ndim - 1), (1, 0)])[..., :-1]
+    starts = starts_of_turns(mask)
     # Tokens between turns have the number of the turn before, and log-ratios of 0.
     turns = jnp.cumsum(starts, axis=-1)
     length = mask.shape[-1]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 Axis = int | tuple[int, ...] | None
 
@@ -25,6 +25,16 @@ def zero_outside(
     """
     assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
     return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)
+
+
+def starts_of_turns(mask_T: Shaped[Array, " *shape"]) -> Bool[Array, " *shape"]:
+    """Return where, along the last axis, a run of chosen tokens begins: the start of each turn.
+
+    Two turns with nothing between them are one run.
+    """
+    mask_T = mask_T.astype(bool)
+    before_T = jnp.pad(mask_T, [*[(0, 0)] * (mask_T.ndim - 1), (1, 0)])[..., :-1]
+    return mask_T & ~before_T
 
 
 def masked_sum(

@@ -44,10 +44,10 @@ def estimate_advantages(
     if options.has_critic:
         values, final_values = critic_values(options, sequences, outputs, return_moments)
         advantages, returns = generalized_advantages(
-            options.algorithm, token_rewards, values, final_values, masks.actions
+            options.algorithm, token_rewards, values, final_values, masks
         )
         estimates = Estimates(advantages=advantages, returns=returns)
-        metrics = critic_metrics(values, returns, masks.loss)
+        metrics = critic_metrics(values, returns, masks.values)
     else:
         advantages, metrics = critic_free_advantages(
             options, token_rewards, masks.actions, extra_scores
@@ -93,28 +93,42 @@ def generalized_advantages(
     token_rewards: Tokens,
     values: Tokens,
     final_values: Float32[Array, " B"],
-    actions: Mask,
+    masks: Masks,
 ) -> tuple[Tokens, Tokens]:
-    """Return advantages and returns by GAE; the returns may have another lambda.
+    """Return advantages and returns by GAE; the returns may have other lambdas.
 
-    Steps are actions: tokens that the policy did not choose neither discount nor end an episode.
+    Steps are actions or turns: tokens that the policy did not choose neither discount nor end an
+    episode.
     """
-    samples = len(actions)
-    # Lambda and the final value differ from sample to sample.
-    gae: Callable[..., tuple[jax.Array, jax.Array]]
-    gae = jax.vmap(
-        ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].function, in_axes=(0, 0, 0, None, 0, 0)
-    )
-    lam = jnp.full(samples, algorithm.lam)
-    if algorithm.lam_length_alpha is not None:
-        lam = length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
-    advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
+    entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    arguments = entry.read_arguments(algorithm)
+    arrays = {
+        "rewards_T": token_rewards,
+        "values_T": values,
+        "mask_T": masks.actions,
+        "bootstrap_value": final_values,
+    }
+    if entry.reads_turns:
+        arrays["starts_T"] = masks.starts
+    # Lambdas may differ from sample to sample.
+    lams: dict[str, jax.Array] = {}
+    for name in ("lam", "turn_lam"):
+        if name in arguments:
+            lams[name] = jnp.full(len(values), arguments.pop(name))
 
-    # Decoupled GAE: the critic's targets with another lambda.
-    if (algorithm.critic_lam, algorithm.lam_length_alpha) != (None, None):
-        critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
-        lam = jnp.full(samples, critic_lam)
-        _, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
+    def gae(lams: dict[str, jax.Array]) -> tuple[Tokens, Tokens]:
+        return jax.vmap(lambda sample: entry.function(**sample, **arguments))(arrays | lams)
+
+    actor_lams = critic_lams = lams
+    if algorithm.lam_length_alpha is not None and entry.reads("lam"):
+        lam = length_adaptive_lam(masks.actions.sum(1), algorithm.lam_length_alpha)
+        actor_lams = lams | {"lam": lam}
+    if algorithm.critic_lam is not None:
+        critic_lams = dict.fromkeys(lams, jnp.full(len(values), algorithm.critic_lam))
+    advantages, returns = gae(actor_lams)
+    if critic_lams is not actor_lams:
+        # Decoupled GAE: the critic's targets with another lambda.
+        _, returns = gae(critic_lams)
     return advantages, returns
 
 
@@ -226,6 +240,7 @@ def normalize_returns(
     assert moments is not None, "the moments of returns start with the first step's control"
     assert estimates.returns is not None, "only a critic has returns to normalize"
     # Moments that already include these returns: the first step has no others.
-    updated = running_moments.update_moments(moments, estimates.returns, masks.loss)
+    updated = running_moments.update_moments(moments, estimates.returns, masks.values)
     normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)
-    return estimates._replace(returns=masked.zero_outside(normalized, masks.actions)), updated
+    learned = masks.actions if masks.values is masks.loss else masks.values
+    return estimates._replace(returns=masked.zero_outside(normalized, learned)), updated

@@ -18,7 +18,7 @@ from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Metrics, Tokens
-from jax_ppo.registries import KL_CONTROLLERS
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_CONTROLLERS
 from jax_ppo.types import Control, Experience, Sequences
 
 
@@ -111,6 +111,7 @@ def estimate_experience(
         rewards=masked.zero_outside(token_rewards, masks.actions),
         advantages=estimates.advantages,
         returns=estimates.returns,
+        value_mask=None if masks.values is masks.loss else masks.values,
         importance=weights,
         control=next_control(
             algorithm.kl_ctrl,
@@ -138,7 +139,18 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
     samples = jnp.ones_like(sequences.truncated)
     if algorithm.mask_truncated:
         samples = ~sequences.truncated
-    return Masks(actions=actions, samples=samples, loss=actions & samples[:, None])
+    loss = actions & samples[:, None]
+    starts = sequences.turn_starts
+    if starts is None:
+        starts = masked.starts_of_turns(actions)
+    values_turns = ADVANTAGE_ESTIMATORS.lookup(algorithm.adv_estimator).values_turns
+    return Masks(
+        actions=actions,
+        samples=samples,
+        loss=loss,
+        starts=starts,
+        values=loss & starts if values_turns else loss,
+    )
 
 
 def weight_by_importance(

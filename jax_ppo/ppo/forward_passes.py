@@ -154,6 +154,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         action_mask=rollout.action_mask,
         routed_experts=routed_experts,
         kept_tokens=rollout.kept_tokens,
+        turn_starts=rollout.turn_starts,
     )
 
 

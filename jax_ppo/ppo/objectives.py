@@ -154,19 +154,33 @@ class RolloutObjective:
 
         They are fixed by the whole mini-batch, whatever its split.
         """
-        counts_B = count_learned_tokens(self.experience, batch)
+        return self.weigh_tokens(batch)
+
+    def weigh_tokens(
+        self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float32[Array, " B"], ...]:
+        """Return what `weigh` returns, of the tokens of a mask; `None` for all action tokens."""
+        counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         loss_B = losses.loss_weights(counts_B, self.options.aggregation, self.options.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
         sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
         return loss_B, mean_B, sequence_B
 
-    def token_weights(self, rows: Rows, weights: tuple[Float32[Array, " B"], ...]) -> Weights:
-        """Return what `weigh` returned for samples at each token of some rows."""
+    def token_weights(
+        self,
+        rows: Rows,
+        weights: tuple[Float32[Array, " B"], ...],
+        mask_BxT: Bool[Array, "B T"] | None = None,
+    ) -> Weights:
+        """Return what `weigh_tokens` returned for samples at each token of some rows."""
         loss_B, mean_B, sequence_B, *_ = weights
+        mask = rows.mask
+        if mask_BxT is not None:
+            mask &= mask_BxT[rows.samples, rows.steps]
         own_share = packing.sequence_weights(self.sequences, rows)
         return Weights(
-            loss=jnp.where(rows.mask, loss_B[rows.samples], 0),
-            mean=jnp.where(rows.mask, mean_B[rows.samples], 0),
+            loss=jnp.where(mask, loss_B[rows.samples], 0),
+            mean=jnp.where(mask, mean_B[rows.samples], 0),
             sequence=own_share * sequence_B[rows.samples],
         )
 
@@ -185,26 +199,37 @@ class ActorObjective(RolloutObjective):
     reference_policy: tuple[Transformer, Params] | None = None
     teacher: tuple[Transformer, Params] | None = None
 
-    def weigh(self, batch: MiniBatches) -> tuple[jax.Array, ...]:
-        """Return the weights of samples, and the tokens that the policy loss selects, if any."""
+    def weigh(self, batch: MiniBatches) -> tuple[Any, ...]:
+        """Return the weights of samples, tokens that the policy loss selects, and for the values.
+
+        The last is what `weigh_tokens` returns for a critic that shares the trunk. Either is `None`
+        if there is none.
+        """
+        return (*super().weigh(batch), self._select_tokens(batch), self._weigh_values(batch))
+
+    def _weigh_values(self, batch: MiniBatches) -> tuple[jax.Array, ...] | None:
+        if self.options.shared_critic is None:
+            return None
+        return self.weigh_tokens(batch, self.experience.value_mask)
+
+    def _select_tokens(self, batch: MiniBatches) -> Bool[Array, "B T"] | None:
         entry = POLICY_LOSSES.lookup(self.options.actor.policy_loss)
-        weights = super().weigh(batch)
         if not entry.selection:
-            return weights
+            return None
         experience = self.experience
         learned_B = count_learned_tokens(experience, batch) > 0
         # Each mini-batch has its own random choice, which depends on its members alone.
         tokens = jnp.where(learned_B[:, None], experience.sequences.tokens, 0)
-        selected_BxT = import_function(entry.selection)(
+        selected_BxT: jax.Array = import_function(entry.selection)(
             experience.old_logprobs,
             experience.advantages,
             experience.action_mask & learned_B[:, None],
             jax.random.fold_in(jax.random.key(0), jnp.sum(tokens, dtype=jnp.uint32)),
             **read_options(self.options.actor, entry.selection_arguments),
         )
-        return (*weights, selected_BxT)
+        return selected_BxT
 
-    def loss(self, params: Params, rows: Rows, weights: tuple[jax.Array, ...]) -> LossAndMetrics:
+    def loss(self, params: Params, rows: Rows, weights: tuple[Any, ...]) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics.
 
         Args:
@@ -214,7 +239,8 @@ class ActorObjective(RolloutObjective):
         """
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        token_weights = self.token_weights(rows, weights)
+        *own_weights, selected_BxT, value_weights = weights
+        token_weights = self.token_weights(rows, tuple(own_weights))
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.reference)
         hidden, router_loss = forward.run_decoder(
@@ -230,7 +256,7 @@ class ActorObjective(RolloutObjective):
         if not actor.entropy_coeff:
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy = jax.lax.stop_gradient(entropy)
-        batch = policy_batch(logprobs, rows, experience, options.is_on_policy, *weights[3:])
+        batch = policy_batch(logprobs, rows, experience, options.is_on_policy, selected_BxT)
         policy, plugin_metrics = compute_policy_loss(actor, batch)
         # Weights for tokens that an older policy or another program sampled.
         importance: int | jax.Array = 1
@@ -255,7 +281,11 @@ class ActorObjective(RolloutObjective):
         if options.shared_critic is None:
             return result
         value_part, critic_metrics = weighted_value_loss(
-            options.shared_critic, compute_scalars(params, hidden), rows, experience, token_weights
+            options.shared_critic,
+            compute_scalars(params, hidden),
+            rows,
+            experience,
+            self.token_weights(rows, value_weights, experience.value_mask),
         )
         return result[0] + value_part, result[1] | critic_metrics
 
@@ -312,13 +342,17 @@ class CriticObjective(RolloutObjective):
 
     options: CriticOptions
 
+    def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
+        """Return the weights of samples; see `RolloutObjective.weigh`."""
+        return self.weigh_tokens(batch, self.experience.value_mask)
+
     def loss(
         self, params: Params, rows: Rows, weights: tuple[Float32[Array, " B"], ...]
     ) -> LossAndMetrics:
         """Return the share of a mini-batch's loss, and metrics; arguments as for the actor."""
         critic = self.options.critic
         coef = critic.router_aux_loss_coef
-        token_weights = self.token_weights(rows, weights)
+        token_weights = self.token_weights(rows, weights, self.experience.value_mask)
         params = full_parameters(self.net, params, self.reference)
         hidden, router_loss = forward.run_decoder(self.net, params, rows, with_router_loss=coef > 0)
         values = compute_scalars(params, hidden)
@@ -326,13 +360,19 @@ class CriticObjective(RolloutObjective):
         return _add_router_loss(result, "critic", coef, router_loss, token_weights)
 
 
-def count_learned_tokens(experience: Experience, batch: MiniBatches) -> Int32[Array, " B"]:
-    """Return the number of action tokens of each sample that a mini-batch learns from.
+def count_learned_tokens(
+    experience: Experience, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
+) -> Int32[Array, " B"]:
+    """Return the number of tokens of each sample that a mini-batch learns from.
+
+    They are those of the mask, or all action tokens.
 
     Samples outside the mini-batch, or excluded by the sample mask, have 0.
     """
+    if mask_BxT is None:
+        mask_BxT = experience.action_mask
     learned_B = batch.members & experience.sample_mask
-    return jnp.where(learned_B, experience.action_mask.sum(1), 0)
+    return jnp.where(learned_B, mask_BxT.sum(1), 0)
 
 
 def needs_reference_pass(options: Actor) -> bool:

@@ -73,11 +73,15 @@ class Masks(NamedTuple):
       actions: the response tokens that the policy chose.
       samples: False for samples that are excluded from all losses.
       loss: the action tokens of the samples that are not excluded.
+      starts: the first action token of each turn.
+      values: those of the tokens in `loss` whose values the critic learns.
     """
 
     actions: Mask
     samples: Bool[Array, " B"]
     loss: Mask
+    starts: Mask
+    values: Mask
 
 
 class Estimates(NamedTuple):

@@ -79,8 +79,10 @@ class RunSamples:
         """Return what the page shows, the newest group first; `options` are the run's."""
         algorithm = options["algorithm"]
         table: list[list[str]] = []
-        # Normalized values are in another unit than rewards.
-        if self._newest is not None and not options["critic"].get("normalize_values"):
+        # The table is of GAE. Normalized values are in another unit than rewards.
+        is_gae = algorithm["adv_estimator"] == "gae"
+        is_normalized = options["critic"].get("normalize_values")
+        if self._newest is not None and is_gae and not is_normalized:
             rows = lambda_table.compare_lambdas(self._newest, algorithm["lam"], algorithm["gamma"])
             table = lambda_table.format_rows(rows)
         return {

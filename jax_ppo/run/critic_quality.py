@@ -75,8 +75,7 @@ def predict_returns(
     values = in_units_of_reward(outputs.values, state.control)
     algorithm = dataclasses.replace(
         options.experience.algorithm,
-        lam=1.0,
-        critic_lam=None,
+        critic_lam=1.0,
         lam_length_alpha=None,
         bootstrap_truncated=False,
         whiten_rewards=False,
@@ -98,11 +97,9 @@ def predict_returns(
         rule_rewards.steps,
     )
     assert experience.returns is not None, "there is a critic"
+    learned = sequences.action_mask if experience.value_mask is None else experience.value_mask
     return collect_predictions(
-        *(
-            placement.to_host(x)[:num_real]
-            for x in (values, experience.returns, sequences.action_mask)
-        )
+        *(placement.to_host(x)[:num_real] for x in (values, experience.returns, learned))
     )
 
 

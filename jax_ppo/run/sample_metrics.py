@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.kernels.masked import starts_of_turns
 from jax_ppo.types import Rollout
 
 _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
@@ -61,10 +62,11 @@ def measure_sampling(
 def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, jax.Array]:
     """Return the metrics of dialogues."""
     actions_BxT = rollout.action_mask
-    # A turn that is answered by an empty observation continues in the next.
-    is_last_BxT = actions_BxT & ~jnp.pad(actions_BxT, ((0, 0), (0, 1)))[:, 1:]
+    starts_BxT = rollout.turn_starts
+    if starts_BxT is None:
+        starts_BxT = starts_of_turns(actions_BxT)
     return {
-        "rollout/turns": is_last_BxT.sum(1).mean(),
+        "rollout/turns": starts_BxT.sum(1).mean(),
         "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
         "reward/turns": turn_rewards_BxT.sum(1).mean(),
     }

@@ -125,9 +125,11 @@ def describe_samples(
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)
     truncated = placement.to_host(rollout.truncated)
-    action_mask = None
+    masks: dict[str, np.ndarray] = {}
     if rollout.turn_rewards is not None:
-        action_mask = placement.to_host(rollout.action_mask)
+        masks["action_mask"] = placement.to_host(rollout.action_mask)
+    if rollout.turn_starts is not None:
+        masks["turn_starts"] = placement.to_host(rollout.turn_starts)
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):
@@ -151,9 +153,9 @@ def describe_samples(
                 "tokens": decode_tokens(tokenizer, last_id, response_ids),
             }
         )
-        if action_mask is not None:
-            # 0 at the tokens of observations.
-            records[-1]["action_mask"] = action_mask[row, : lengths[row]].astype(int).tolist()
+        # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn.
+        for name, mask in masks.items():
+            records[-1][name] = mask[row, : lengths[row]].astype(int).tolist()
     return records
 
 

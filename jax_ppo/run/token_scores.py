@@ -211,9 +211,10 @@ def _estimate(
     options = run.step_options
     lengths = np.array([len(row.response_ids) for row in rows], np.int32)
     width = int(lengths.max())
-    actions = np.zeros((len(rows), width), bool)
-    for target, row in zip(actions, rows, strict=True):
-        target[: len(row.action_mask)] = row.action_mask
+    actions, starts = np.zeros((2, len(rows), width), bool)
+    for row, *masks in zip(rows, actions, starts, strict=True):
+        for target, mask in zip(masks, (row.action_mask, row.turn_starts), strict=True):
+            target[: len(mask)] = mask
     outputs: dict[str, Any] = {
         name.removeprefix("outputs/"): x if x.ndim == 1 else x[:, :width]
         for name, x in found.items()
@@ -246,6 +247,7 @@ def _estimate(
             lengths=place(lengths[order]),
             truncated=place(np.array([rows[number].truncated for number in order])),
             action_mask=place(actions[order]),
+            turn_starts=place(starts[order]),
         )
         steps = found.get("steps")
         experience, _ = estimate_experience(
@@ -298,8 +300,8 @@ def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarr
 def _compare_lambdas(
     algorithm: Algorithm, rows: Sequence[ResponseRow], scores: Scores
 ) -> list[dict[str, Any]]:
-    """Return the table of lambda and gamma; empty without a critic."""
-    if scores.values is None:
+    """Return the table of lambda and gamma; empty without values, or with another than GAE."""
+    if scores.values is None or algorithm.adv_estimator != "gae":
         return []
     tokens = lambda_table.collect_tokens(
         {

@@ -94,7 +94,10 @@ def generate_responses(
     )
     if state.dialogues is not None:
         rollout = dataclasses.replace(
-            rollout, action_mask=state.dialogues.is_action, turn_rewards=state.dialogues.rewards
+            rollout,
+            action_mask=state.dialogues.is_action,
+            turn_rewards=state.dialogues.rewards,
+            turn_starts=state.dialogues.starts,
         )
     if state.routing is not None:
         rollout = dataclasses.replace(rollout, routed_experts=state.routing.sequences)

@@ -39,6 +39,7 @@ def start_dialogues(
         turn_start=jnp.zeros(N, jnp.int32),
         waits=jnp.zeros(N, bool),
         is_action=jnp.zeros((N, T), bool),
+        starts=jnp.zeros((N, T), bool),
         rewards=jnp.zeros((N, T)),
     )
 
@@ -102,6 +103,9 @@ def end_turns(
             waits=dialogues.waits.at[written_B].set(ended_B & ~is_observed_B, mode="drop"),
             is_action=dialogues.is_action.at[written_B, before.drawn].set(
                 ~is_observed_B, mode="drop"
+            ),
+            starts=dialogues.starts.at[written_B, before.drawn].set(
+                before.drawn == dialogues.turn_start[sample_B], mode="drop"
             ),
         ),
     )

@@ -67,6 +67,7 @@ class Dialogues(NamedTuple):
       turn_start: int32 [N], the column of the response in which the current turn starts.
       waits: bool [N], whether the turn has ended and is not answered yet.
       is_action: bool [N, T], the response tokens that the policy chose.
+      starts: bool [N, T], the first token of each turn.
       rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
     """
 
@@ -75,6 +76,7 @@ class Dialogues(NamedTuple):
     turn_start: jax.Array
     waits: jax.Array
     is_action: jax.Array
+    starts: jax.Array
     rewards: jax.Array
 
 

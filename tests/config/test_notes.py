@@ -31,6 +31,16 @@ def test_what_may_not_be_meant_is_noted():
     assert "critic_lam" not in noted
 
 
+def test_turns_are_noted_where_no_environment_divides_responses():
+    turns = {"algorithm__adv_estimator": "turn_gae", "algorithm__turn_lam": 0.9}
+    (noted,) = notes.train_notes(tiny.config(**turns))
+    assert "adv_estimator='turn_gae': every response is one turn" in noted
+    environment = {"rollout__multi_turn__environment": "jax_ppo.environments.calculator:Calculator"}
+    assert notes.train_notes(tiny.config(**turns, **environment)) == []
+    (noted,) = notes.train_notes(tiny.config(algorithm__turn_gamma=0.9))
+    assert "turn_gamma=0.9 has no effect" in noted
+
+
 def test_an_option_of_normalized_rewards_is_noted_where_none_are():
     shift = {"reward__normalize_shift": False}
     assert "normalize_shift=False" in " ".join(notes.train_notes(tiny.config(**shift)))

@@ -33,11 +33,15 @@ def test_types_and_defaults_are_the_fields():
             r"normalize_values=True: there is no critic with .*rloo",
         ),
         ({"algorithm__bootstrap_truncated": True}, r"bootstrap_truncated=True: there is no critic"),
+        (
+            {"algorithm__adv_estimator": "turn_gae", "algorithm__bootstrap_truncated": True},
+            r"bootstrap_truncated=True: .*'turn_gae' has a critic that learns values only where",
+        ),
     ],
 )
 def test_requirements_name_the_option_and_what_is_missing(changes, message):
     with pytest.raises(UserError, match=message):
-        tiny.config(algorithm__adv_estimator="rloo", rollout__n=2, **changes)
+        tiny.config(**{"algorithm__adv_estimator": "rloo", "rollout__n": 2} | changes)
 
 
 def test_an_option_of_another_command_is_noted_instead_of_required():

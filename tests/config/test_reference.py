@@ -29,7 +29,8 @@ def test_a_row_states_every_fact():
     page = reference.options_markdown().splitlines()
     row = next(row for row in page if row.startswith("| `trainer.critic_warmup`"))
     assert "| `0` | int (steps), at least 0 |" in row
-    assert "**Needs**: `algorithm.adv_estimator` is gae and `critic.shared_trunk` is off." in row
+    needs = "`algorithm.adv_estimator` is gae or turn_gae or bi_level_gae"
+    assert f"**Needs**: {needs} and `critic.shared_trunk` is off." in row
     assert row.endswith("Read by `train`. |")
     section = page[page.index("## `rollout.mesh`") + 2]
     assert section == "Read by `train`, `critic` and `evaluate`."

@@ -49,10 +49,17 @@ def test_tokens_are_used_as_they_are(tmp_path, letters):
     }
     row = read_line(logged, tmp_path, letters, reward_key="score")
     assert row.response_ids.tolist() == [3, 4, 5] and row.truncated
-    assert row.action_mask.tolist() == [True, False, True]
+    assert row.action_mask.tolist() == row.turn_starts.tolist() == [True, False, True]
     # The logged score contains the rewards of turns.
     assert row.reward == 0.25 and row.turn_rewards.tolist() == [0.5, 0, 0.25]
     assert row.example.ground_truth == "4" and row.example.prompt == "ab"
+
+
+def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
+    logged = SAMPLED | {"response_ids": [3, 4, 5, 6], "action_mask": [1, 1, 0, 1]}
+    assert read_line(logged, tmp_path, letters).turn_starts.tolist() == [True, False, False, True]
+    row = read_line(logged | {"turn_starts": [1, 1, 1, 0]}, tmp_path, letters)
+    assert row.turn_starts.tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

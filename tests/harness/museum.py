@@ -1181,8 +1181,8 @@ ADVANTAGES = [
         holds="r_t is the reward for emitting token t",
         test="tests/kernels/test_advantages.py::test_by_hand",
         where="gae",
-        old="(rewards_T, values_T, mask_T.astype(bool))",
-        new="(jnp.roll(rewards_T, 1), values_T, mask_T.astype(bool))",
+        old="(rewards_T, values_T, gamma_T, mask_T.astype(bool))",
+        new="(jnp.roll(rewards_T, 1), values_T, gamma_T, mask_T.astype(bool))",
     ),
     Exhibit(
         name="returns_without_advantages",
@@ -1199,14 +1199,10 @@ ADVANTAGES = [
         holds="returns are computed before whitening",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="generalized_advantages",
-        old=(
-            "advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, "
-            "final_values)"
-        ),
+        old="advantages, returns = gae(actor_lams)",
         new=(
-            "advantages, _ = gae(token_rewards, values, actions, algorithm.gamma, lam, "
-            "final_values)\n"
-            "returns = masked.whiten(advantages, actions) + values"
+            "advantages, _ = gae(actor_lams)\n"
+            "returns = masked.whiten(advantages, masks.actions) + values"
         ),
     ),
     Exhibit(
@@ -1402,11 +1398,11 @@ UPDATES = [
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
-            "return Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
+            "return Weights(loss=jnp.where(mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(mask, mean_B[rows.samples], 0), "
             "sequence=own_share * sequence_B[rows.samples])"
         ),
-        new="return Weights(*[rows.mask / rows.mask.sum()] * 2)",
+        new="return Weights(*[mask / mask.sum()] * 3)",
     ),
     Exhibit(
         name="a_mean_over_each_devices_tokens",
@@ -1418,13 +1414,12 @@ UPDATES = [
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
-            "return Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0), "
+            "return Weights(loss=jnp.where(mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(mask, mean_B[rows.samples], 0), "
             "sequence=own_share * sequence_B[rows.samples])"
         ),
         new=(
-            "return Weights(*[rows.mask / jnp.maximum("
-            "rows.mask.sum(1, keepdims=True), 1) / len(rows.mask)] * 2)"
+            "return Weights(*[mask / jnp.maximum(mask.sum(1, keepdims=True), 1) / len(mask)] * 3)"
         ),
     ),
     Exhibit(
@@ -2179,7 +2174,7 @@ SURVIVORS = [
         holds="the moments of returns are of the tokens that are trained on",
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
-        old="running_moments.update_moments(moments, estimates.returns, masks.loss)",
+        old="running_moments.update_moments(moments, estimates.returns, masks.values)",
         new="running_moments.update_moments(moments, estimates.returns, masks.actions)",
     ),
     Exhibit(
@@ -2188,8 +2183,8 @@ SURVIVORS = [
         holds="without critic_lam the critic's returns have the actor's lambda",
         test=f"{TEST_EXPERIENCE}::test_the_critics_lambda_is_the_actors_unless_set",
         where="generalized_advantages",
-        old="algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam",
-        new="1.0 if algorithm.critic_lam is None else algorithm.critic_lam",
+        old="actor_lams = critic_lams = lams",
+        new="actor_lams, critic_lams = lams, dict.fromkeys(lams, jnp.ones(len(values)))",
     ),
     Exhibit(
         name="a_pair_is_kept_if_one_side_fits",
@@ -2264,6 +2259,45 @@ DIALOGUES = [
             "(jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))"
         ),
         new="(jnp.where(chosen, advantage, 0.0), jnp.where(chosen, value, 0.0))",
+    ),
+    Exhibit(
+        name="a_turn_without_a_reward_is_none",
+        source=(
+            "RAGEN's bi-level GAE (ragen/trainer/core_algos.py) took the tokens with a reward for "
+            "the ends of turns, so that a turn that earned 0 was joined to the next"
+        ),
+        holds="turns are those of the dialogue, whatever they earn",
+        test=f"{TEST_EXPERIENCE}::test_turns_and_their_tokens_in_dialogues",
+        where="bi_level_gae",
+        old="ends_T = _ends_of_turns(mask_T, starts_T)",
+        new="ends_T = zero_outside(rewards_T, mask_T) != 0",
+    ),
+    Exhibit(
+        name="turns_without_an_answer_are_one",
+        source="a turn was taken to be what no other token interrupts (rollout/turns said so)",
+        holds="an empty observation divides two turns",
+        test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
+        where="generate_responses",
+        old="state.dialogues.starts",
+        new=(
+            "state.dialogues.is_action & ~jnp.pad(state.dialogues.is_action, ((0, 0), (1, 0)))"
+            "[:, :-1]"
+        ),
+    ),
+    Exhibit(
+        name="the_value_of_a_turn_is_that_of_its_last_token",
+        source=(
+            "RAGEN's bi-level GAE read the critic where a turn ends, after it has seen the turn; "
+            "corrected in VAGEN (vagen/algorithms/turn_level_gae)"
+        ),
+        holds="the baseline of a turn is the value of the state in which it begins",
+        test="tests/kernels/test_advantages.py::test_turns_by_hand",
+        where="turn_gae",
+        old="gae(earned_T, values_T, starts_T, gamma, lam, bootstrap_value)",
+        new=(
+            "gae(earned_T, reward_to_go(jnp.where(_ends_of_turns(mask_T, starts_T), values_T, 0.0),"
+            " mask_T, ~_ends_of_turns(mask_T, starts_T)), starts_T, gamma, lam, bootstrap_value)"
+        ),
     ),
     Exhibit(
         name="the_kl_counts_observations",

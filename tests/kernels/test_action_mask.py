@@ -46,6 +46,13 @@ def kernels(batch, unembedding, mask):
         zip(("gae", "returns"), gae(rewards, values, mask, 0.9, lam_B, lam_B), strict=True)
     )
     results["length_adaptive_lam"] = lam_B
+    # A number above 0 starts a turn, here also without a hole before it.
+    for name, options in (("turn_gae", (0.9, 0.8)), ("bi_level_gae", (0.9, 0.8, 0.7, 0.6))):
+        estimator = getattr(advantages, name)
+        pair = jax.vmap(lambda *parts, f=estimator, o=options: f(*parts, *o))(
+            rewards, values, mask, old > -0.5
+        )
+        results |= dict(zip((name, f"{name} returns"), pair, strict=True))
     to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))
     results["reward_to_go"] = to_go(rewards, mask, 0.9)
 

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -98,6 +99,70 @@ def test_gradient_is_finite_with_garbage_under_the_mask(rng, poison):
 def test_a_batch_is_refused():
     with pytest.raises(AssertionError, match="vmap"):
         gae(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0, 1.0)
+
+
+TURNS = np.array([0, 0, 1, 1, 2, 0, 3, 0])  # the turn of each token, 0 if nobody's
+TURN_MASK, TURN_STARTS = TURNS > 0, np.array([0, 0, 1, 0, 1, 0, 1, 0])
+
+
+def test_turns_by_hand(poison):
+    """Turns of 2, 1 and 1 tokens, nothing between the first two; gamma = lam = 1/2, bootstrap 4.
+
+    Rewards 1 + 2, 4, 8; values 2, 4, 6. delta = 8 + 4/2 - 6 = 4; 4 + 6/2 - 4 = 3; 3 + 4/2 - 2 = 3.
+    A = 4; 3 + 4/4 = 4; 3 + 4/4 = 4. Returns 10, 8, 6.
+    """
+    rewards = poison(np.array([0, 0, 1.0, 2, 4, 0, 8, 0]), TURN_MASK)
+    values = poison(np.array([0, 0, 2.0, 99, 4, 0, 6, 0]), TURN_STARTS)
+    advantages, returns = jax.jit(kernel.turn_gae)(
+        rewards, values, TURN_MASK, TURN_STARTS, 0.5, 0.5, 4.0
+    )
+    assert advantages.dtype == returns.dtype == jnp.float32
+    np.testing.assert_array_equal(advantages, [0, 0, 4, 4, 4, 0, 4, 0])
+    np.testing.assert_array_equal(returns, [0, 0, 6, 0, 8, 0, 10, 0])
+
+
+def test_turns_and_their_tokens_by_hand(poison):
+    """The turns above, with gamma 1 and lam 1/2 within them, and 3 the value of the second token.
+
+    After the first turn 4/2 + 4/4 = 3 follows: delta_1 = 2 + 3 - 3 = 2; delta_0 = 1 + 3 - 2 = 2;
+    A_0 = 2 + 2/2 = 3. The others have one token: as above.
+    """
+    rewards = poison(np.array([0, 0, 1.0, 2, 4, 0, 8, 0]), TURN_MASK)
+    values = poison(np.array([0, 0, 2.0, 3, 4, 0, 6, 0]), TURN_MASK)
+    advantages, returns = jax.jit(kernel.bi_level_gae)(
+        rewards, values, TURN_MASK, TURN_STARTS, 1.0, 0.5, 0.5, 0.5, 4.0
+    )
+    assert advantages.dtype == returns.dtype == jnp.float32
+    np.testing.assert_array_equal(advantages, [0, 0, 3, 2, 4, 0, 4, 0])
+    np.testing.assert_array_equal(returns, [0, 0, 5, 5, 8, 0, 10, 0])
+
+
+def test_turns_against_gae(rng, poison):
+    """Turns of one token; lambdas of 1; a single turn; the first token of each turn."""
+    rewards, values = rng.normal(0, 1, (2, 8)).astype(np.float32)
+    rewards, values = (poison(x, TURN_MASK) for x in (rewards, values))
+    every, one = TURN_MASK, np.arange(8) == 2
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    parts = (rewards, values, TURN_MASK)
+    close(kernel.turn_gae(*parts, every, 0.9, 0.7, 2.0), gae(*parts, 0.9, 0.7, 2.0))
+    close(kernel.bi_level_gae(*parts, every, 0.3, 0.2, 0.9, 0.7, 2.0), gae(*parts, 0.9, 0.7, 2.0))
+    close(kernel.bi_level_gae(*parts, one, 0.9, 0.7, 0.3, 0.2), gae(*parts, 0.9, 0.7))
+    close(kernel.bi_level_gae(*parts, TURN_STARTS, 1.0, 1.0, 1.0, 1.0), gae(*parts, 1.0, 1.0))
+    turns = kernel.turn_gae(*parts, TURN_STARTS, 0.9, 0.7, 2.0)
+    both = kernel.bi_level_gae(*parts, TURN_STARTS, 1.0, 1.0, 0.9, 0.7, 2.0)
+    close(turns[0][TURN_STARTS == 1], both[0][TURN_STARTS == 1])
+    close(turns[1][TURN_STARTS == 1], both[1][TURN_STARTS == 1])
+    assert np.abs(turns[0] - both[0]).max() > 0.1
+
+
+def test_gradients_of_turns_are_finite_with_garbage_under_the_mask(rng, poison):
+    rewards, values = (poison(x, TURN_MASK) for x in rng.normal(0, 1, (2, 8)))
+    for estimator, options in ((kernel.turn_gae, (0.9, 0.8)), (kernel.bi_level_gae, (0.9,) * 4)):
+        total = lambda r, v, f=estimator, o=options: sum(  # noqa: E731
+            jnp.sum(x * jnp.arange(8)) for x in f(r, v, TURN_MASK, TURN_STARTS, *o)
+        )
+        for slope in jax.grad(total, (0, 1))(jnp.float32(rewards), jnp.float32(values)):
+            assert np.isfinite(slope).all() and not slope[~TURN_MASK].any() and slope.any()
 
 
 def test_length_adaptive_lam_by_hand():

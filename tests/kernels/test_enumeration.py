@@ -515,6 +515,90 @@ def test_the_value_loss_leads_to_the_exact_critic():
         same(jax.grad(expected_loss)(exact + WRONG, returns), WORLD.visits(THETA) * WRONG)
 
 
+# Turns: word 1 ends one, and the next token starts another with nothing between the two.
+
+STARTS = MASK * np.pad(WORLD.tokens == 1, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
+STARTS_TURN = np.array([not prefix or prefix[-1] == 1 for prefix in WORLD.prefixes])
+
+
+def of_turns(estimator, values_S, *options):
+    """Advantages and returns [N, T] of `token_rewards`; a turn earns what its tokens do."""
+    kernel = jax.vmap(lambda *arrays: estimator(*arrays, *options))
+    return kernel(token_rewards()[0], WORLD.entries(values_S), MASK, STARTS)
+
+
+def gradient_of(estimates):
+    return -WORLD.expected_gradient(THETA, loss_of("vanilla", estimates[0], old=THETA))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_turn_gae_is_unbiased_if_the_critic_is_exact_where_turns_start(lam):
+    """Within turns the critic may be wrong, which `gae` does not survive below lambda 1."""
+    assert {*STARTS.sum(1)} == {1, 2, 3, 4}
+    truth, exact = return_gradient(THETA, token_rewards()[1]), exact_values(THETA)
+    wrong_within = exact + np.where(STARTS_TURN, 0, WRONG)
+    same(gradient_of(of_turns(advantages.turn_gae, wrong_within, 1.0, lam)), truth)
+    (same if lam == 1 else differs)(gradient_of(gae(wrong_within, lam)), truth)
+    wrong_at_starts = exact + np.where(STARTS_TURN, WRONG, 0)
+    estimates = of_turns(advantages.turn_gae, wrong_at_starts, 1.0, lam)
+    (same if lam == 1 else differs)(gradient_of(estimates), truth)
+
+
+@pytest.mark.parametrize(("lam", "turn_lam"), [(0.0, 0.5), (0.5, 0.0), (1.0, 0.5), (0.5, 1.0)])
+def test_bi_level_gae_with_an_exact_critic_is_unbiased_at_all_lambdas(lam, turn_lam):
+    def gradient(values_S, *lams):
+        return gradient_of(of_turns(advantages.bi_level_gae, values_S, 1.0, lams[0], 1.0, lams[1]))
+
+    truth, exact = return_gradient(THETA, token_rewards()[1]), exact_values(THETA)
+    same(gradient(exact, lam, turn_lam), truth)
+    differs(gradient(exact + WRONG, lam, turn_lam), truth)
+    same(gradient(exact + WRONG, 1.0, 1.0), truth)
+
+
+def test_the_critic_of_turns_learns_the_values_of_their_first_states_alone():
+    exact = exact_values(THETA)
+
+    def expected_loss(values_S, returns, mask):
+        loss = losses.value_loss(
+            WORLD.entries(values_S), WORLD.entries(exact), returns, mask, None
+        ).loss
+        return WORLD.expect(THETA, loss.sum(1))
+
+    at_starts = jnp.where(STARTS_TURN, WORLD.visits(THETA) * WRONG, 0)
+    for values, lam in ((exact + WRONG, 1.0), (exact, 0.3)):
+        returns = of_turns(advantages.turn_gae, values, 1.0, lam)[1]
+        assert not returns[STARTS == 0].any()
+        same(jax.grad(expected_loss)(exact + WRONG, returns, STARTS), at_starts)
+
+
+def test_steps_of_tokens_prefer_the_choice_that_a_short_turn_follows():
+    """The better of two first turns leads to a turn of 30 tokens, the other to one of 1 token.
+
+    Of the 1 and 0.6 that they earn, a critic that knows nothing yet leaves lam^n, where n counts
+    the tokens or the turns up to the reward. Only the first token is a choice, so the expected
+    gradient of its log-odds is p (1 - p) times the difference of the advantages.
+    """
+    T, lam = 32, 0.9
+    earned, last = np.array([1.0, 0.6]), np.array([31, 2])  # after a token of an observation
+    columns = np.arange(T)
+    mask = (columns <= last[:, None]) & (columns != 1)
+    starts = np.isin(columns, (0, 2)) & mask
+    rewards = np.where(columns == last[:, None], earned[:, None], 0.0)
+    values = np.where(mask, 0.0, np.nan)  # nothing is read on the observation
+
+    def preference(estimator, *options):
+        kernel = jax.vmap(lambda *arrays: estimator(*arrays, *options)[0])
+        better, worse = kernel(rewards, values, mask, starts)[:, 0]
+        return better - worse
+
+    def token_gae(r, v, m, starts):
+        return advantages.gae(r, v, m, 1.0, lam)
+
+    np.testing.assert_allclose(preference(token_gae), lam**30 - lam * 0.6)  # the wrong way
+    np.testing.assert_allclose(preference(advantages.turn_gae, 1.0, lam), lam * 0.4)
+    np.testing.assert_allclose(preference(advantages.bi_level_gae, 1.0, lam, 1.0, lam), lam * 0.4)
+
+
 # Group baselines
 
 SMALL_THETA = rng.normal(0, 0.7, SMALL.shape)

@@ -28,6 +28,7 @@ def estimate(
     step_rewards=None,
     control=None,
     extra_scores=None,
+    turn_starts=None,
 ):
     """Call `estimate_experience` for samples with these lengths.
 
@@ -46,6 +47,7 @@ def estimate(
         jnp.array(lengths, jnp.int32),
         truncated,
         jnp.arange(T) < jnp.array(lengths)[:, None],
+        turn_starts=turn_starts,
     )
     scores = ForwardOutputs(
         None,
@@ -172,6 +174,53 @@ def test_the_critic_can_have_another_lambda():
     np.testing.assert_allclose(valid_entries(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
     # The score, independent of the values.
     np.testing.assert_allclose(valid_entries(experience.returns, [3]), [[4.0, 4.0, 4.0]])
+
+
+def test_turns_of_dialogues():
+    """Two turns; the second starts right after the first, as after an empty observation."""
+    starts = jnp.array([[True, False, True, False] + [False] * (T - 4)])
+    options = {"algorithm__adv_estimator": "turn_gae", "algorithm__turn_lam": 0.5, **RAW}
+    inputs = {"values": [[1.0, 90.0, 2.0, 90.0]], "step_rewards": [[0.0, 0.5, 0.0, 0.0]]}
+    experience, metrics = estimate(tiny.config(**options), [4.0], [4], turn_starts=starts, **inputs)
+    # Errors 0.5 + 2 - 1 = 1.5 and 4 - 2 = 2; 1.5 + 2/2 = 2.5.
+    assert valid_entries(experience.advantages, [4]) == [[2.5, 2.5, 2.0, 2.0]]
+    assert valid_entries(experience.returns, [4]) == [[3.5, 0.0, 4.0, 0.0]]
+    np.testing.assert_array_equal(experience.value_mask, starts)
+    # Metrics are of the values that are learned.
+    assert float(metrics["critic/values_mean"]) == 1.5
+    assert float(metrics["critic/returns_mean"]) == 3.75
+    # The critic's lambda is of turns, too.
+    config = tiny.config(**options, algorithm__critic_lam=1.0)
+    experience, _ = estimate(config, [4.0], [4], turn_starts=starts, **inputs)
+    assert valid_entries(experience.advantages, [4]) == [[2.5, 2.5, 2.0, 2.0]]
+    assert valid_entries(experience.returns, [4]) == [[4.5, 0.0, 4.0, 0.0]]
+    # Where nothing says when turns start, the response is one.
+    experience, _ = estimate(tiny.config(**options), [4.0], [4], **inputs)
+    assert valid_entries(experience.advantages, [4]) == [[3.5] * 4]
+
+
+def test_turns_and_their_tokens_in_dialogues():
+    starts = jnp.array([[True, False, True, False] + [False] * (T - 4)])
+    lams = {"algorithm__lam": 0.5, "algorithm__turn_lam": 0.0, "algorithm__turn_gamma": 0.5}
+    config = tiny.config(algorithm__adv_estimator="bi_level_gae", **lams, **RAW)
+    values = [[1.0, 3.0, 2.0, 6.0]]
+    experience, _ = estimate(config, [4.0], [4], values=values, turn_starts=starts)
+    # Errors 3 - 1 = 2 and 2/2 - 3 = -2, then 6 - 2 = 4 and 4 - 6 = -2.
+    assert valid_entries(experience.advantages, [4]) == [[1.0, -2.0, 3.0, -2.0]]
+    assert experience.value_mask is None
+    config = tiny.config(
+        algorithm__adv_estimator="bi_level_gae", algorithm__critic_lam=1.0, **lams, **RAW
+    )
+    experience, _ = estimate(config, [4.0], [4], values=values, turn_starts=starts)
+    assert valid_entries(experience.returns, [4]) == [[2.0, 2.0, 4.0, 4.0]]
+
+
+def test_moments_of_returns_are_of_the_values_that_are_learned():
+    config = tiny.config(algorithm__adv_estimator="turn_gae", critic__normalize_values=True, **RAW)
+    experience, _ = estimate(config, [1.0, 3.0], [2, 4])
+    after = experience.control.moments["returns"]
+    assert (float(after.count), float(after.mean), float(after.m2)) == (2, 2, 2)
+    assert valid_entries(experience.returns, [2, 4]) == [[-1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
 def test_lambda_by_length():

@@ -50,6 +50,25 @@ def test_the_approximate_kl_is_never_negative(moved):
     assert metrics["actor/approx_kl"] == pytest.approx(np.exp(moved) - 1 - moved, rel=1e-4)
 
 
+@pytest.mark.parametrize("role", ["critic", "actor"])
+def test_only_values_of_the_mask_are_learned_and_counted(role):
+    """Errors of 3 on every third token; elsewhere the targets are far off. In packed rows."""
+
+    def change(experience):
+        mask = experience.action_mask & (np.arange(tiny.T) % 3 == 0)
+        return dataclasses.replace(
+            experience,
+            value_mask=mask,
+            returns=np.where(mask, np.asarray(experience.values) + 3, 1e6).astype(np.float32),
+        )
+
+    # The actor's loss includes that of a critic on its trunk.
+    metrics = metrics_of(
+        role, change, critic__cliprange_value=0.0, critic__shared_trunk=role == "actor"
+    )
+    assert metrics["critic/loss"] == pytest.approx(3**2 / 2, rel=1e-3)
+
+
 def test_the_value_loss_is_clipped_around_the_values_of_the_rollout():
     """The error is 9.5 although the critic already predicts the returns.
 

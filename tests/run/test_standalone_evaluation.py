@@ -89,6 +89,7 @@ def test_a_reward_function_that_fails_on_everything_gives_no_figures():
         ({"rollout.val_kwargs.n": 1}, "config.rollout.val_kwargs.n=1; set it to 2 or more"),
         ({"rollout.val_kwargs.temperature": 0.0}, "temperature=0 gives equal responses"),
         ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "there is no critic .*expected 'gae'"),
+        ({"algorithm.adv_estimator": "turn_gae"}, "values only where turns start; expected 'gae'"),
         ({"evaluate.rank_by": "reward_model"}, "there is no reward model; set config.reward.mod"),
         ({"evaluate.rank_by": "critics"}, "expected one of .*Did you mean 'critic'"),
     ],

@@ -109,9 +109,9 @@ def loss_gradient(experience, name, mask=MASK):
     return jax.grad(loss)(THETA)
 
 
-@pytest.fixture(scope="module")
-def experience():
-    return estimate()[0]
+@pytest.fixture(scope="module", params=["gae", "turn_gae", "bi_level_gae"])
+def experience(request):
+    return estimate(estimator=request.param)[0]
 
 
 @pytest.mark.parametrize("name", ["vanilla", "importance", "reinforce"])

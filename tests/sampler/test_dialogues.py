@@ -54,6 +54,7 @@ class Expected(NamedTuple):
     tokens: list
     logprobs: list
     actions: list
+    starts: list
     rewards: dict
     finished: bool
 
@@ -63,7 +64,7 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
     keys = sampling.sample_keys(jax.random.key(0), jnp.array([sample]))
     addresses = address_dialogues(keys, jnp.array([row]), jnp.array([sample]))
     state = jax.tree.map(lambda x: x[0], ENVIRONMENT.reset(addresses))
-    tokens, logprobs, actions, rewards = [], [], [], {}
+    tokens, logprobs, actions, starts, rewards = [], [], [], [], {}
     turns, turn = 0, []
     while True:
         padded = np.zeros((1, 16 + T), np.int32)
@@ -73,6 +74,7 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
         tokens.append(int(token[0]))
         logprobs.append(float(logprob[0]))
         actions.append(True)
+        starts.append(not turn)
         turn.append(tokens[-1])
         ends = tokens[-1] in EOS or len(tokens) == T or len(turn) == max_turn_length
         if not ends:
@@ -84,10 +86,12 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
         turns, turn = turns + 1, []
         if done or turns == max_turns or len(tokens) + int(length) >= T:
             was_cut = len(tokens) == T and tokens[-1] not in EOS
-            return Expected(tokens, logprobs, actions, rewards, bool(done) and not was_cut)
+            finished = bool(done) and not was_cut
+            return Expected(tokens, logprobs, actions, starts, rewards, finished)
         tokens += observation[: int(length)].tolist()
         logprobs += [0.0] * int(length)
         actions += [False] * int(length)
+        starts += [False] * int(length)
 
 
 @jax.jit
@@ -133,6 +137,7 @@ def assert_equal(rollout, expected):
         assert not rollout.responses[row, length:].any()
         np.testing.assert_allclose(rollout.logprobs[row, :length], dialogue.logprobs, atol=1e-4)
         assert rollout.action_mask[row].tolist() == dialogue.actions + [False] * (T - length)
+        assert rollout.turn_starts[row].tolist() == dialogue.starts + [False] * (T - length)
         earned = np.zeros(T)
         earned[list(dialogue.rewards)] = list(dialogue.rewards.values())
         np.testing.assert_allclose(rollout.turn_rewards[row], earned)
@@ -231,7 +236,7 @@ def test_devices_that_decode_the_same_samples_call_the_host_once():
     expected, begun = talk_to_the_host(even, MeshShape(data=1))
     rollout, begun_on_mesh = talk_to_the_host(even, MeshShape(data=2, model=2))
     assert sorted(begun_on_mesh) == sorted(begun)
-    for name in ("responses", "lengths", "truncated", "action_mask", "turn_rewards"):
+    for name in ("responses", "lengths", "truncated", "action_mask", "turn_starts", "turn_rewards"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 
