@@ -2274,7 +2274,7 @@ DIALOGUES = [
     ),
     Exhibit(
         name="turns_without_an_answer_are_one",
-        source="a turn was taken to be what no other token interrupts (rollout/turns said so)",
+        source=MUTATION,
         holds="an empty observation divides two turns",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="generate_responses",
