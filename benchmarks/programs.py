@@ -30,7 +30,7 @@ from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import TrainState, role_optimizer, state_shapes
+from jax_ppo.training.state import StateBuilder, TrainState, role_optimizer
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 
@@ -159,7 +159,7 @@ class Step:
         return Sampler(self.decoder, options, split_rows)
 
     def state(self) -> TrainState:
-        return state_shapes(self.config, self.nets, self.mesh)
+        return StateBuilder.from_config(self.config, self.nets, self.mesh).shapes()
 
     def decode_params(self):
         form = functools.partial(unroll_params, dtype=jnp.dtype(self.dtype))

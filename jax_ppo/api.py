@@ -69,7 +69,7 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
       KeyboardInterrupt: Ctrl-C stopped the run; during training, after the step was saved.
       SystemExit: SIGTERM stopped the run in the same way; the code is 143.
     """
-    validation.validate_train_config(config)
+    validation.validate_config(config, "train")
     workdir = workdir or Path("output") / config.experiment_name
     with command.prepared_run(config, workdir) as (resolved, folder):
         return ppo_training.train(resolved, folder)

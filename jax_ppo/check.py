@@ -55,9 +55,6 @@ def main(arguments: list[str]) -> None:
 def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
     """Return the options that the command line selects, and what the data are for.
 
-    Args:
-      arguments: `sys.argv`.
-
     Raises:
       UserError: there is nothing to check, or an option is wrong.
     """

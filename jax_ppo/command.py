@@ -6,39 +6,45 @@ second.
 
 import atexit
 import contextlib
+import dataclasses
 import importlib.util
 import os
+import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ppo.config import command_line, parsing
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Score
 from jax_ppo.errors import UserError, print_any_text
 from jax_ppo.runtime import signals
 
+# What runs a command, given its options and the folder to write to; imported once they are valid.
+_RUNNERS = {
+    "train": "jax_ppo.run.ppo_training:train",
+    "critic": "jax_ppo.run.ppo_training:train",
+    "evaluate": "jax_ppo.run.standalone_evaluation:evaluate_model",
+    "score": "jax_ppo.run.token_scores:score_file",
+    "sft": "jax_ppo.run.supervised_loop:train_sft",
+    "reward_model": "jax_ppo.run.supervised_loop:train_reward_model",
+}
 
-def run_command(
-    arguments: list[str],
-    command: str,
-    run: Callable[[Config, Path], object],
-    validate: Callable[[Config], None] = lambda options: None,
-) -> None:
+
+def run_command(arguments: list[str], command: str) -> None:
     """Read the options of a command and run it; exit with a one-line message on a user error.
 
     Args:
       arguments: `sys.argv`.
       command: "train", "critic", "evaluate", "score", "sft" or "reward_model".
-      run: takes the options and the folder to write to; imports heavy modules itself.
-      validate: raises `UserError` for options that do not fit the machine, before JAX is loaded.
     """
     print_any_text()
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         try:
             options, workdir = command_line.read_command_line(arguments, command)
-            validate(options)
+            if command == "score":
+                validate_score_file(options.score)
             from jax_ppo.runtime import distributed, xla_flags
 
             xla_flags.require_known()
@@ -46,7 +52,7 @@ def run_command(
         except UserError as error:
             sys.exit(f"error: {error}")
         try:
-            distributed.run_or_abort(lambda: _run(options, workdir, run, command))
+            distributed.run_or_abort(lambda: _run(options, workdir, command))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -80,7 +86,7 @@ def prepared_run(
     from jax_ppo.runtime import (
         backends,
         compilation,
-        computation_dtype,
+        devices,
         distributed,
         heartbeat,
         work_directory,
@@ -101,13 +107,16 @@ def prepared_run(
         ):
             if evaluates:
                 distributed.run_on_main(lambda: work_directory.refuse_checkpoints(folder, workdir))
-            resolved, chosen_dtype = computation_dtype.resolve_dtype_here(options)
+            model, chosen_dtype = devices.resolve_dtype_here(options.model)
+            resolved = dataclasses.replace(options, model=model)
 
             def write_options() -> None:
                 # A run's own stay until its resume is accepted; `Journal` writes them then.
                 if not work_directory.has_checkpoints(folder):
-                    command_line.write_config(resolved, folder)
-                command_line.print_set_options(options, str(workdir), chosen_dtype)
+                    command_line.write_config(dataclasses.asdict(resolved), folder)
+                command_line.print_set_options(
+                    dataclasses.asdict(options), str(workdir), chosen_dtype
+                )
 
             distributed.run_on_main(write_options)
             beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -125,12 +134,16 @@ def prepared_run(
         raise disk_space.disk_full_error(folder, written, cause=error) from error
 
 
-def _run(
-    options: Config,
-    workdir: str | Path,
-    run: Callable[[Config, Path], object],
-    command: str,
-) -> None:
+def validate_score_file(options: Score) -> None:
+    """Raise `UserError` unless `score.file` names files that can be read."""
+    from jax_ppo.data.response_rows import find_response_files
+    from jax_ppo.storage.paths import expand_local_path
+
+    option = "config.score.file"
+    find_response_files(expand_local_path(options.file, option), option)
+
+
+def _run(options: Config, workdir: str | Path, command: str) -> None:
     from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
@@ -138,7 +151,7 @@ def _run(
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
         with watched, prepared_run(options, workdir, evaluates) as (resolved, folder):
-            run(resolved, folder)
+            pkgutil.resolve_name(_RUNNERS[command])(resolved, folder)
             console.print_on_main(f"report: {workdir}/report.html")
             if command != "score" and "tensorboard" in parsing.parse_loggers(
                 options.trainer.logger

@@ -7,22 +7,13 @@ can then start a PPO run, as `--config.critic.path=WORKDIR/critic`.
 """
 
 import sys
-from pathlib import Path
 
 from jax_ppo import command
-from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "critic", run_critic)
-
-
-def run_critic(options: schema.Config, workdir: Path) -> None:
-    """Train a critic with validated options."""
-    from jax_ppo.run import ppo_training
-
-    ppo_training.train(options, workdir)
+    command.run_command(arguments, "critic")
 
 
 if __name__ == "__main__":

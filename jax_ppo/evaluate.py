@@ -8,22 +8,13 @@ are written to the work directory.
 """
 
 import sys
-from pathlib import Path
 
 from jax_ppo import command
-from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "evaluate", run_evaluate)
-
-
-def run_evaluate(options: schema.Config, workdir: Path) -> None:
-    """Evaluate with validated options."""
-    from jax_ppo.run import standalone_evaluation
-
-    standalone_evaluation.evaluate_model(options, workdir)
+    command.run_command(arguments, "evaluate")
 
 
 if __name__ == "__main__":

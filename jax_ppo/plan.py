@@ -52,9 +52,6 @@ def main(arguments: list[str]) -> None:
 def read_plan_arguments(arguments: list[str]) -> PlanArguments:
     """Parse a command line; the flags are --json and --arithmetic.
 
-    Args:
-      arguments: `sys.argv`.
-
     Raises:
       UserError: the first problem, in one message.
     """

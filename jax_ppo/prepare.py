@@ -97,9 +97,6 @@ def main(arguments: list[str]) -> None:
 def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse a command line into `data_set`, `source`, `out` (a path), `split` and `instruction`.
 
-    Args:
-      arguments: `sys.argv`.
-
     Raises:
       UserError: an argument is invalid.
       SystemExit: after `--help`.

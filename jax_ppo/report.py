@@ -41,9 +41,6 @@ def main(arguments: list[str]) -> None:
 def read_report_arguments(arguments: list[str]) -> tuple[list[Path], Path]:
     """Return the work directories and the file to write.
 
-    Args:
-      arguments: `sys.argv`.
-
     Raises:
       UserError: an argument is no option, or no run is named.
     """

@@ -11,22 +11,13 @@ supported for actors with the same tokens.
 """
 
 import sys
-from pathlib import Path
 
 from jax_ppo import command
-from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "reward_model", run_reward_model)
-
-
-def run_reward_model(options: schema.Config, workdir: Path) -> None:
-    """Train with validated options."""
-    from jax_ppo.run import supervised_loop, supervised_tasks
-
-    supervised_loop.train(options, workdir, supervised_tasks.REWARD_MODEL)
+    command.run_command(arguments, "reward_model")
 
 
 if __name__ == "__main__":

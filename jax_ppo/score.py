@@ -9,30 +9,13 @@ directory.
 """
 
 import sys
-from pathlib import Path
 
 from jax_ppo import command
-from jax_ppo.config import schema
-from jax_ppo.data.response_rows import find_response_files
-from jax_ppo.storage.paths import expand_local_path
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "score", run_score, validate=validate_file)
-
-
-def validate_file(options: schema.Config) -> None:
-    """Raise `UserError` unless `score.file` names files that can be read."""
-    option = "config.score.file"
-    find_response_files(expand_local_path(options.score.file, option), option)
-
-
-def run_score(options: schema.Config, workdir: Path) -> None:
-    """Score with validated options."""
-    from jax_ppo.run import token_scores
-
-    token_scores.score_file(options, workdir)
+    command.run_command(arguments, "score")
 
 
 if __name__ == "__main__":

@@ -6,22 +6,13 @@ folder for the config.model.path of jax_ppo.train. `--config=hh_rlhf_sft` is an 
 """
 
 import sys
-from pathlib import Path
 
 from jax_ppo import command
-from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "sft", run_sft)
-
-
-def run_sft(options: schema.Config, workdir: Path) -> None:
-    """Train with validated options."""
-    from jax_ppo.run import supervised_loop, supervised_tasks
-
-    supervised_loop.train(options, workdir, supervised_tasks.SFT)
+    command.run_command(arguments, "sft")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,7 @@ from jax_ppo.config import schema
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "train", run_train)
-
-
-def run_train(options: schema.Config, workdir: Path) -> None:
-    """Train with validated options."""
-    from jax_ppo.run import ppo_training
-
-    ppo_training.train(options, workdir)
+    command.run_command(arguments, "train")
 
 
 class _CallableModule(types.ModuleType):

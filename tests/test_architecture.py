@@ -34,16 +34,13 @@ MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}
 MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised", "demonstration"}
 MAY_IMPORT["run"] = MAY_IMPORT["memory"] | {"memory", "reporting"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
-MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}
-MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "run", "supervised"}
-MAY_IMPORT["train"] = {"config", "command", "run", "api"}
-MAY_IMPORT["critic"] = {"config", "command", "run"}
+MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", "data"}
+MAY_IMPORT["train"] = {"config", "command", "api"}
+MAY_IMPORT |= dict.fromkeys(("sft", "reward_model", "critic", "evaluate", "score"), {"command"})
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
 MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
-MAY_IMPORT["evaluate"] = {"config", "command", "run"}
-MAY_IMPORT["score"] = {"errors", "storage", "config", "data", "command", "run"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax

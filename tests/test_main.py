@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
@@ -108,3 +109,8 @@ def test_a_run_with_checkpoints_keeps_its_options_until_the_resume_is_accepted(t
         with command.prepared_run(tiny.config(), tmp_path):
             kept = (tmp_path / "config.json").read_text() == "old"
         assert kept == has_checkpoints
+
+
+@pytest.mark.parametrize("runner", command._RUNNERS.values())
+def test_what_runs_a_command_exists(runner):
+    assert callable(pkgutil.resolve_name(runner))

@@ -28,7 +28,6 @@ from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import meshes
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state import create_state
 
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
 
@@ -103,9 +102,7 @@ class Training:
 
     def __init__(self, run: PPORun):
         self.run, self.batches, self.steps_done = run, run.batches(0), 0
-        self.state = create_state(
-            run.config, run.nets, run.folders, run.mesh, console.make_loading_reporter
-        )
+        self.state = run.states.create(run.folders, console.make_loading_reporter)
 
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state

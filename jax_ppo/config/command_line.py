@@ -3,11 +3,11 @@
 Errors name the option, its value, the expectation and the nearest valid name.
 """
 
-import dataclasses
 import json
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 from absl import flags
@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.option import COMMANDS
-from jax_ppo.config.schema import Config, all_options, option_value
+from jax_ppo.config.schema import Config, all_options, flatten_options
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError
 from jax_ppo.migrating.tables import explain_peer_option
@@ -96,25 +96,26 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     return config, workdir
 
 
-def write_config(config: Config, folder: Path) -> None:
-    """Write all options to config.json in the folder that the run writes to."""
+def write_config(options: dict[str, Any], folder: Path) -> None:
+    """Write all options, as nested sections, to config.json in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(options, indent=2) + "\n")
 
 
-def print_set_options(config: Config, workdir: str, computation: str) -> None:
+def print_set_options(options: dict[str, Any], workdir: str, computation: str) -> None:
     """Print the work directory, the type of the computation, and options that were set.
 
     Args:
-      config: the options.
+      options: all options, as nested sections.
       workdir: the work directory as the user wrote it.
       computation: the data type and the device, in words.
     """
     print(f"work directory: {workdir} (all options: config.json); {computation}")
     # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}
+    values = flatten_options(options)
     for option in all_options():
-        value = option_value(config, option.name)
+        value = values[option.name]
         if value != option.default:
             section, _, name = option.name.rpartition(".")
             settings.setdefault(section, []).append(f"{name}={shlex.quote(str(value))}")

@@ -68,10 +68,6 @@ def call_get_config(
 ) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names.
 
-    Args:
-      value: `FILE[:ARG]`, see `find_config_file`.
-      defaults: all options at their defaults.
-
     Raises:
       UserError: there is no such file, it has no `get_config`, or it raised an exception; the
         message names the line.

@@ -136,16 +136,7 @@ def from_config_dict(
     frozen = _build_section(Config, config, "")
     if command == "critic":
         frozen = _train_critic_alone(frozen)
-    if command in ("sft", "reward_model"):
-        validation.validate_supervised_config(frozen, command)
-    elif command == "evaluate":
-        validation.validate_evaluate_config(frozen)
-    elif command == "score":
-        validation.validate_score_config(frozen)
-    else:
-        validation.validate_train_config(
-            frozen, reads_data=command in ("train", "critic") and not frozen.learns_from_files
-        )
+    validation.validate_config(frozen, command)
     return frozen
 
 

@@ -36,7 +36,16 @@ def train_notes(config: Config) -> list[str]:
         note_rows_taken_as_they_are(config.learns_from_files),
         note_turns_without_environment(config),
     )
-    ineffective = _note_ineffective_options(config)
+    ineffective = []
+    for option in all_options():
+        value = option_value(config, option.name)
+        conditions = option.facts.effective_when
+        unmet = [condition.summary for condition in conditions if not condition.is_met(config)]
+        if value != option.default and unmet:
+            ineffective.append(
+                f"config.{option.name}={value!r} has no effect with the other options: it is "
+                f"read only if {' and '.join(unmet)}"
+            )
     # A critic's run takes the configuration of the run that it is for.
     commands = ("train", "critic") if config.trainer.critic_only else ("train",)
     return [*filter(None, advice), *ineffective, *note_unread_options(config, *commands)]
@@ -52,19 +61,6 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
             commands_of_option = ("train",) if "train" in option.read_by else option.read_by
             readers = " and ".join(f"jax_ppo.{reader}" for reader in commands_of_option)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
-
-
-def _note_ineffective_options(config: Config) -> Iterator[str]:
-    """Yield a note for each changed option that has no effect because of the other options."""
-    for option in all_options():
-        value = option_value(config, option.name)
-        conditions = option.facts.effective_when
-        unmet = [condition.summary for condition in conditions if not condition.is_met(config)]
-        if value != option.default and unmet:
-            yield (
-                f"config.{option.name}={value!r} has no effect with the other options: it is "
-                f"read only if {' and '.join(unmet)}"
-            )
 
 
 def note_long_warmup(warmup: int, total_steps: int) -> str | None:

@@ -13,11 +13,11 @@ from jax_ppo.config.schema import (
     LOGGERS,
     Actor,
     Algorithm,
-    Config,
     Create,
     Critic,
     Data,
     Distributed,
+    Evaluate,
     KLControl,
     Lora,
     MeshShape,
@@ -26,12 +26,12 @@ from jax_ppo.config.schema import (
     Reward,
     RolloutMesh,
     RolloutOptions,
+    Sampling,
     Score,
     Supervised,
     Teacher,
     Trainer,
     all_options,
-    option_value,
 )
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES
@@ -324,13 +324,14 @@ def require_what_the_estimator_compares(
                 )
 
 
-def require_responses_to_rank(config: Config) -> None:
+def require_responses_to_rank(
+    options: Evaluate, sampling: Sampling, estimator: str, reward: Reward
+) -> None:
     """Raise `UserError` if an evaluation has nothing to rank, or nothing to rank it by."""
-    rank_by = config.evaluate.rank_by
+    rank_by = options.rank_by
     if rank_by == "none":
         return
     setting = f"config.evaluate.rank_by={rank_by!r}"
-    sampling = config.rollout.val_kwargs
     if sampling.n < 2:
         raise UserError(
             f"{setting}: ranks the responses to a prompt, and config.rollout.val_kwargs.n="
@@ -341,19 +342,18 @@ def require_responses_to_rank(config: Config) -> None:
             f"{setting}: config.rollout.val_kwargs.temperature=0 gives equal responses; set it "
             "above 0"
         )
-    if rank_by == "critic" and not config.has_critic:
+    if rank_by == "critic" and not ADVANTAGE_ESTIMATORS.lookup(estimator).needs_critic:
         raise UserError(
             f"{setting}: there is no critic with config.algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator!r}; expected 'gae'"
+            f"{estimator!r}; expected 'gae'"
         )
     # The value of a whole response is that of its last token.
-    estimator = config.algorithm.adv_estimator
     if rank_by == "critic" and ADVANTAGE_ESTIMATORS.lookup(estimator).values_turns:
         raise UserError(
             f"{setting}: with config.algorithm.adv_estimator={estimator!r} the critic learns "
             "values only where turns start; expected 'gae' or 'bi_level_gae'"
         )
-    if rank_by == "reward_model" and not config.reward.model_path:
+    if rank_by == "reward_model" and not reward.model_path:
         raise UserError(f"{setting}: there is no reward model; set config.reward.model_path")
 
 
@@ -430,14 +430,13 @@ def require_row_divides(packing: Packing, mesh: MeshShape) -> None:
         )
 
 
-def reject_router_loss_of_parts(config: Config) -> None:
+def reject_router_loss_of_parts(mesh: MeshShape, **coefs: float) -> None:
     """Raise `UserError` for a router loss, a mean over sequences, if devices split sequences."""
-    for name in ("actor", "critic", "supervised"):
-        coef = option_value(config, f"{name}.router_aux_loss_coef")
-        if coef and config.mesh.context > 1:
+    for name, coef in coefs.items():
+        if coef and mesh.context > 1:
             raise UserError(
                 f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, "
-                f"which config.mesh.context={config.mesh.context} splits; set one of them to its "
+                f"which config.mesh.context={mesh.context} splits; set one of them to its "
                 "default"
             )
 

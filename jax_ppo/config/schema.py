@@ -7,7 +7,8 @@ frequencies count steps. `docs/options.md` is generated from this file by
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jax_ppo.config.option import (
     COMMANDS,
@@ -1221,3 +1222,14 @@ def all_options() -> tuple[Option, ...]:
 def option_value(config: Config, name: str) -> object:
     """Return the value of the option with this dotted name."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+def flatten_options(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_options(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -9,17 +9,45 @@ from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
 
 
-def validate_train_config(config: Config, reads_data: bool = True) -> None:
-    """Validate a `train` config; raise `UserError` on the first problem.
+def validate_config(config: Config, command: str) -> None:
+    """Validate the options of a command; raise `UserError` on the first problem."""
+    if command in ("sft", "reward_model"):
+        _validate_supervised_config(config, command)
+    else:
+        _validate_ppo_config(config, command)
+        command = "train"
+    # The machine: the mesh, the processes and the loggers.
+    rules.require_row_divides(config.packing, config.mesh)
+    rules.reject_router_loss_of_parts(
+        config.mesh,
+        actor=config.actor.router_aux_loss_coef,
+        critic=config.critic.router_aux_loss_coef,
+        supervised=config.supervised.router_aux_loss_coef,
+    )
+    rules.require_one_remaining_axis(config.mesh)
+    rules.require_positive_axes(config.mesh, config.rollout.mesh)
+    rules.require_process_id(config.distributed)
+    rules.require_known_loggers(config.trainer)
+    # Requirements come after the rules, whose messages are more specific.
+    validate_requirements(config, command)
 
-    Args:
-      config: all options.
-      reads_data: whether the command reads the training data, which must be named then.
-    """
+
+def _validate_ppo_config(config: Config, command: str) -> None:
+    if command == "evaluate":
+        rules.require_responses_to_rank(
+            config.evaluate,
+            config.rollout.val_kwargs,
+            config.algorithm.adv_estimator,
+            config.reward,
+        )
+    elif command == "score":
+        rules.require_set("score.file", config.score.file)
+        rules.require_set("model.path", config.model.path)
+        rules.reject_comparison_in_score(config.algorithm.adv_estimator)
+    elif command in ("train", "critic") and not config.learns_from_files:
+        rules.require_set("data.train_files", config.data.train_files)
     data, rollout, lora = config.data, config.rollout, config.model.lora
     samples = data.train_batch_size * config.responses_per_prompt
-    if reads_data:
-        rules.require_set("data.train_files", data.train_files)
     if config.learns_from_files:
         rules.require_set("model.path", config.model.path)
         rules.reject_what_files_lack(config.reward, config.score)
@@ -39,47 +67,17 @@ def validate_train_config(config: Config, reads_data: bool = True) -> None:
     rules.reject_reuse_with_importance_weights(rollout, config.algorithm.rollout_is)
     rules.require_teacher_to_teach(config.teacher)
     rules.require_horizon_holds_step(config.algorithm.kl_ctrl, samples)
-    _validate_machine(config)
     rules.require_model_or_arithmetic(config.model, data)
     rules.require_heads_divide_width(config.model.create)
-    # Requirements come after the rules, whose messages are more specific.
-    validate_requirements(config, "train")
 
 
-def validate_evaluate_config(config: Config) -> None:
-    """Validate an `evaluate` config; raise `UserError` on the first problem."""
-    rules.require_responses_to_rank(config)
-    validate_train_config(config, reads_data=False)
-
-
-def validate_score_config(config: Config) -> None:
-    """Validate a `score` config; raise `UserError` on the first problem."""
-    rules.require_set("score.file", config.score.file)
-    rules.require_set("model.path", config.model.path)
-    rules.reject_comparison_in_score(config.algorithm.adv_estimator)
-    validate_train_config(config, reads_data=False)
-
-
-def validate_supervised_config(config: Config, command: str) -> None:
-    """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
+def _validate_supervised_config(config: Config, command: str) -> None:
     rules.require_set("data.train_files", config.data.train_files)
     # Only PPO creates a small model to start from, for its arithmetic data.
     rules.require_set("model.path", config.model.path)
     rules.require_row_holds_example(config.packing, config.sequence_length, command)
     rules.reject_center_coef_in_sft(config.supervised, command)
     rules.reject_adapters(config.model.lora, command)
-    _validate_machine(config)
-    validate_requirements(config, command)
-
-
-def _validate_machine(config: Config) -> None:
-    """Validate the mesh, the processes and the loggers, for every command."""
-    rules.require_row_divides(config.packing, config.mesh)
-    rules.reject_router_loss_of_parts(config)
-    rules.require_one_remaining_axis(config.mesh)
-    rules.require_positive_axes(config.mesh, config.rollout.mesh)
-    rules.require_process_id(config.distributed)
-    rules.require_known_loggers(config.trainer)
 
 
 def validate_requirements(config: Config, command: str) -> None:

@@ -15,7 +15,7 @@ from jax_ppo.config.schema import Config, Create
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import queue_cache_shapes
-from jax_ppo.memory.memory_check import LeastMemory, measure_least_memory
+from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
@@ -24,13 +24,14 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.programs import StepPrograms
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device
-from jax_ppo.training.networks import Networks
-from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders
-from jax_ppo.training.state import TrainState, policy_params, state_shapes
+from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
+from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.types import Params, Prompts
 
 # The files of a model that a plan reads; none contains weights.
@@ -90,6 +91,7 @@ class AbstractStep:
       rollout_mesh: the mesh to decode on.
       decoding_weights: the copy of the weights that decodes.
       caches: shapes of the slots' and the staged prompts' caches, for each stage of one queue.
+      constrains_logits: whether some tokens may not be drawn.
       least: bytes of weights, as the check at the start of a run adds them up.
     """
 
@@ -101,6 +103,7 @@ class AbstractStep:
     rollout_mesh: Mesh
     decoding_weights: Params
     caches: Any
+    constrains_logits: bool
     least: LeastMemory
 
     def role(self, name: str) -> "Role":
@@ -114,13 +117,13 @@ class AbstractStep:
             params = own
         else:
             params = self.state.role_params(name, nets)
-        has_logits = role.head(self.programs.config) in ("lm", "both")
-        return Role(net=role.model(nets), params=params, trained=own, has_logits=has_logits)
+        net = role.model(nets)
+        return Role(net=net, params=params, trained=own, has_logits=role.has_logits)
 
     @property
     def queue(self) -> int:
         """Return the number of samples in the queue of each shard of rows."""
-        prompts = self.programs.config.data.train_batch_size
+        prompts = self.prompts.tokens.shape[0]
         samples_per_prompt = self.programs.samples // prompts
         return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
 
@@ -136,35 +139,54 @@ class AbstractStep:
         return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
 
 
-def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
+def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
     """Build the abstract programs of a step without placing anything on the mesh.
 
-    Args:
-      config: all options.
-      nets: the roles' models, as returned by `read_descriptions`.
-      mesh: the mesh to plan for.
-
     Raises:
-      UserError: an option does not match the models or the mesh, or a model has no config.json.
+      UserError: an option does not match the models or the mesh, or a model has no config.json or
+        cannot run on this machine.
     """
     if config.rollout.engine != "built-in":
         raise UserError(
             f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
             "engine can be planned"
         )
+    roles = resolve_roles(config)
+    create = config.model.create
+    with tempfile.TemporaryDirectory() as folder:
+        folders = resolve_role_folders(
+            roles,
+            config.model,
+            Path(folder),
+            describe_model=lambda actor: _describe_small_model(create, actor),
+            files=DESCRIPTIONS,
+        )
+        nets = read_networks(config, folders, needs_weights=False)
+    for net in nets.values():
+        if not isinstance(net, Deberta):
+            meshes.validate_architecture(mesh, net.architecture)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
     meshes.validate_architecture(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
-    state = state_shapes(config, nets, mesh)
+    sampling = dataclasses.replace(
+        sampling_options(
+            config.rollout,
+            config.rollout,
+            config.data.max_response_length,
+            nets.actor.architecture.eos_ids,
+        ),
+        returns_routed_experts=config.actor.router_replay.mode == "R3",
+    )
+    state = StateBuilder.from_config(config, nets, mesh).shapes()
     programs = StepPrograms(
-        config=config,
+        options=StepOptions.from_config(config),
         mesh=mesh,
         nets=nets,
         engine=make_engine(
             BuiltInEngine, nets.actor, policy_params(nets, state), mesh, rollout_mesh
         ),
-        sampling=sampling_options(config, config.rollout, nets.actor.architecture.eos_ids),
+        sampling=sampling,
         total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
         # An encoder reads its own tokens.
         reads_rollout=not isinstance(nets.reward, Deberta),
@@ -193,30 +215,10 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
             rollout_mesh, nets.actor, policy_params(nets, state)
         ),
         caches=queue_cache_shapes(config.data, nets.actor, rollout_mesh, programs.sampling),
-        least=measure_least_memory(config, nets, mesh),
+        # Forbidden strings are found with a tokenizer, which a plan does not have.
+        constrains_logits=bool(config.rollout.bad_words) or constrains_logits(programs.sampling),
+        least=PPOMemory(config, nets, mesh).measure(),
     )
-
-
-def read_descriptions(config: Config, mesh: Mesh) -> Networks:
-    """Read the config.json of each role's model.
-
-    Raises:
-      UserError: a model has no config.json or cannot run on this machine, or the mesh cannot split
-        it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        folders = resolve_role_folders(
-            config,
-            Path(folder),
-            describe_model=lambda actor: _describe_small_model(config.model.create, actor),
-            files=DESCRIPTIONS,
-        )
-        with jax.set_mesh(mesh):
-            nets = read_networks(config, folders, needs_weights=False)
-    for net in nets.values():
-        if not isinstance(net, Deberta):
-            meshes.validate_architecture(mesh, net.architecture)
-    return nets
 
 
 def _describe_small_model(create: Create, folder: Path) -> None:

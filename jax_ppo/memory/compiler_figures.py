@@ -12,7 +12,7 @@ from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_formulas import PhaseMemory, overlap_phases, resident_memory
 from jax_ppo.ppo.programs import compile_programs, find_step_program
 from jax_ppo.runtime import compilation, meshes, sharding
-from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.types import Params
 
 # What a compiler reports if a program needs more memory than the device has: the total, or the

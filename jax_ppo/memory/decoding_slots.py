@@ -13,7 +13,7 @@ from jax_ppo.config.schema import Data
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.device_memory import read_memory_limit
+from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import record_bytes
@@ -32,11 +32,6 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
     """Return `rollout.max_num_seqs`, or with 0 the number of slots whose cache fits.
 
     No sample depends on it. All processes return the same number.
-
-    Args:
-      run: the memory of the run.
-      rollout_mesh: the mesh to decode on.
-      sampling: how the engine samples for training.
     """
     config, actor = run.config, run.nets.actor
     if config.rollout.max_num_seqs:

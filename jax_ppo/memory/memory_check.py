@@ -12,24 +12,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.memory.remedies import (
     PossibleChanges,
     Remedy,
-    is_valid_for_training,
     rank_remedies,
     save_supervised_memory,
 )
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement
-from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
+from jax_ppo.runtime.devices import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.supervised.step import trained_shapes
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import find_role, read_networks
-from jax_ppo.training.state import TrainState, policy_params, state_shapes
+from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
 GIB = 2**30
@@ -73,41 +73,61 @@ class PPOMemory:
     """The memory of a PPO run.
 
     Attributes:
-      config: all options.
-      folders: each role's checkpoint.
+      config: all options, any of which a remedy may change.
       nets: each role's model.
       mesh: the run's mesh.
+      folders: each role's checkpoint, for its model after a remedy.
     """
 
     config: Config
-    folders: Folders
     nets: Networks
     mesh: Mesh
+    folders: Folders = dataclasses.field(default_factory=Folders)
 
     def measure(self) -> LeastMemory:
-        """Return the bytes on each device that the run needs at least."""
-        return measure_least_memory(self.config, self.nets, self.mesh)
+        """Return the bytes on each device that the persistent arrays of the run take."""
+        config, nets, mesh = self.config, self.nets, self.mesh
+        state = StateBuilder.from_config(config, nets, mesh).shapes()
+        decoding = 0
+        if config.rollout.engine == "built-in":
+            rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
+            weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
+            decoding = bytes_per_device(weights)
+        fetched = fetched_by_phase(StepOptions.from_config(config), state)
+        phases = []
+        for program in programs.PROGRAMS:
+            gradients = 0
+            if program.kind == "update" and program.role in state.optimizers:
+                options: Actor | Critic = getattr(config, find_role(program.role).section)
+                params = state.models[program.role]
+                gradients = bytes_per_device(gradient_shapes(params, options.optim.gradient_dtype))
+            phases.append((gradients, sum(vars(fetched[program.name]).values())))
+        largest_gradients, largest_fetched = max(phases, key=sum)
+        return LeastMemory(
+            parameters=_resident_bytes({name: state.models[name] for name in state.optimizers}),
+            optimizer=_resident_bytes(state.optimizers),
+            frozen=_resident_bytes(state.without_trained().models),
+            gradients=largest_gradients,
+            decoding=decoding,
+            fetched=largest_fetched,
+        )
 
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
-        return rank_remedies(
-            PossibleChanges(self.config, self.mesh),
-            needed=needed,
-            read_nets=lambda changed: read_networks(changed, self.folders),
-            measure=lambda *changed: measure_least_memory(*changed).peak,
-        )
+        return rank_remedies(PossibleChanges(self.config, self.mesh), self._measure_changed, needed)
+
+    def _measure_changed(self, changed: Config, mesh: Mesh) -> int:
+        """Return the bytes that each device needs with other options and on another mesh."""
+        nets = read_networks(changed, self.folders)
+        rollout_mesh = meshes.make_rollout_mesh(mesh, changed.rollout.mesh)
+        for shape in (mesh, rollout_mesh):
+            meshes.validate_architecture(shape, nets.actor.architecture)
+        return PPOMemory(changed, nets, mesh).measure().peak
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedMemory:
-    """The memory of supervised training.
-
-    Attributes:
-      config: all options.
-      model: the network.
-      head: "lm" or "scalar".
-      mesh: the run's mesh.
-    """
+    """The memory of supervised training."""
 
     config: Config
     model: Transformer
@@ -189,41 +209,13 @@ def _describe_memory(run: PPOMemory) -> Iterator[str]:
         f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
         "is temporary: activations, logits and the decoding cache"
     )
-    savings = PossibleChanges(run.config, run.mesh).save_temporary_memory()
-    changes = [words for words, changed in savings if is_valid_for_training(changed)]
+    changes = [words for words, _ in PossibleChanges(run.config, run.mesh).save_temporary_memory()]
     if changes:
         yield f"  less that is temporary: {' or '.join(changes)}"
     for remedy in run.rank_remedies(least.peak)[:_MAX_REMEDIES]:
         saved = least.peak - remedy.needed
         yield f"  less that stays: {remedy.options} saves {saved / GIB:.3g} GiB"
     yield "  python -m jax_ppo.plan with the same options counts the temporary arrays, too"
-
-
-def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMemory:
-    """Return the bytes on each device that the persistent arrays of a PPO run take."""
-    state = state_shapes(config, nets, mesh)
-    decoding = 0
-    if config.rollout.engine == "built-in":
-        rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
-        weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
-        decoding = bytes_per_device(weights)
-    fetched = fetched_by_phase(config, state)
-    phases = []
-    for program in programs.PROGRAMS:
-        gradients = 0
-        if program.kind == "update" and program.role in state.optimizers:
-            dtype = find_role(program.role).options(config).optim.gradient_dtype
-            gradients = bytes_per_device(gradient_shapes(state.models[program.role], dtype))
-        phases.append((gradients, sum(vars(fetched[program.name]).values())))
-    largest_gradients, largest_fetched = max(phases, key=sum)
-    return LeastMemory(
-        parameters=_resident_bytes({name: state.models[name] for name in state.optimizers}),
-        optimizer=_resident_bytes(state.optimizers),
-        frozen=_resident_bytes(state.without_trained().models),
-        gradients=largest_gradients,
-        decoding=decoding,
-        fetched=largest_fetched,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,16 +227,16 @@ class Fetched:
     frozen: int = 0
 
 
-def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
+def fetched_by_phase(options: StepOptions, state: TrainState) -> dict[str, Fetched]:
     """Return what the phases of a step copy from the host's memory, by their programs' names.
 
     Args:
-      config: all options.
-      state: shapes, as `state_shapes` returns them.
+      options: the options of a step.
+      state: shapes, as `StateBuilder.shapes` returns them.
     """
     fetched = {}
     for program in programs.PROGRAMS:
-        read = {program.role, *program.reads(config)} & state.models.keys()
+        read = {program.role, *program.reads(options)} & state.models.keys()
         if program.kind == "sampling":
             read = set()  # it reads the decoding copy
         trained = read & state.optimizers.keys()

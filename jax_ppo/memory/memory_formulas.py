@@ -17,9 +17,8 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import dispatch, meshes
-from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
-from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.slots import PREFILL_TOKENS, kept_tokens_width, record_bytes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 from jax_ppo.types import MiniBatches
@@ -73,7 +72,7 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     The sums of weights are those that the check at the start of a run computes.
     """
     least = step.least
-    fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
+    fetched = fetched_by_phase(step.programs.options, step.state).get(name, Fetched())
     program = find_step_program(name)
     gradients = 0
     if program.kind == "update":
@@ -142,7 +141,7 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
         case "update":
             role = step.role(program.role)
             batches = step.packed.of_role(program.role)
-            others = [step.role(name) for name in program.reads(step.programs.config)]
+            others = [step.role(name) for name in program.reads(step.programs.options)]
             return _update_temporaries(step, role, batches) + sum(
                 _other_policy_temporaries(step, other, batches) for other in others
             )
@@ -155,7 +154,7 @@ def _record_bytes(step: AbstractStep) -> int:
     programs = step.programs
     samples = programs.samples // meshes.row_shards(programs.mesh)
     architecture = programs.nets.actor.architecture
-    longest = programs.config.data.max_prompt_length
+    longest = step.prompts.tokens.shape[1]
     return record_bytes(architecture, programs.sampling, samples, longest)
 
 
@@ -183,19 +182,16 @@ def _resharding_temporaries(step: AbstractStep) -> int:
 def _sampling_temporaries(step: AbstractStep) -> int:
     """Return the bytes of a prefill and of the logits of all slots."""
     role = step.role("actor")
-    config = step.programs.config
     architecture = role.architecture
     mesh = step.rollout_mesh
     assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
     parts = mesh.shape["model"]
-    prompt = config.data.max_prompt_length
-    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
+    prompt = step.prompts.tokens.shape[1]
+    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // step.programs.sampling.n))
     scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
     prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
-    # Forbidden strings are found with a tokenizer, which a plan does not have.
-    is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
-    arrays = 3 if is_constrained else 2
+    arrays = 3 if step.constrains_logits else 2
     logits = arrays * step.slots * architecture.vocab_size // parts * FLOAT32_BYTES
     padding = 0
     if target_platform() == "tpu":
@@ -246,7 +242,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
     fixed = cast_weight_bytes(step, role) + architecture.num_layers * saved_per_layer
     if target_platform() == "tpu":
-        sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
+        sums_in_float32 = step.programs.options.update.actor.actor.optim.gradient_dtype == "float32"
         trains_head = role.has_logits and role.net.lora is None
         is_exchanged_once = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(
             role, mesh

@@ -12,8 +12,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
-from jax_ppo.training.networks import Networks
-from jax_ppo.training.roles import used_roles
+from jax_ppo.training.roles import resolve_roles
 
 # What suggestions propose: adapters of this rank, and an estimator that needs nothing.
 _LORA_RANK = 16
@@ -30,8 +29,9 @@ _STORED = ("param_dtype", "moments_dtype", "gradient_dtype")
 _IN_BFLOAT16: dict[str, Any] = dict.fromkeys(_STORED, "bfloat16")
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
 
-# (options, models, mesh) -> the bytes that a device needs for a run
-Measure = Callable[[Config, Networks, Mesh], int]
+Change = tuple[str, Config]  # its words on the command line, and all options after it
+# (options, mesh) -> the bytes that a device needs for a run; raises `UserError` if it is impossible
+Measure = Callable[[Config, Mesh], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,86 +50,77 @@ class Remedy:
 
 
 def rank_remedies(
-    changes: "PossibleChanges",
-    needed: int,
-    read_nets: Callable[[Config], Networks],
-    measure: Measure,
-    available: float | None = None,
+    changes: "PossibleChanges", measure: Measure, needed: int, available: float | None = None
 ) -> list[Remedy]:
     """Return changes of options that save memory, most effective first.
 
     Args:
       changes: the changes to try.
-      needed: bytes that a device needs without a change.
-      read_nets: returns each role's model after a change.
       measure: returns the bytes that a device needs after a change.
+      needed: bytes that a device needs without a change.
       available: bytes of a device; if given and no change is enough, pairs of changes that are
         enough are returned, too.
     """
-    remedies = list(_possible_remedies(changes, needed, read_nets, measure))
+    remedies = list(_possible_remedies(changes, measure, needed))
     remedies.sort(key=lambda remedy: remedy.needed)
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
         further = PossibleChanges(first.config, changes.mesh)
-        seconds = _possible_remedies(further, int(available) + 1, read_nets, measure)
-        for second in seconds:
+        for second in _possible_remedies(further, measure, int(available) + 1):
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))
             pairs.setdefault(words, dataclasses.replace(second, options=options))
     return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
 
 
-def is_valid_for_training(config: Config) -> bool:
-    """Return whether options allow each other."""
-    try:
-        validation.validate_train_config(config)
-    except UserError:
-        return False
-    return True
-
-
 def _possible_remedies(
-    changes: "PossibleChanges",
-    needed: int,
-    read_nets: Callable[[Config], Networks],
-    measure: Measure,
+    changes: "PossibleChanges", measure: Measure, needed: int
 ) -> Iterator[Remedy]:
     """Yield the single changes after which less than `needed` is needed."""
     for options, changed in changes:
-        # Skip a change that other options do not allow.
-        if not is_valid_for_training(changed):
-            continue
         try:
             changed_mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
-            rollout_mesh = meshes.make_rollout_mesh(changed_mesh, changed.rollout.mesh)
-            nets = read_nets(changed)
-            for shape in (changed_mesh, rollout_mesh):
-                meshes.validate_architecture(shape, nets.actor.architecture)
-            changed_need = measure(changed, nets, changed_mesh)
+            changed_need = measure(changed, changed_mesh)
         except UserError:
             continue
         if changed_need < needed:
             yield Remedy(options, changed_need, changed)
 
 
+def _is_allowed(change: Change) -> bool:
+    try:
+        validation.validate_config(change[1], "plan")
+    except UserError:
+        return False
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class PossibleChanges:
     """The changes of a PPO run: the words of each on the command line, and the options after it.
 
-    Attributes:
-      config: all options before a change.
-      mesh: the run's mesh.
+    Those that other options do not allow are left out.
     """
 
     config: Config
     mesh: Mesh
 
-    def __iter__(self) -> Iterator[tuple[str, Config]]:
+    def __iter__(self) -> Iterator[Change]:
+        return filter(_is_allowed, self._all())
+
+    def save_temporary_memory(self) -> Iterator[Change]:
+        """Return the changes that save temporary memory only.
+
+        More is computed again, or fewer tokens are processed at once.
+        """
+        return filter(_is_allowed, self._save_temporary_memory())
+
+    def _all(self) -> Iterator[Change]:
         config = self.config
         yield from self._other_meshes()
-        yield from self.save_temporary_memory()
+        yield from self._save_temporary_memory()
         yield from self._use_host_memory()
         int8 = dataclasses.replace(config.rollout, quantization="int8")
         yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
@@ -145,7 +136,7 @@ class PossibleChanges:
             dataclasses.replace(config, algorithm=algorithm),
         )
 
-    def _other_meshes(self) -> Iterator[tuple[str, Config]]:
+    def _other_meshes(self) -> Iterator[Change]:
         """Yield changes of the meshes; the number of devices stays."""
         config = self.config
         split = meshes.split_copies(self.mesh)
@@ -165,19 +156,19 @@ class PossibleChanges:
                 )
             size *= 2
 
-    def _use_host_memory(self) -> Iterator[tuple[str, Config]]:
+    def _use_host_memory(self) -> Iterator[Change]:
         """Yield changes that keep in the host's memory what a phase does not read."""
         # The memory of CPU devices is the host's.
         if target_platform() == "cpu":
             return
         config = self.config
-        roles = used_roles(config)
-        optimizers = [role.optimizer_offload for role in roles if role.is_trained(config)]
+        roles = [role for role in resolve_roles(config) if role.is_used]
+        optimizers = [role.entry.optimizer_offload for role in roles if role.is_trained]
         # The base of adapters is read by every program.
         idle = [
-            role.param_offload
+            role.entry.param_offload
             for role in roles
-            if role.param_offload and not (role.holds_base and config.has_adapters)
+            if role.entry.param_offload and not (role.entry.holds_base and config.has_adapters)
         ]
         for names in (optimizers, idle):
             changed = config
@@ -187,10 +178,14 @@ class PossibleChanges:
                 changed = dataclasses.replace(changed, **{section: options})
             yield " and ".join(f"config.{name}=True" for name in names), changed
 
-    def _store_bfloat16(self) -> Iterator[tuple[str, Config]]:
+    def _store_bfloat16(self) -> Iterator[Change]:
         """Yield the change that stores what is trained in half the memory."""
         changed = self.config
-        roles = [role.section for role in used_roles(self.config) if role.is_trained(self.config)]
+        roles = [
+            role.entry.section
+            for role in resolve_roles(self.config)
+            if role.is_used and role.is_trained
+        ]
         for role in roles:
             options = getattr(changed, role)
             optim = dataclasses.replace(options.optim, **_IN_BFLOAT16)
@@ -201,11 +196,7 @@ class PossibleChanges:
         )
         yield words, changed
 
-    def save_temporary_memory(self) -> Iterator[tuple[str, Config]]:
-        """Yield changes that save temporary memory only.
-
-        More is computed again, or fewer tokens are processed at once.
-        """
+    def _save_temporary_memory(self) -> Iterator[Change]:
         config = self.config
         recomputed = dataclasses.replace(
             config.model, gradient_checkpointing=True, gradient_checkpointing_policy="full"

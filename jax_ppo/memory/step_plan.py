@@ -9,22 +9,20 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
+from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_phases
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
 from jax_ppo.ppo.programs import find_step_program
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.computation_dtype import resolve_dtype
-from jax_ppo.runtime.device_speed import PEAK_RATES
+from jax_ppo.runtime.devices import PEAK_RATES, resolve_dtype
 from jax_ppo.runtime.topologies import (
     CompilerMissingError,
     Topology,
     cpu_devices,
     described_devices,
 )
-from jax_ppo.training.networks import Networks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +159,14 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
       UserError: the options do not match the machine or the models, or a model has no config.json.
     """
     platform = topology.device_type.platform
-    config = resolve_dtype(config, platform)  # all GPUs that can be named have bfloat16
+    # All GPUs that can be named have bfloat16.
+    config = dataclasses.replace(config, model=resolve_dtype(config.model, platform))
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
     with assume_platform(_JAX_PLATFORMS.get(platform, platform)):
-        nets = read_descriptions(config, mesh)
         with jax.set_mesh(mesh):
-            step = set_up_step(config, nets, mesh)
+            step = build_abstract_step(config, mesh)
             estimated = estimate_phases(step)
             work = count_work(step)
             bubbles = count_bubbles(step)
@@ -225,20 +223,14 @@ def _rank_remedies(
     changes: PossibleChanges, needed: int, available: float | None
 ) -> tuple[tuple[str, int], ...]:
     """Return the changes of options that save memory, and the bytes needed after each."""
-
-    def read_nets(changed: Config) -> Networks:
-        mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
-        return read_descriptions(changed, mesh)
-
-    def estimate_peak(changed: Config, nets: Networks, mesh: Mesh) -> int:
-        with jax.set_mesh(mesh):
-            estimated = estimate_phases(set_up_step(changed, nets, mesh))
-        return max(memory.peak for memory in estimated.values())
-
-    remedies = rank_remedies(
-        changes, needed=needed, read_nets=read_nets, measure=estimate_peak, available=available
-    )
+    remedies = rank_remedies(changes, _estimate_peak, needed, available)
     return tuple((remedy.options, remedy.needed) for remedy in remedies)
+
+
+def _estimate_peak(config: Config, mesh: Mesh) -> int:
+    with jax.set_mesh(mesh):
+        estimated = estimate_phases(build_abstract_step(config, mesh))
+    return max(memory.peak for memory in estimated.values())
 
 
 GIB = 2**30

@@ -12,16 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_ppo.config.schema import Config
 from jax_ppo.memory.abstract_step import AbstractStep, Role
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.programs import StepProgram, planned_programs
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.device_memory import bytes_per_device
-from jax_ppo.runtime.device_speed import PeakRates
+from jax_ppo.runtime.devices import PeakRates, bytes_per_device
 from jax_ppo.runtime.parallelism import pipeline
 from jax_ppo.sampler.stages import stage_limits
 from jax_ppo.training.networks import Networks
@@ -191,12 +190,12 @@ def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
 
 
 def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
-    passes = program.passes(step.programs.config, step.programs.nets)
+    passes = program.passes(step.programs.options, step.programs.nets)
     match program.kind:
         case "resharding":
             return _prepare_weights(step)
         case "sampling":
-            return _sample(step) * (passes / step.programs.config.rollout.n)
+            return _sample(step) * (passes / step.programs.sampling.n)
         case "forward pass":
             return _score(step, step.role(program.role)) * passes
         case "elementwise":
@@ -205,7 +204,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
         case "update":
             batches = step.packed.of_role(program.role)
             work = _update(step, step.role(program.role), batches, passes)
-            for name in program.reads(step.programs.config):
+            for name in program.reads(step.programs.options):
                 work += _score(step, step.role(name)) * passes
             return work
 
@@ -245,10 +244,9 @@ def _prepare_weights(step: AbstractStep) -> PhaseWork:
 
 def _sample(step: AbstractStep) -> PhaseWork:
     """Return the work of prefill and decoding, stage by stage."""
-    config = step.programs.config
     mesh = step.rollout_mesh
     architecture = step.programs.nets.actor.architecture
-    prompt = config.data.max_prompt_length
+    num_prompts, prompt = step.prompts.tokens.shape
     samples = step.programs.samples
     weights = bytes_per_device(step.decoding_weights)
     limits = stage_limits(step.programs.sampling)
@@ -257,7 +255,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
     start = 0
     for limit in limits:
         # Later stages process the tokens drawn in earlier ones again, for each sample.
-        prompts = config.data.train_batch_size if start == 0 else samples
+        prompts = num_prompts if start == 0 else samples
         prefilled = np.full(prompts, prompt + start)
         width = max(1, step.slots * (prompt + limits[0]) // (prompt + limit))
         steps = (limit - start) * -(-step.queue // width)
@@ -320,10 +318,11 @@ def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
 
     A stage without a micro-batch counts as if it had one.
     """
-    config = step.programs.config
-    samples = step.programs.samples
-    lengths = np.full(samples, config.sequence_length)
-    num_logits = samples * config.data.max_response_length if role.has_logits else 0
+    programs = step.programs
+    lengths = np.full(programs.samples, programs.options.sequence_length)
+    num_logits = 0
+    if role.has_logits:
+        num_logits = programs.samples * programs.sampling.max_response_length
     layers = count_forward_flops(role.architecture, lengths)
     logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
     layers *= _schedule(step, role, rows).slowdown
@@ -413,7 +412,11 @@ def _gradient_link_bytes(
 
 
 def count_step_flops(
-    config: Config, nets: Networks, step: int, prompt_lengths: np.ndarray, lengths: np.ndarray
+    options: StepOptions,
+    nets: Networks,
+    step: int,
+    prompt_lengths: np.ndarray,
+    lengths: np.ndarray,
 ) -> float:
     """Return the FLOPs that sampling, forward passes and update of a step need.
 
@@ -422,7 +425,7 @@ def count_step_flops(
     with its own tokenizer counts as if its inputs were as long as the samples.
 
     Args:
-      config: all options.
+      options: the options of a step.
       nets: the roles' models.
       step: the step, from 0.
       prompt_lengths: int [N], tokens of each prompt.
@@ -440,19 +443,19 @@ def count_step_flops(
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
     def role_pass(role: ModelRole) -> float:
-        logits = 0 if role.head(config) in ("scalar", "reward") else num_logits
+        logits = num_logits if role.has_logits else 0
         return count_forward_flops(role.model(nets).architecture, lengths, logits)
 
-    actor_learns = config.shares_trunk or step >= config.trainer.critic_warmup
+    actor_learns = options.forward.shared_trunk or step >= options.update.actor.warmup_steps
     for program in programs.PROGRAMS:
-        passes = program.passes(config, nets)
+        passes = program.passes(options, nets)
         if not (passes and program.role):
             continue
         role = find_role(program.role)
         if program.kind == "forward pass":
             flops += passes * role_pass(role)
         elif program.kind == "update" and (role.name != "actor" or actor_learns):
-            read = sum(role_pass(find_role(name)) for name in program.reads(config))
+            read = sum(role_pass(find_role(name)) for name in program.reads(options))
             flops += passes * (_training_passes(role.model(nets)) * role_pass(role) + read)
     return flops
 

@@ -7,10 +7,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
-from jax_ppo.config.schema import Algorithm, Config, all_options, option_value
+from jax_ppo.config.schema import Algorithm, all_options, flatten_options
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.migrating.tables import DataOptions, Program, read_framework
@@ -142,20 +143,21 @@ def translate(framework: str, text: str) -> Translation:
     notes = command.notes + notes + _remove_invalid(values, program)
     options = {}
     defaults = {}
-    has_critic = _needs_critic(values.get("algorithm.adv_estimator", base.algorithm.adv_estimator))
+    estimator = "algorithm.adv_estimator"
+    has_critic = _needs_critic(values.get(estimator, base[estimator]))
     for name, value in values.items():
         if name in given or by_default.get(name) != value:
             options[name] = value
         elif not has_critic and name.startswith("critic."):
             continue
-        elif loading.parse_option(name, value) != option_value(base, name):
+        elif loading.parse_option(name, value) != base[name]:
             defaults[name] = value
     if defaults:
         remarks.append(
             f"the last {len(defaults)} options, from config.{next(iter(defaults))} on: defaults of "
             f"{framework}, unlike those of {program.base}"
         )
-    kept = {name: option_value(base, name) for name in _NAMED if name not in values}
+    kept = {name: base[name] for name in _NAMED if name not in values}
     if texts := [f"config.{name}={value}" for name, value in kept.items() if value]:
         remarks.append(f"{', '.join(texts)}: set by {program.base}, not by the command")
     # Each note is one line of printable characters, whatever it quotes.
@@ -169,8 +171,9 @@ def translate(framework: str, text: str) -> Translation:
 
 
 @functools.cache
-def _load_base(name: str, command: str) -> Config:
-    return loading.load_config(name, command=command)
+def _load_base(name: str, command: str) -> dict[str, Any]:
+    """Return the values of all options in a configuration, by their dotted names."""
+    return flatten_options(dataclasses.asdict(loading.load_config(name, command=command)))
 
 
 def _translate_flags(
@@ -178,7 +181,7 @@ def _translate_flags(
     program: Program,
     given: Mapping[str, str],
     defaults: Mapping[str, str],
-    base: Config,
+    base: Mapping[str, Any],
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return our options, notes about flags that have none, and notes about such defaults."""
     flags = {**defaults, **given}
@@ -273,7 +276,7 @@ def _use_supervised_names(
 
 
 def _find_targets(
-    name: str, value: str, answer: str, known: dict[str, Option], base: Config
+    name: str, value: str, answer: str, known: dict[str, Option], base: Mapping[str, Any]
 ) -> dict[str, str] | str:
     """Return our options with their values, or the reason why there are none."""
     for suffix in _SAME_VALUE:
@@ -301,13 +304,13 @@ def _find_targets(
     return targets
 
 
-def _unset(options: list[Option], base: Config) -> dict[str, str] | str:
+def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | str:
     """Return empty values for the texts that the base sets, or the reason why it keeps a value."""
-    kept = {x.name: option_value(base, x.name) for x in options}
-    changed = [x for x in options if kept[x.name] != x.default]
+    changed = [x for x in options if base[x.name] != x.default]
     if others := [x.name for x in changed if x.default != ""]:
         name = others[0]
-        return f"config.{name}={kept[name]} of {base.experiment_name} cannot be unset; set a value"
+        origin = base["experiment_name"]
+        return f"config.{name}={base[name]} of {origin} cannot be unset; set a value"
     return {x.name: "" for x in changed}
 
 

@@ -205,7 +205,9 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
         mesh=mesh,
         seed=config.seed,
         prompts_per_step=config.data.train_batch_size,
-        row_length=packed_row_length(config),
+        row_length=packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        ),
         packed=config.packing.enabled,
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device

@@ -25,11 +25,6 @@ _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, 
 def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
     """Load and try the functions of losses and estimators that the options name.
 
-    Args:
-      algorithm: the section of the config.
-      actor: the section of the config.
-      n: responses per prompt.
-
     Raises:
       UserError: one cannot be loaded, fails, or returns something of another form.
     """
@@ -87,12 +82,6 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
 
 def try_environment(option: str, name: str, environment: Environment, max_turn_length: int) -> None:
     """Try an environment that is traced into the decode loop.
-
-    Args:
-      option: the option that names it.
-      name: the option's value.
-      environment: the environment.
-      max_turn_length: tokens of the policy's longest turn.
 
     Raises:
       UserError: it fails, or returns something of another form.

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import Config
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
-from jax_ppo.ppo.reward_shaping import ExperienceOptions
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -31,7 +30,7 @@ class StepPrograms:
     """The inputs that determine the programs of a step: no data, tokenizer or weights.
 
     Attributes:
-      config: all options.
+      options: the options of a step.
       mesh: the mesh to compile for.
       nets: each role's model.
       engine: generates responses.
@@ -41,7 +40,7 @@ class StepPrograms:
         of its own tokens depend on the texts.
     """
 
-    config: Config
+    options: StepOptions
     mesh: Mesh
     nets: Networks
     engine: RolloutEngine
@@ -52,12 +51,12 @@ class StepPrograms:
     @property
     def samples(self) -> int:
         """Return the number of samples that a step learns from."""
-        return self.config.data.train_batch_size * self.config.responses_per_prompt
+        return self.options.prompts_per_step * self.options.responses_per_prompt
 
     def runs(self, program: "StepProgram") -> bool:
         """Return whether a step runs a program whose shapes are known before it."""
         is_known = self.reads_rollout or program.role != "reward"
-        return is_known and program.passes(self.config, self.nets) > 0
+        return is_known and program.passes(self.options, self.nets) > 0
 
 
 @dataclasses.dataclass
@@ -84,8 +83,6 @@ class StepShapes:
     experience: Experience | None = None
 
 
-_forward_options = forward_passes.ForwardOptions.from_config
-
 # What a program does, which decides the formulas for its memory and its work.
 Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
 
@@ -111,9 +108,9 @@ class StepProgram:
     label: str
     kind: Kind
     role: str
-    passes: Callable[[Config, Networks], int]
+    passes: Callable[[StepOptions, Networks], int]
     compile: Callable[[StepPrograms, StepShapes], None] | None
-    reads: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    reads: Callable[[StepOptions], tuple[str, ...]] = lambda options: ()
     group: str = ""
 
 
@@ -143,7 +140,7 @@ def compile_programs(
         params = policy_params(step.nets, state)
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
-        if _needs_greedy(step.config):
+        if step.options.needs_greedy:
             greedy = greedy_sampling(step.sampling)
             for name in step.engine.precompile(params, prompts, key, greedy):
                 if name == "sample":  # the weights are laid out once for both
@@ -154,21 +151,20 @@ def compile_programs(
             yield program.name
 
 
-def _needs_greedy(config: Config) -> bool:
-    return ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy
-
-
 def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
     assert shapes.rollout is not None, "sampling comes first"
-    config = step.config
-    replaces_groups = config.algorithm.filter_groups.enable
+    options = step.options
     shapes.rollout = compile_selection(
-        step.mesh, step.samples, config.has_step_rewards, replaces_groups, shapes.rollout
+        step.mesh,
+        step.samples,
+        options.has_step_rewards,
+        options.filter_groups.enable,
+        shapes.rollout,
     )
 
 
 def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
-    options = _forward_options(step.config)
+    options = step.options.forward
     sequences = _join_sequences(step, shapes)
     programs = forward_passes.forward_programs(
         options, step.nets, shapes.state, sequences, *shapes.packed.forward
@@ -186,7 +182,7 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
         shapes.state.role_params("reward", step.nets),
         _join_sequences(step, shapes),
         *shapes.packed.forward,
-        step.config.reward.score_position,
+        step.options.score_position,
     )
 
 
@@ -198,20 +194,20 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     step_rewards = None
     logprobs = shapes.rollout.logprobs
-    if step.config.has_step_rewards or shapes.rollout.turn_rewards is not None:
+    if step.options.has_step_rewards or shapes.rollout.turn_rewards is not None:
         step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
     extra_scores = None
-    estimator = ADVANTAGE_ESTIMATORS.lookup(step.config.algorithm.adv_estimator)
-    if _needs_greedy(step.config):
-        prompts = step.config.data.train_batch_size
+    options = step.options.experience
+    if step.options.needs_greedy:
+        prompts = step.options.prompts_per_step
         layout = sharding.batch_rows(step.mesh, prompts)
         extra_scores = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
-    if estimator.needs_components:
-        components = len(parsing.parse_weights(step.config.reward.components))
+    if ADVANTAGE_ESTIMATORS.lookup(options.algorithm.adv_estimator).needs_components:
+        components = len(parsing.parse_weights(options.reward.components))
         extra_scores = jax.ShapeDtypeStruct((step.samples, components), jnp.float32, sharding=rows)
     shapes.experience, _ = compile_ahead(
         estimate_experience,
-        ExperienceOptions.from_config(step.config),
+        options,
         shapes.state.control,
         _join_sequences(step, shapes),
         logprobs,
@@ -225,7 +221,7 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
 def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
     """Return the shapes of the sequences; the first program that reads them compiles the join."""
     if shapes.sequences is None:
-        length = step.config.sequence_length
+        length = step.options.sequence_length
         shapes.sequences = compile_ahead(forward_passes.join_sequences, shapes.rollout, length)
     assert shapes.sequences is not None
     return shapes.sequences
@@ -236,7 +232,7 @@ def _compile_update(role: str, step: StepPrograms, shapes: StepShapes) -> None:
     assert shapes.experience is not None, "advantages come first"
     function = {"actor": update.update_actor, "critic": update.update_critic}[role]
     arguments = update.update_arguments(
-        update.UpdateOptions.from_config(step.config),
+        step.options.update,
         step.nets,
         step.total_steps,
         shapes.state,
@@ -254,7 +250,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        passes=lambda config, nets: int(not config.learns_from_files),
+        passes=lambda options, nets: int(not options.reads_responses),
         compile=None,
     ),
     StepProgram(
@@ -262,7 +258,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="sampling",
         kind="sampling",
         role="actor",
-        passes=lambda config, nets: 0 if config.learns_from_files else config.rollout.n,
+        passes=lambda options, nets: 0 if options.reads_responses else options.sampled_per_prompt,
         compile=None,
     ),
     StepProgram(
@@ -270,7 +266,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="sampling, greedy",
         kind="sampling",
         role="actor",
-        passes=lambda config, nets: int(_needs_greedy(config)),
+        passes=lambda options, nets: int(options.needs_greedy),
         compile=None,
     ),
     StepProgram(
@@ -278,7 +274,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="",
         kind="elementwise",
         role="",
-        passes=lambda config, nets: int(config.selects_samples),
+        passes=lambda options, nets: int(options.selects_samples),
         compile=_compile_selection,
     ),
     StepProgram(
@@ -286,9 +282,9 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="forward, policy",
         kind="forward pass",
         role="actor",
-        passes=lambda config, nets: _forward_options(config).policy_passes,
+        passes=lambda options, nets: options.forward.policy_passes,
         compile=functools.partial(_compile_forward, "policy"),
-        reads=lambda config: ("reference",),
+        reads=lambda options: ("reference",),
         group="forward",
     ),
     StepProgram(
@@ -296,7 +292,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="forward, critic",
         kind="forward pass",
         role="critic",
-        passes=lambda config, nets: int("critic" in _forward_options(config).parts),
+        passes=lambda options, nets: int("critic" in options.forward.parts),
         compile=functools.partial(_compile_forward, "critic"),
         group="forward",
     ),
@@ -305,7 +301,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="forward, teacher",
         kind="forward pass",
         role="teacher",
-        passes=lambda config, nets: int("teacher" in _forward_options(config).parts),
+        passes=lambda options, nets: int("teacher" in options.forward.parts),
         compile=functools.partial(_compile_forward, "teacher"),
         group="forward",
     ),
@@ -314,7 +310,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="forward, reward",
         kind="forward pass",
         role="reward",
-        passes=lambda config, nets: int("reward" in nets),
+        passes=lambda options, nets: int("reward" in nets),
         compile=_compile_reward_model,
     ),
     StepProgram(
@@ -322,7 +318,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="advantages",
         kind="elementwise",
         role="",
-        passes=lambda config, nets: 1,
+        passes=lambda options, nets: 1,
         compile=_compile_experience,
     ),
     StepProgram(
@@ -330,9 +326,11 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, actor",
         kind="update",
         role="actor",
-        passes=lambda config, nets: 0 if config.trainer.critic_only else config.actor.ppo_epochs,
+        passes=lambda options, nets: options.trains_actor * options.update.actor.actor.ppo_epochs,
         compile=functools.partial(_compile_update, "actor"),
-        reads=lambda config: roles_of_losses(config.actor, config.teacher),
+        reads=lambda options: roles_of_losses(
+            options.update.actor.actor, options.experience.teacher
+        ),
         group="update",
     ),
     StepProgram(
@@ -340,8 +338,10 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, critic",
         kind="update",
         role="critic",
-        passes=lambda config, nets: (
-            (config.critic.ppo_epochs or config.actor.ppo_epochs) if "critic" in nets else 0
+        passes=lambda options, nets: (
+            (options.update.critic.critic.ppo_epochs or options.update.actor.actor.ppo_epochs)
+            if "critic" in nets
+            else 0
         ),
         compile=functools.partial(_compile_update, "critic"),
         group="update",

@@ -25,7 +25,7 @@ from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
@@ -158,15 +158,7 @@ def sample_selected_batch(
     step: int,
     observer: StepObserver,
 ) -> SampledBatch:
-    """Sample and score responses until a step has its samples; return them with their rewards.
-
-    Args:
-      parts: what the step computes with.
-      state: holds the policy.
-      batches: yields the prompts.
-      step: the step, from 0.
-      observer: follows what the host does.
-    """
+    """Sample and score responses until a step has its samples; return them with their rewards."""
     filters = parts.step_options.filter_groups
     selected: Selected | None = None
     statistics: list[DrawStatistics] = []
@@ -259,13 +251,7 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
 def take_rows(
     pools: tuple[dict[str, jax.Array], ...], rows: jax.Array, layout: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Return rows of the concatenated arrays of all pools.
-
-    Args:
-      pools: arrays by name.
-      rows: int [r], the indices of the rows.
-      layout: the sharding of the result.
-    """
+    """Return rows, int [r], of the concatenated arrays of all pools."""
 
     def take(*arrays: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(jnp.concatenate(arrays)[rows], layout)

@@ -151,14 +151,7 @@ def _explain_score_position(
     ends: tuple[int, ...],
     report: Callable[[str], None],
 ) -> None:
-    """Report where a decoder's score is read if an input may end in the pad token.
-
-    Args:
-      options: `config.reward`.
-      net: the reward model.
-      ends: the tokens that may end an input.
-      report: called with a line for the user.
-    """
+    """Report where a decoder's score is read if an input may end in the pad token."""
     if isinstance(net, Deberta) or options.score_position != "auto":
         return
     if net.architecture.pad_id in ends:

@@ -136,10 +136,6 @@ class RuleScorer:
 
         Rules read the policy's own tokens, without the observations that an environment has
         inserted. A reward model reads those, too.
-
-        Args:
-          batch: the prompts and their examples.
-          rollout: their responses.
         """
         total, max_length = rollout.responses.shape
         responses = self._decode_local(batch, rollout)

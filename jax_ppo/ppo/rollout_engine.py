@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config.parsing import parse_logit_bias, parse_strings
-from jax_ppo.config.schema import Config, RolloutOptions, Sampling
+from jax_ppo.config.schema import RolloutOptions, Sampling
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -43,11 +43,6 @@ def make_searches(
 ) -> tuple[TextSearch | None, TextSearch | None]:
     """Return the searches for `rollout.stop` and for `rollout.bad_words`, `None` where unset.
 
-    Args:
-      options: the section of the config.
-      tokenizer: the actor's.
-      vocab_size: the number of the actor's logits.
-
     Raises:
       UserError: strings cannot be searched for with this tokenizer.
     """
@@ -56,15 +51,16 @@ def make_searches(
         strings = parse_strings(getattr(options, name))
         search = None
         if strings:
-            tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
+            tokens = token_bytes(tokenizer, f"rollout.{name}={strings}")[:vocab_size]
             search = search_for(strings, tokens, vocab_size)
         searches.append(search)
     return searches[0], searches[1]
 
 
 def sampling_options(
-    config: Config,
+    rollout: RolloutOptions,
     options: Sampling,
+    max_response_length: int,
     eos_ids: Iterable[int | None],
     searches: tuple[TextSearch | None, TextSearch | None] = (None, None),
     environment: Environment | None = None,
@@ -72,35 +68,33 @@ def sampling_options(
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
     Args:
-      config: all options.
-      options: the section.
+      rollout: the section of the config.
+      options: the same, or its section `val_kwargs`.
+      max_response_length: T.
       eos_ids: ids that end a response; repeated ones and `None` are left out.
       searches: the result of `make_searches`.
       environment: answers the policy's turns, if there is one.
     """
     stop, forbidden = searches
     return SamplingOptions(
-        max_response_length=config.data.max_response_length,
+        max_response_length=max_response_length,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
         n=options.n,
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
-        slots=config.rollout.max_num_seqs or None,
-        stage_length=config.rollout.stage_length,
-        min_new_tokens=config.rollout.min_new_tokens,
+        slots=rollout.max_num_seqs or None,
+        stage_length=rollout.stage_length,
+        min_new_tokens=rollout.min_new_tokens,
         stop=stop,
         forbidden=forbidden,
-        logit_bias=parse_logit_bias(config.rollout.logit_bias),
+        logit_bias=parse_logit_bias(rollout.logit_bias),
         environment=environment,
-        max_turns=config.rollout.multi_turn.max_assistant_turns,
-        max_turn_length=config.rollout.multi_turn.max_turn_length,
+        max_turns=rollout.multi_turn.max_assistant_turns,
+        max_turn_length=rollout.multi_turn.max_turn_length,
         # Evaluations are not learned from.
-        returns_routed_experts=(
-            options is config.rollout and config.actor.router_replay.mode == "R3"
-        ),
         returns_kept_tokens=(
-            options is config.rollout and config.rollout.exact_filters and options.filters_tokens
+            options is rollout and rollout.exact_filters and options.filters_tokens
         ),
     )

@@ -23,7 +23,7 @@ from jax_ppo.ppo.response_sampling import (
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
 from jax_ppo.ppo.update import update_state
-from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience
 

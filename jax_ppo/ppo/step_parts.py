@@ -36,7 +36,9 @@ class StepOptions:
       forward: see `ForwardOptions`.
       experience: see `ExperienceOptions`.
       update: see `UpdateOptions`.
+      prompts_per_step: how many prompts a step takes.
       sequence_length: S, tokens of the longest prompt and response together.
+      sampled_per_prompt: how many responses to each prompt are sampled.
       responses_per_prompt: how many responses to each prompt the update learns from.
       selects_samples: whether rewards decide which samples the update learns from.
       filter_groups: the section of the config.
@@ -44,12 +46,17 @@ class StepOptions:
       one_step_off: sample with the weights from before the newest update.
       score_position: `reward.score_position`.
       needs_greedy: the advantage estimator compares with a greedy response to each prompt.
+      has_step_rewards: rewards are also earned within responses.
+      reads_responses: responses are read from files, and none is sampled for training.
+      trains_actor: False trains the critic alone.
     """
 
     forward: ForwardOptions
     experience: ExperienceOptions
     update: UpdateOptions
+    prompts_per_step: int
     sequence_length: int
+    sampled_per_prompt: int
     responses_per_prompt: int
     selects_samples: bool
     filter_groups: FilterGroups
@@ -57,6 +64,9 @@ class StepOptions:
     one_step_off: bool
     score_position: str
     needs_greedy: bool
+    has_step_rewards: bool
+    reads_responses: bool
+    trains_actor: bool
 
     @classmethod
     def from_config(cls, config: Config) -> "StepOptions":
@@ -65,7 +75,9 @@ class StepOptions:
             forward=ForwardOptions.from_config(config),
             experience=ExperienceOptions.from_config(config),
             update=UpdateOptions.from_config(config),
+            prompts_per_step=config.data.train_batch_size,
             sequence_length=config.sequence_length,
+            sampled_per_prompt=config.rollout.n,
             responses_per_prompt=config.responses_per_prompt,
             selects_samples=config.selects_samples,
             filter_groups=config.algorithm.filter_groups,
@@ -73,6 +85,9 @@ class StepOptions:
             one_step_off=config.rollout.one_step_off,
             score_position=config.reward.score_position,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
+            has_step_rewards=config.has_step_rewards,
+            reads_responses=config.learns_from_files,
+            trains_actor=not config.trainer.critic_only,
         )
 
 

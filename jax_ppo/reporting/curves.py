@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_ppo.reporting.atomic import replace_file
+from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.sinks import read_metrics_csv
 
 _PANELS_PER_ROW = 4
@@ -87,13 +87,7 @@ def plot_curves(
 def panel_points(
     panel: Panel, rows: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
 ) -> Iterator[Curve]:
-    """Yield the curves of a panel that have points.
-
-    Args:
-      panel: the plot.
-      rows: the rows of training_metrics.csv.
-      evaluations: dicts of step and metrics.
-    """
+    """Yield the curves of a panel that have points."""
     for legend, metric in panel.curves.items():
         is_evaluation = metric.startswith(_EVALUATION_PREFIX)
         if is_evaluation:

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.schema import Config, all_options
+from jax_ppo.config.schema import all_options, flatten_options
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import lambda_table, sample_files
-from jax_ppo.reporting.atomic import replace_file
 from jax_ppo.reporting.curves import Panel
+from jax_ppo.reporting.files import collect_versions, replace_file, to_json_value
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.reporting.summary import collect_versions, to_json_value
-from jax_ppo.reporting.trackers import flatten_options
 from jax_ppo.training.progress import Progress
 
 # Figures of tokens that responses can be colored by; the first one is preferred.
@@ -95,17 +93,11 @@ class RunSamples:
 class HTMLReport:
     """The contents of report.html that a run collects, and the file."""
 
-    def __init__(self, workdir: Path, config: Config, panels: Sequence[Panel]) -> None:
-        """Start a report.
-
-        Args:
-          workdir: the run's folder.
-          config: all options.
-          panels: the plots of metrics that come first.
-        """
+    def __init__(self, workdir: Path, options: dict[str, Any], panels: Sequence[Panel]) -> None:
+        """Start a report."""
         self.samples = RunSamples()
         self._workdir = workdir
-        self._config = config
+        self._options = options
         self._panels = panels
 
     def write(self, status: str, progress: Progress) -> None:
@@ -115,7 +107,7 @@ class HTMLReport:
           status: one line about how far the run has come.
           progress: the warnings and changed options, which are shown at the top.
         """
-        name = self._config.experiment_name
+        name = self._options["experiment_name"]
         state = {
             "name": name,
             "status": status,
@@ -128,8 +120,7 @@ class HTMLReport:
         }
         with replace_file(self._workdir / STATE_FILE) as temporary:
             temporary.write_text(json.dumps(state, indent=2) + "\n")
-        options = dataclasses.asdict(self._config)
-        run = _describe_run(self._workdir, state, options, self.samples)
+        run = _describe_run(self._workdir, state, self._options, self.samples)
         _write_page(self._workdir / "report.html", name, [run])
 
 
@@ -166,7 +157,7 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
 
 def write_scores_page(
     path: Path,
-    config: Config,
+    options: dict[str, Any],
     status: str,
     notes: Sequence[str],
     records: Sequence[dict[str, Any]],
@@ -176,13 +167,13 @@ def write_scores_page(
 
     Args:
       path: the file to write.
-      config: all options.
+      options: all options, as config.json has them.
       status: one line about the responses.
       notes: lines at the top of the page.
       records: the responses, as `run.sample_records` makes them.
       lambdas: the rows of the table of lambda and gamma; empty without a critic.
     """
-    name = config.experiment_name
+    name = options["experiment_name"]
     run = {
         "name": name,
         "status": status,
@@ -196,7 +187,7 @@ def write_scores_page(
         "samples": [{"name": "scored", "records": list(records)}],
         "distributions": [],
         "lambdas": lambdas,
-        "options": _describe_options(dataclasses.asdict(config)),
+        "options": _describe_options(options),
     }
     _write_page(path, f"{name}: scores", [run])
 
@@ -259,7 +250,7 @@ def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
 def _describe_options(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the table of options, changed ones first."""
     table = []
-    values = dict(flatten_options(options))
+    values = flatten_options(options)
     for option in all_options():
         # An option that is younger than the run had its default.
         value = values.get(option.name, option.default)

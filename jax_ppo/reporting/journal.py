@@ -19,18 +19,18 @@ from jax_ppo.config.schema import Config
 from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.reporting import console, sample_files
 from jax_ppo.reporting.curves import Panel, plot_curves
+from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.reporting.summary import collect_versions, write_summary_file
 from jax_ppo.runtime import (
     compilation,
-    device_speed,
+    devices,
     distributed,
     signals,
     stragglers,
     work_directory,
 )
-from jax_ppo.runtime.device_memory import measure_device_memory
+from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
 
 SPEED_COLUMNS = (
@@ -101,19 +101,20 @@ class Journal:
         # Before the log drops the rows that the run repeats.
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
             lost_run += f", after step {rows[-1]['step']}"
+        options = dataclasses.asdict(config)
         self._log = MetricsLog(
             workdir=workdir,
             options=config.trainer,
             experiment_name=config.experiment_name,
-            config_dict=dataclasses.asdict(config),
+            config_dict=options,
             first_step=progress.step,
             is_main=distributed.is_main(),
             warn=self.warn,
         )
-        self._report = HTMLReport(workdir, config, layout.panels)
+        self._report = HTMLReport(workdir, options, layout.panels)
         # The other processes would read files while this one deletes them.
         if distributed.is_main():
-            command_line.write_config(config, workdir)
+            command_line.write_config(options, workdir)
             work_directory.fetch_folder(workdir, sample_files.FOLDER)
             sample_files.drop_samples_after(workdir, progress.step)
             self._report.samples.add_logged(workdir)
@@ -268,7 +269,7 @@ class Journal:
         # By the system's clock: the run may have started in another process, on another machine.
         run_seconds = time.time() - self.progress.started_at
         figures = {"perf/goodput": self.progress.kept_seconds / max(run_seconds, seconds)}
-        peak = device_speed.total_peak_flops()
+        peak = devices.total_peak_flops()
         if flops is not None and peak is not None:
             figures["perf/mfu"] = flops / (seconds * peak)
         return figures
@@ -398,12 +399,7 @@ class Journal:
         }
 
     def _plot(self, step: int, always: bool = False) -> None:
-        """Write the report, and draw the curves unless they were drawn recently.
-
-        Args:
-          step: number of completed steps.
-          always: draw the curves in any case.
-        """
+        """Write the report, and draw the curves unless they were drawn recently."""
         if not distributed.is_main():
             return
         started = time.monotonic()

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_ppo.reporting.atomic import replace_file
-from jax_ppo.reporting.summary import to_json_value
+from jax_ppo.reporting.files import replace_file, to_json_value
 
 FOLDER = "rollouts"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ppo.config.parsing import parse_loggers
 from jax_ppo.config.schema import Trainer
-from jax_ppo.reporting.atomic import replace_file
+from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_ppo.config.schema import Trainer
+from jax_ppo.config.schema import Trainer, flatten_options
 from jax_ppo.errors import UserError, printable_lines
 
 MetricSink = Callable[[int, dict[str, float]], None]
@@ -23,12 +23,7 @@ _MAX_PARAMETER = 500  # characters of an option's value in MLflow
 
 
 class Tracker(NamedTuple):
-    """An open record.
-
-    Attributes:
-      write: takes a step and metrics by name.
-      close: finishes the record.
-    """
+    """An open record."""
 
     write: MetricSink
     close: Callable[[], object]
@@ -179,7 +174,7 @@ def open_mlflow(
         tags = {tag: "true" for tag in _parse_tags(options.tags)}
         run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
         id_file.write_text(run_id)
-        for option, value in flatten_options(config_dict):
+        for option, value in flatten_options(config_dict).items():
             client.log_param(run_id, option, str(value)[:_MAX_PARAMETER])
 
     def write(step: int, metrics: dict[str, float]) -> None:
@@ -200,14 +195,3 @@ def _missing_package(name: str) -> UserError:
 
 def _parse_tags(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def flatten_options(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return dotted names and values."""
-    flat = []
-    for name, value in options.items():
-        if isinstance(value, dict):
-            flat += flatten_options(value, f"{prefix}{name}.")
-        else:
-            flat.append((prefix + name, value))
-    return flat

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions, option_value
+from jax_ppo.config.schema import Config, Data, MultiTurn, Reward, RolloutOptions
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
@@ -44,9 +45,9 @@ from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.random_streams import SampleKeys
-from jax_ppo.training.roles import used_roles
+from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.training.setup import chat_template, count_steps
-from jax_ppo.training.state import policy_params, state_shapes
+from jax_ppo.training.state import StateBuilder, policy_params
 from jax_ppo.types import Example
 
 
@@ -79,19 +80,18 @@ def set_up_run(
     if given is not None:
         # Rules are resolved for one row of each source.
         examples = list({row.data_source: row for row in given.examples}.values())
+    roles = resolve_roles(config)
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
-    _report_idle_offloads(config, mesh, report)
-    if trains:
         _reject_weights_with_curriculum(config.data)
+    _report_idle_offloads(roles, mesh, report)
     model_weight = registry.model_weight(config.reward)
+    # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
+    ruled = [*(() if given is not None and given.has_rewards else examples), *held_out_examples]
     rule = None
-    # The rewards may be an environment's alone; rewards in the rows leave rules to evaluations.
-    needs_rule = given is None or not given.has_rewards or bool(held_out_examples)
-    if needs_rule and not config.rewards_by_environment_alone:
-        ruled = [] if given is not None and given.has_rewards else examples
-        rule = _resolve_rule(config.reward, [*ruled, *held_out_examples])
+    if ruled and not config.rewards_by_environment_alone:
+        rule = _resolve_rule(config.reward, ruled)
     if rule is not None and trains and given is None:
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")
@@ -105,45 +105,43 @@ def set_up_run(
     prompts_are_chats = not isinstance((examples or held_out_examples)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
         models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
-    validate_run_models(config, models, mesh, rollout_mesh)
-    memory = PPOMemory(config, models.folders, models.nets, mesh)
+    validate_run_models(roles, models, config.sequence_length, mesh, rollout_mesh)
+    memory = PPOMemory(config, models.nets, mesh, models.folders)
     if trains:
         validate_memory(memory)
 
     # 3. Prompts as tokens, which fix the number of steps.
     data = config.data
     with heartbeat.activity("tokenizing prompts"):
-        training = PromptDataset((), (), data.max_prompt_length)
-        if given is not None:
-            training = given
-        elif trains and data.cache_dir:
+        training = PromptDataset((), (), data.max_prompt_length) if given is None else given
+        if given is None and trains and data.cache_dir:
             training = cache_training_prompts(
                 data,
                 config.model.tokenizer_path or str(models.folders.actor),
                 make_row_validation(config.reward, config.rewards_by_environment_alone),
             )
-        elif trains:
+        elif given is None and trains:
             training = _tokenize(data, examples, models.tokenizer, "config.data.train_files")
-        held_out_prompts = None
+        held_out = None
         if held_out_examples:
-            held_out_prompts = _tokenize(
-                data, held_out_examples, models.tokenizer, "config.data.val_files"
-            )
-    prompts = RunPrompts(training, held_out_prompts)
+            held_out = _tokenize(data, held_out_examples, models.tokenizer, "config.data.val_files")
+    prompts = RunPrompts(training, held_out)
     if environment_class is not None:
-        multi_turn = config.rollout.multi_turn
-        prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
-        if isinstance(prompts.environment, PerDialogue):
-            turn = multi_turn.max_turn_length or data.max_response_length
-            name = multi_turn.environment
-            plugin_trials.try_environment(ENVIRONMENT_OPTION, name, prompts.environment, turn)
+        prompts = set_up_environment(
+            environment_class, config.rollout.multi_turn, models.tokenizer, prompts
+        )
+        _try_environment(config.rollout.multi_turn, prompts.environment, data.max_response_length)
     total_steps = 0
     if trains:
         steps_per_epoch = batches_in_order(data, config.seed, prompts.training).steps_per_epoch
         total_steps = count_steps(config.trainer, steps_per_epoch)
 
     # 4. How the engine samples; the number of decoding slots changes no sample.
-    sampling, held_out_sampling = _sampling_options(config, models, prompts.environment)
+    sampling, held_out_sampling = _sampling_options(
+        config.rollout, data.max_response_length, models, prompts.environment
+    )
+    if config.actor.router_replay.mode == "R3":
+        sampling = dataclasses.replace(sampling, returns_routed_experts=True)
     slots = count_decoding_slots(memory, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
@@ -156,10 +154,12 @@ def set_up_run(
             max_length=config.sequence_length,
         )
     # The engine gets shapes only; `update_weights` brings the weights at each step.
-    sampled_params = policy_params(models.nets, state_shapes(config, models.nets, mesh))
+    states = StateBuilder.from_config(config, models.nets, mesh)
+    sampled_params = policy_params(models.nets, states.shapes())
     run = PPORun(
         step_options=StepOptions.from_config(config),
         config=config,
+        states=states,
         mesh=mesh,
         folders=models.folders,
         nets=models.nets,
@@ -187,11 +187,18 @@ def set_up_run(
     return run
 
 
-def _report_idle_offloads(config: Config, mesh: Mesh, report: Report) -> None:
+def _try_environment(
+    options: MultiTurn, environment: Environment | None, max_response_length: int
+) -> None:
+    """Raise `UserError` if an environment of a user's fails in a dialogue."""
+    if isinstance(environment, PerDialogue):
+        turn = options.max_turn_length or max_response_length
+        plugin_trials.try_environment(ENVIRONMENT_OPTION, options.environment, environment, turn)
+
+
+def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) -> None:
     """Report arrays in the memory of a host whose devices have no other."""
-    offloads = [
-        name for role in used_roles(config) for name in role.offloads if option_value(config, name)
-    ]
+    offloads = [name for role in roles if role.is_used for name in role.offloads]
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
         report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
@@ -271,7 +278,7 @@ def _report_size(run: PPORun, report: Report) -> None:
 
 def _count_parameters(run: PPORun) -> list[str]:
     """Return the number of parameters of each role: with adapters, of those alone."""
-    state = state_shapes(run.config, run.nets, run.mesh)
+    state = run.states.shapes()
     counts = []
     for name, tree in state.models.items():
         count = sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -280,19 +287,28 @@ def _count_parameters(run: PPORun) -> list[str]:
 
 
 def _sampling_options(
-    config: Config, models: RunModels, environment: Environment | None
+    rollout: RolloutOptions,
+    max_response_length: int,
+    models: RunModels,
+    environment: Environment | None,
 ) -> tuple[SamplingOptions, SamplingOptions]:
     """Return the engine's options for training and for evaluations."""
     architecture = models.nets.actor.architecture
     tokenizer = models.tokenizer
-    _validate_biased_tokens(config.rollout, architecture.vocab_size)
+    _validate_biased_tokens(rollout, architecture.vocab_size)
     # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
     # response ends at either.
     eos_ids = (*architecture.eos_ids, tokenizer.eos_token_id)
-    searches = make_searches(config.rollout, tokenizer, architecture.vocab_size)
-    training = sampling_options(config, config.rollout, eos_ids, searches, environment)
-    held_out = sampling_options(config, config.rollout.val_kwargs, eos_ids, searches, environment)
-    return training, held_out
+    searches = make_searches(rollout, tokenizer, architecture.vocab_size)
+    build = functools.partial(
+        sampling_options,
+        rollout,
+        max_response_length=max_response_length,
+        eos_ids=eos_ids,
+        searches=searches,
+        environment=environment,
+    )
+    return build(rollout), build(rollout.val_kwargs)
 
 
 def _validate_biased_tokens(options: RolloutOptions, vocab_size: int) -> None:

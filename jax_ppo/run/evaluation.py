@@ -20,7 +20,7 @@ from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
 from jax_ppo.runtime import heartbeat, placement, sharding
-from jax_ppo.runtime.device_memory import release_freed_memory
+from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState

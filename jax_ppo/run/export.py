@@ -5,10 +5,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jax_ppo.config.schema import Config
 from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import (
     ADAPTER_CONFIG,
@@ -21,13 +20,13 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import signals, work_directory
-from jax_ppo.training.roles import Export, ModelRole, trained_roles
+from jax_ppo.training.roles import Export, ModelRole, RunRole
 from jax_ppo.training.state import TrainState
 
 
 def export_models(run: PPORun, state: TrainState, workdir: Path, journal: Journal) -> None:
     """Write the trained models as Hugging Face folders."""
-    for role, export in _exported_roles(run.config):
+    for role, export in _exported_roles(run.states.roles):
         with signals.limited(f"exporting the {role.title}"):
             _export_role(run, role, export, state, workdir, journal)
 
@@ -94,19 +93,20 @@ def _export_role(
         )
 
 
-def _exported_roles(config: Config) -> Iterator[tuple[ModelRole, Export]]:
+def _exported_roles(roles: Sequence[RunRole]) -> Iterator[tuple[ModelRole, Export]]:
     """Yield the roles that the end of a run exports, if it exports any."""
-    for role in trained_roles(config):
-        if role.export is not None and role.export.is_wanted(config):
-            yield role, role.export
+    for role in roles:
+        if role.is_exported and role.entry.export is not None:
+            yield role.entry, role.entry.export
 
 
-def refuse_foreign_exports(config: Config, workdir: Path) -> None:
+def refuse_foreign_exports(roles: Sequence[RunRole], workdir: Path) -> None:
     """Raise `UserError` if a folder that the run will export to holds something else."""
-    for role, export in _exported_roles(config):
-        if export.merges_adapters or not config.has_adapters:
+    has_adapters = any(role.has_adapters for role in roles)
+    for role, export in _exported_roles(roles):
+        if export.merges_adapters or not has_adapters:
             refuse_foreign_folder(workdir / role.name)
-        if config.has_adapters:
+        if has_adapters:
             refuse_foreign_folder(
                 workdir / export.adapter_folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
             )

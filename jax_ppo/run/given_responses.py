@@ -8,11 +8,11 @@ from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReade
 from jax_ppo.errors import UserError, counted
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
-from jax_ppo.reporting.atomic import write_json_lines
+from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.runtime import heartbeat
 from jax_ppo.storage.paths import expand_local_path
-from jax_ppo.training.roles import resolve_role_folders
+from jax_ppo.training.roles import resolve_role_folders, resolve_roles
 from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
 from jax_ppo.types import Example
 
@@ -28,7 +28,9 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     Raises:
       UserError: a file as a whole cannot be read, or no row can be used.
     """
-    folders = resolve_role_folders(config, workdir, lambda folder: None)
+    folders = resolve_role_folders(
+        resolve_roles(config), config.model, workdir, lambda folder: None
+    )
     scores_any = config.score.reward_key or config.rewards_by_environment_alone
     scores_any = scores_any or registry.scores_any_row(config.reward)
     reader = ResponseReader(

@@ -20,8 +20,7 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compilation, distributed, meshes, signals, work_directory
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress
-from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.progress import Progress, find_progress, is_due
 
 THREAD_NAME = "precompilation"
 JournalT = TypeVar("JournalT", bound=Journal)
@@ -131,7 +130,8 @@ def train(
             training.running(),
             training.open_journal(workdir, progress, compiled) as journal,
         ):
-            cycle = LifeCycle(training, config, checkpoints, progress, journal)
+            options = dataclasses.asdict(config)
+            cycle = LifeCycle(training, config.trainer, options, checkpoints, progress, journal)
             state, was_preempted = cycle.take_steps()
             journal.flush()
             # A preempted run ends without an export: the next start resumes it.
@@ -164,14 +164,16 @@ class LifeCycle:
     def __init__(
         self,
         training: Training[JournalT],
-        config: Config,
+        trainer: Trainer,
+        options: dict[str, Any],
         checkpoints: Checkpointer,
         progress: Progress,
         journal: JournalT,
     ) -> None:
-        """Collect the parts; arguments as in `train`."""
+        """Collect the parts; checkpoints hold all `options`."""
         self._training = training
-        self._config = config
+        self._trainer = trainer
+        self._options = options
         self._checkpoints = checkpoints
         self._progress = progress
         self._journal = journal
@@ -206,7 +208,7 @@ class LifeCycle:
                 programs = training.compile_programs(progress)
                 precompilation.enter_context(compile_in_background(programs, training.mesh))
             state = training.load_state(self._checkpoints, progress.step)
-            evaluates_first = progress.step == 0 and self._config.trainer.val_before_train
+            evaluates_first = progress.step == 0 and self._trainer.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
                 training.evaluate(state, progress.step, self._journal)
                 progress.evaluation_pending = False
@@ -217,7 +219,7 @@ class LifeCycle:
     def finish_step(self, state: Any) -> None:
         """Evaluate if that is due; save if that is due or the run is to stop."""
         quality = self._evaluate_if_due(state)
-        step, trainer = self.completed_steps, self._config.trainer
+        step, trainer = self.completed_steps, self._trainer
         saves = is_due(step, self._training.total_steps, trainer.save_freq)
         # A preempted run saves even if no checkpoint is due.
         saves = saves or self._stop_request.should_stop(step)
@@ -230,7 +232,7 @@ class LifeCycle:
                 "position": self._training.position,
                 **self._training.fingerprints(),
                 **self._progress.history(),
-                "config": dataclasses.asdict(self._config),
+                "config": self._options,
             }
             trees = self._training.checkpoint_trees(state)
             if saves:
@@ -244,7 +246,7 @@ class LifeCycle:
         """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
         step = self.completed_steps
         if not self._training.can_evaluate or not is_due(
-            step, self._training.total_steps, self._config.trainer.test_freq
+            step, self._training.total_steps, self._trainer.test_freq
         ):
             return None
         self._journal.flush()  # the evaluation is not part of the step's time

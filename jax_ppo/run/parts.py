@@ -16,6 +16,7 @@ from jax_ppo.reporting import console
 from jax_ppo.runtime import work_directory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
+from jax_ppo.training.state import StateBuilder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class PPORun(StepParts):
 
     Attributes:
       config: all options.
+      states: makes the train state.
       folders: each role's checkpoint.
       tokenizer: the actor's.
       held_out: the prompts of evaluations; `None` without validation files.
@@ -31,6 +33,7 @@ class PPORun(StepParts):
     """
 
     config: Config
+    states: StateBuilder
     folders: Folders
     tokenizer: Any
     held_out: PromptDataset | None

@@ -38,15 +38,9 @@ from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.roles import fingerprint_frozen
+from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
 from jax_ppo.training.setup import fingerprint_data
-from jax_ppo.training.state import (
-    TrainState,
-    create_state,
-    state_shapes,
-    trained_shapes,
-    trained_trees,
-)
+from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.types import Prompts, Rollout
 
 ROLLOUT = "rollout"  # a checkpoint's tree of what was sampled one step ahead
@@ -61,7 +55,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
 
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
-            distributed.run_on_main(lambda: refuse_foreign_exports(config, workdir))
+            distributed.run_on_main(lambda: refuse_foreign_exports(resolve_roles(config), workdir))
         given = None
         if config.learns_from_files:
             given, _, _ = read_given_responses(config, workdir)
@@ -91,7 +85,7 @@ class PPOTraining:
         run = self._run
         return {
             "data": fingerprint_data(run.config.data, run.training),
-            "frozen": fingerprint_frozen(run.config, run.folders),
+            "frozen": fingerprint_frozen(run.states.roles, run.folders),
         }
 
     @contextlib.contextmanager
@@ -99,7 +93,7 @@ class PPOTraining:
         """Run the engine and the reward workers, and explain a device that runs out of memory."""
         run = self._run
         with (
-            explain_out_of_memory(PPOMemory(run.config, run.folders, run.nets, run.mesh)),
+            explain_out_of_memory(PPOMemory(run.config, run.nets, run.mesh, run.folders)),
             engine.running(run.engine),
             run.rules.running(),
         ):
@@ -122,7 +116,7 @@ class PPOTraining:
         prompts = run.place_prompts(batch.prompts)
         key = run.sample_keys(Stream.TRAINING, 0)
         step = StepPrograms(
-            config=run.config,
+            options=run.step_options,
             mesh=run.mesh,
             nets=run.nets,
             engine=run.engine,
@@ -137,8 +131,7 @@ class PPOTraining:
             ).rollout
         # Packings have one shape for all lengths, so lengths of 1 stand for any.
         packed = run.packer.pack(0, np.ones(step.samples, np.int32))
-        state = state_shapes(run.config, run.nets, run.mesh)
-        return compile_programs(step, state, prompts, key, packed, rollout)
+        return compile_programs(step, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from; train a small actor first if the run makes one."""
@@ -147,17 +140,8 @@ class PPOTraining:
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
         if step:
-            shapes = trained_shapes(run.config, run.nets, run.mesh)
-            trained = checkpoints.restore(step, shapes).arrays
-        return create_state(
-            run.config,
-            run.nets,
-            run.folders,
-            run.mesh,
-            progress=console.make_loading_reporter,
-            trained=trained,
-            step=step,
-        )
+            trained = checkpoints.restore(step, run.states.trained_shapes()).arrays
+        return run.states.create(run.folders, console.make_loading_reporter, trained, step)
 
     def begin(self, state: TrainState, checkpoints: Checkpointer, progress: Progress) -> TrainState:
         """Find the first batch; return the state with the moments of the first rewards."""
@@ -205,14 +189,7 @@ class PPOTraining:
 
 
 def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:
-    """Start computing the metrics of a step's samples, and queue its report without waiting.
-
-    Args:
-      run: the parts of the run.
-      reporter: writes the metrics one step late.
-      step: the step, from 0.
-      result: what the step has left.
-    """
+    """Start computing the metrics of a step's samples, and queue its report without waiting."""
     sampled = result.sampled
     rule_rewards = result.rule_rewards
     sampling_metrics = measure_sampling(
@@ -227,7 +204,7 @@ def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) 
         result.metrics | sampling_metrics,
         rule_rewards,
         flops=count_step_flops(
-            run.config, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
+            run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
         ),
         samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
         on_host={"update/padding": result.packed.padding, **sampled.metrics},

@@ -1,7 +1,7 @@
 """The models of a PPO run: folders, architectures and tokenizers of the roles; no weights."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, critic_head
 from jax_ppo.training.roles import (
-    ModelRole,
+    RunRole,
     find_role,
     read_networks,
     resolve_role_folders,
-    used_roles,
+    resolve_roles,
 )
 from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
@@ -69,7 +69,7 @@ def read_run_models(
         warmup.describe_model(config.model.create, config.seed, folder)
         work_directory.share_with_all(workdir, folder.name)
 
-    folders = resolve_role_folders(config, workdir, describe_model)
+    folders = resolve_role_folders(resolve_roles(config), config.model, workdir, describe_model)
     nets = read_networks(config, folders)
     for folder in dict.fromkeys(folders.values()):
         if text_part := describe_text_part(folder):
@@ -86,7 +86,9 @@ def read_run_models(
     attention = describe_attention(
         config.model,
         nets.actor,
-        packed_row_length(config),
+        packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        ),
         decodes=config.rollout.engine == "built-in",
     )
     if attention:
@@ -106,7 +108,13 @@ def read_run_models(
     return RunModels(folders, nets, tokenizer, reward_inputs)
 
 
-def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_mesh: Mesh) -> None:
+def validate_run_models(
+    roles: Sequence[RunRole],
+    models: RunModels,
+    sequence_length: int,
+    mesh: Mesh,
+    rollout_mesh: Mesh,
+) -> None:
     """Raise `UserError` if a model does not fit the meshes, the sequences or the tokenizer."""
     nets = models.nets
     for name, net in nets.items():
@@ -115,25 +123,24 @@ def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_m
             continue
         assert not isinstance(net, Deberta), "encoders have their own tokenizers"
         title = find_role(name).title
-        validate_model(title, mesh, net.architecture, models.tokenizer, config.sequence_length)
+        validate_model(title, mesh, net.architecture, models.tokenizer, sequence_length)
     meshes.validate_architecture(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
-    for role in used_roles(config):
-        path = role.path(config)
-        if role.reads_actors_tokens and path:
-            _validate_vocabulary(role, path, models.folders[role.name], models.tokenizer)
+    for role in roles:
+        if role.is_used and role.path and role.entry.reads_actors_tokens:
+            _validate_vocabulary(role, models.folders[role.name], models.tokenizer)
 
 
-def _validate_vocabulary(role: ModelRole, path: str, folder: Path, tokenizer: Any) -> None:
+def _validate_vocabulary(role: RunRole, folder: Path, tokenizer: Any) -> None:
     """Raise `UserError` if the folder of a role has a tokenizer of another vocabulary."""
     # A folder without a tokenizer gives nothing to compare.
     if not tokenizer_lib.has_tokenizer(folder):
         return
-    option = f"config.{role.path_option}"
+    option = f"config.{role.entry.path_option}"
     other = tokenizer_lib.load_tokenizer(str(folder), option=option)
     if other.get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{option}={path!r}: has the tokenizer of another vocabulary; a {role.title} reads "
-            "the actor's tokens"
+            f"{option}={role.path!r}: has the tokenizer of another vocabulary; a "
+            f"{role.entry.title} reads the actor's tokens"
         )

@@ -27,11 +27,6 @@ _TRAIN_FILES = "config.data.train_files"
 def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example], list[Example]]:
     """Return training and held-out examples; of training data in a cache one per `data_source`.
 
-    Args:
-      data: the section of the options.
-      seed: of synthetic data.
-      trains: False reads no training data.
-
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """

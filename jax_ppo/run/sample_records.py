@@ -185,10 +185,6 @@ def format_first_step(samples: StepSamples, record: dict[str, Any]) -> str:
     """Return a table of the arrays of a step, and one of the tokens of a sample.
 
     Every process must call it: arrays are exchanged.
-
-    Args:
-      samples: the step's samples.
-      record: the first record of `describe_step`.
     """
     arrays = {"rollout": samples.sampled.rollout, "experience": samples.experience}
     lines = ["arrays of the step:"]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Teacher
+from jax_ppo.config.schema import Config, Critic, Model, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
@@ -21,15 +21,11 @@ from jax_ppo.sampler import engine
 from jax_ppo.storage import staging
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.state import TrainState, create_models_state, create_state, trained_shapes
+from jax_ppo.training.state import TrainState
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     """Evaluate config.model.path on the held-out prompts.
-
-    Args:
-      config: all options.
-      workdir: the folder to write to.
 
     Returns:
       The contents of summary.json.
@@ -42,14 +38,23 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
         saved = read_run_options(checkpoint)
-        config = with_models_of_run(config, saved)
-        config = dataclasses.replace(config, algorithm=saved.algorithm)
+        # The shapes in the checkpoint depend on these.
+        reward = dataclasses.replace(config.reward, normalize=saved.reward.normalize)
+        config = dataclasses.replace(
+            config,
+            model=saved.model,
+            critic=saved.critic,
+            algorithm=saved.algorithm,
+            reward=reward,
+        )
     elif config.evaluate.rank_by == "critic":
-        config = with_exported_models(config)
+        model, critic = with_exported_models(config.model, config.critic, config.has_critic)
+        config = dataclasses.replace(config, model=model, critic=critic)
     else:
         # Only the policy is read: an estimator without a critic.
         algorithm = dataclasses.replace(config.algorithm, adv_estimator="rloo")
-        config = dataclasses.replace(with_exported_actor(config), algorithm=algorithm)
+        model = with_exported_actor(config.model)
+        config = dataclasses.replace(config, model=model, algorithm=algorithm)
     algorithm = dataclasses.replace(config.algorithm, use_reference=False)
     config = dataclasses.replace(config, algorithm=algorithm, teacher=Teacher())
     has_critic = (checkpoint or config.critic.path) and config.has_critic
@@ -87,31 +92,28 @@ def find_checkpoint(model_path: str) -> Path | None:
     return None
 
 
-def with_exported_actor(config: Config) -> Config:
-    """Return the options with the exported actor, if model.path is a run's work directory."""
-    path = Path(config.model.path)
-    if config.model.path and (path / "actor" / "config.json").exists():
-        return dataclasses.replace(
-            config, model=dataclasses.replace(config.model, path=str(path / "actor"))
-        )
-    if config.model.path and (path / "training_metrics.csv").exists():
+def with_exported_actor(model: Model) -> Model:
+    """Return the section with the exported actor, if its path is a run's work directory."""
+    path = Path(model.path)
+    if model.path and (path / "actor" / "config.json").exists():
+        return dataclasses.replace(model, path=str(path / "actor"))
+    if model.path and (path / "training_metrics.csv").exists():
         raise UserError(_describe_unexported_run(path))
-    return config
+    return model
 
 
-def with_exported_models(config: Config) -> Config:
-    """Return the options with the exported actor and critic, if model.path is a work directory."""
-    exported = Path(config.model.path) / "critic"
-    config = with_exported_actor(config)
-    path = config.critic.path
-    if not path and exported.is_dir() and config.has_critic:
+def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tuple[Model, Critic]:
+    """Return the sections with the exported models, if model.path is a work directory."""
+    exported = Path(model.path) / "critic"
+    path = critic.path
+    if not path and exported.is_dir() and has_critic:
         path = str(exported)
     # Exported, it is a separate model, which knows the unit of its values.
-    normalizes = config.critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
+    normalizes = critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
     critic = dataclasses.replace(
-        config.critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
+        critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
     )
-    return dataclasses.replace(config, critic=critic)
+    return with_exported_actor(model), critic
 
 
 def _describe_unexported_run(workdir: Path) -> str:
@@ -138,12 +140,6 @@ def read_run_options(checkpoint: Path) -> Config:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 
 
-def with_models_of_run(config: Config, run: Config) -> Config:
-    """Return the options with what the shapes in a run's checkpoint depend on."""
-    reward = dataclasses.replace(config.reward, normalize=run.reward.normalize)
-    return dataclasses.replace(config, model=run.model, critic=run.critic, reward=reward)
-
-
 def load_models(
     run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, ...] = ("actor",)
 ) -> TrainState:
@@ -154,23 +150,14 @@ def load_models(
       checkpoint: where trained roles are read from; `None` reads all from their folders.
       trained_roles: those to read from a checkpoint, if it has them; others are absent.
     """
-    config = run.config
     progress = console.make_loading_reporter
     run.train_missing_actor()
     if checkpoint is None:
-        return create_models_state(config, run.nets, run.folders, run.mesh, progress)
+        return run.states.create_models(run.folders, progress)
     step = int(checkpoint.name)
-    shapes = trained_shapes(config, run.nets, run.mesh)
+    shapes = run.states.trained_shapes()
     with Checkpointer(checkpoint.parent, read_only=True) as checkpoints:
         trained = checkpoints.restore(
             step, {name: shapes[name] for name in (*trained_roles, "control") if name in shapes}
         ).arrays
-    return create_state(
-        config,
-        run.nets,
-        run.folders,
-        run.mesh,
-        progress,
-        trained=trained | {"optimizer": {}},
-        step=step,
-    )
+    return run.states.create(run.folders, progress, trained | {"optimizer": {}}, step)

@@ -19,7 +19,7 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run import life_cycle
 from jax_ppo.run.supervised_build import Batch, SupervisedRun, set_up_run
-from jax_ppo.run.supervised_tasks import Task
+from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
 from jax_ppo.runtime import compilation, distributed, heartbeat, signals
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes
@@ -47,6 +47,10 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
 
     # The accuracy, or the negative loss of a task without one.
     return life_cycle.train(config, workdir, build, best_metric="quality")
+
+
+train_sft = functools.partial(train, task=SFT)
+train_reward_model = functools.partial(train, task=REWARD_MODEL)
 
 
 class SupervisedTraining:

@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Score
 from jax_ppo.data.response_rows import ResponseRow
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
 from jax_ppo.reporting import html_report, lambda_table
-from jax_ppo.reporting.atomic import replace_file, write_json_lines
-from jax_ppo.reporting.summary import to_json_value, write_summary_file
+from jax_ppo.reporting.files import (
+    replace_file,
+    to_json_value,
+    write_json_lines,
+    write_summary_file,
+)
 from jax_ppo.run.sample_records import prompt_text
 
 # The numbers of a token by the names of their columns; a report's name of each.
@@ -59,7 +63,8 @@ class Scores:
 
 
 def write_results(
-    config: Config,
+    score: Score,
+    options: dict[str, Any],
     workdir: Path,
     tokenizer: Any,
     rows: Sequence[ResponseRow],
@@ -67,12 +72,12 @@ def write_results(
     summary: dict[str, Any],
     started: float,
 ) -> None:
-    """Write the tokens, the page and the summary."""
+    """Write the tokens, the page with all options, and the summary."""
     texts = [
         decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
     ]
-    path = workdir / f"tokens.{config.score.format}"
-    if config.score.format == "jsonl":
+    path = workdir / f"tokens.{score.format}"
+    if score.format == "jsonl":
         write_json_lines(path, _token_rows(rows, texts, scores.figures))
     else:
         _write_parquet(path, rows, texts, scores.figures)
@@ -80,10 +85,10 @@ def write_results(
         _describe_row(tokenizer, rows[number], texts[number], scores, number)
         for number in range(min(len(rows), SHOWN_RESPONSES))
     ]
-    status = f"{counted(len(rows), 'response')} of {config.score.file}, {len(records)} shown"
+    status = f"{counted(len(rows), 'response')} of {score.file}, {len(records)} shown"
     html_report.write_scores_page(
         workdir / "report.html",
-        config,
+        options,
         status,
         summary["notes"],
         records,

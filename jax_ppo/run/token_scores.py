@@ -36,7 +36,6 @@ from jax_ppo.run.standalone_evaluation import (
     load_models,
     read_run_options,
     with_exported_models,
-    with_models_of_run,
 )
 from jax_ppo.run.token_files import FIGURES, Scores, write_results
 from jax_ppo.runtime import (
@@ -99,7 +98,16 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     }
     if distributed.is_main():
         with heartbeat.activity("writing tokens"):
-            write_results(config, workdir, run.tokenizer, rows, scores, summary, started)
+            write_results(
+                config.score,
+                dataclasses.asdict(config),
+                workdir,
+                run.tokenizer,
+                rows,
+                scores,
+                summary,
+                started,
+            )
     console.print_on_main(
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
         f"{time.monotonic() - started:.1f} s: {workdir}/tokens.{config.score.format}"
@@ -131,10 +139,15 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
                 f"config.reward.normalize={config.reward.normalize!r}: not read; the checkpoint's "
                 f"run had {run.reward.normalize!r}, and has saved the moments for it"
             )
-        config = dataclasses.replace(with_models_of_run(config, run), reference=run.reference)
+        # The shapes in the checkpoint depend on these.
+        reward = dataclasses.replace(config.reward, normalize=run.reward.normalize)
+        config = dataclasses.replace(
+            config, model=run.model, critic=run.critic, reference=run.reference, reward=reward
+        )
         has_critic = run.has_critic
     else:
-        config = with_exported_models(config)
+        model, critic = with_exported_models(config.model, config.critic, config.has_critic)
+        config = dataclasses.replace(config, model=model, critic=critic)
         has_critic = bool(config.critic.path)
     if has_critic or not config.has_critic:
         return config, notes

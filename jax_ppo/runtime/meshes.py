@@ -107,10 +107,6 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
 
     The devices that split a matrix are neighbours in that order.
 
-    Args:
-      mesh: the run's mesh.
-      shape: `config.rollout.mesh`.
-
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """

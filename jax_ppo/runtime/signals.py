@@ -258,9 +258,6 @@ def limited(work: str) -> Iterator[None]:
 
     The time counts from the signal, or from the start of the work if that is later. A block inside
     of another one ends its limit.
-
-    Args:
-      work: name for the message.
     """
     with heartbeat.activity(work):
         if _active is None:
@@ -272,9 +269,6 @@ def limited(work: str) -> Iterator[None]:
 
 def raise_if_stopped(report: Callable[[str], None]) -> None:
     """End a run that has returned because of a signal, with the exit code of the signal.
-
-    Args:
-      report: called with the line for the user.
 
     Raises:
       SystemExit: with code 128 + the number of the signal, if one was received.

@@ -23,7 +23,7 @@ class DeviceType:
     Attributes:
       platform: "tpu", "cuda" or "cpu".
       memory: bytes that each device of JAX has for programs; `None` if unknown.
-      jax_kind: JAX's name of the device (device_speed.py).
+      jax_kind: JAX's name of the device (devices.py).
       dimensions: how many numbers describe the shape of a machine.
       devices_per_chip: devices of JAX on each chip.
       chips_per_host: shape of the smallest TPU host with several chips, to which a shape is a
@@ -112,12 +112,7 @@ class CompilerMissingError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine.
-
-    Attributes:
-      kind: the name of its device type.
-      shape: chips along each dimension.
-    """
+    """A machine."""
 
     kind: str
     shape: tuple[int, ...]

@@ -72,10 +72,6 @@ def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
     The main process holds the lock. The operating system releases that of a folder when the process
     ends, in whichever way; that of an address is not renewed any more.
 
-    Args:
-      workdir: a folder or a gs:// address.
-      report: called with lines for the user.
-
     Yields:
       The folder to write to.
 
@@ -176,10 +172,6 @@ def fetch_folder(folder: Path, name: str) -> None:
     """Let this process read a folder of files that an interrupted run has written.
 
     On a disk there is nothing to do.
-
-    Args:
-      folder: the folder that the run writes to.
-      name: a folder in it.
     """
     if folder in _open_buckets:
         _open_buckets[folder].staged.fetch_folder(name)
@@ -189,10 +181,6 @@ def share_with_all(folder: Path, name: str) -> None:
     """Let every process read a folder of a run's files; all of them call it.
 
     On a disk that all processes share there is nothing to do.
-
-    Args:
-      folder: the folder that the run writes to.
-      name: a folder in it, which was exported.
     """
     distributed.run_on_main(lambda: publish(folder))
     fetch_folder(folder, name)

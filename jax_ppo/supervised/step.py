@@ -139,14 +139,7 @@ PREFERENCE = SupervisedObjective(
 
 @dataclasses.dataclass(frozen=True)
 class BatchObjective:
-    """A supervised objective on one batch: a `learner.Objective`.
-
-    Attributes:
-      objective: what is minimized.
-      options: the section of the config.
-      model: the network.
-      sequences: the batch.
-    """
+    """A supervised objective on one batch: a `learner.Objective`."""
 
     objective: SupervisedObjective
     options: Supervised
@@ -282,12 +275,6 @@ def trained_shapes(
     options: Supervised, model: Transformer, head: str, mesh: Mesh
 ) -> dict[str, Any]:
     """Return shapes and shardings of parameters and optimizer state, as a checkpoint names them.
-
-    Args:
-      options: the section of the config.
-      model: the network.
-      head: "lm" or "scalar".
-      mesh: the run's mesh.
 
     Returns:
       Trees of `jax.ShapeDtypeStruct` under "params" and "optimizer".

@@ -38,12 +38,7 @@ _show_uncaught = sys.unraisablehook
 
 
 class Restored(NamedTuple):
-    """Contents of a restored checkpoint.
-
-    Attributes:
-      arrays: trees of arrays by name.
-      meta: the metadata, as it was saved.
-    """
+    """Contents of a restored checkpoint."""
 
     arrays: dict[str, Any]
     meta: dict[str, Any]
@@ -275,10 +270,6 @@ class Checkpointer:
 
     def saved_tree(self, step: int, name: str) -> Any:
         """Return the shapes and dtypes of a tree of a checkpoint, `None` if it is not there.
-
-        Args:
-          step: an existing checkpoint.
-          name: the name of the tree.
 
         Returns:
           Nested dicts of objects with `shape` and `dtype`.

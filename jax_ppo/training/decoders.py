@@ -4,7 +4,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from jax_ppo.config.schema import Config, Model, RolloutOptions
+from jax_ppo.config.schema import Model, Packing, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import attention_programs, cache
@@ -13,14 +13,20 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 
 
-def packed_row_length(config: Config) -> int:
+def packed_row_length(packing: Packing, attention: str, sequence_length: int, parts: int) -> int:
     """Return L, the number of tokens of a packed row in PPO.
 
     Unless configured, it is the length of the longest sample, rounded up so that the platform's
     attention program runs. Further samples fill what is left of a row.
+
+    Args:
+      packing: the section of the config.
+      attention: `model.attention`.
+      sequence_length: S, tokens of the longest prompt and response together.
+      parts: how many devices split a row, `mesh.context`.
     """
-    return config.packing.row_length or attention_programs.round_row_length(
-        config.model.attention, _platform(), config.sequence_length, config.mesh.context
+    return packing.row_length or attention_programs.round_row_length(
+        attention, _platform(), sequence_length, parts
     )
 
 

@@ -214,7 +214,11 @@ class NetworkReader:
         return self._build_decoder(architecture)
 
     def _build_decoder(self, architecture: Architecture) -> Transformer:
-        return build_decoder(architecture, self.config.model, packed_row_length(self.config))
+        config = self.config
+        row_length = packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        )
+        return build_decoder(architecture, config.model, row_length)
 
     def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
         """Return the actor's model with the adapters in a role's folder, on the same base."""
@@ -253,11 +257,6 @@ def refuse_router_replay(mode: str, actor: Transformer) -> None:
             f"config.actor.router_replay.mode={mode!r}: must be 'disabled', since the model has no "
             "experts"
         )
-
-
-def actor_head(shares_trunk: bool) -> str:
-    """Return the head of the actor's parameters, in the terms of `heads` and the loader."""
-    return "both" if shares_trunk else "lm"
 
 
 def full_parameters(net: Transformer | Deberta, params: Params, base: Params | None) -> Params:

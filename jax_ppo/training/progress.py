@@ -1,9 +1,14 @@
-"""How far a run has come, as checkpoints store it."""
+"""The progress of a run, how it is resumed, and what is due after a step."""
 
 import copy
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
+
+from jax_ppo.config.schema import Config, all_options, flatten_options, option_value
+from jax_ppo.errors import UserError
+from jax_ppo.training.checkpoint import Checkpointer
 
 # Fields of `Progress` that a resumed run continues from, besides its step and position.
 HISTORY = (
@@ -74,3 +79,136 @@ class Progress:
         """Return the part of a checkpoint's `meta` that reports of the run continue from."""
         # Copies: a checkpoint is written while the run continues.
         return {name: copy.copy(getattr(self, name)) for name in HISTORY}
+
+
+def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
+    """Return whether something periodic is due.
+
+    Args:
+      completed_steps: the number of completed steps.
+      total_steps: number of steps of the whole run; everything is due after the last.
+      frequency: steps between two occurrences; 0 is never, except after the last step, and -1
+        never.
+    """
+    if frequency < 0:
+        return False
+    # The last step always counts, so that a run ends with an evaluation and a checkpoint.
+    is_multiple = frequency > 0 and completed_steps % frequency == 0
+    return is_multiple or completed_steps == total_steps
+
+
+def find_progress(
+    config: Config,
+    total_steps: int,
+    checkpoints: Checkpointer,
+    report: Callable[[str], None],
+    command: str,
+    data: dict[str, Any],
+    frozen: dict[str, str] | None = None,
+) -> Progress:
+    """Return the progress of the newest checkpoint, or none if there is no checkpoint.
+
+    Args:
+      config: all options.
+      total_steps: number of steps of the whole run.
+      checkpoints: the run's checkpoints.
+      report: called with lines for the user.
+      command: train, sft or reward_model; options that it does not read may change.
+      data: the fingerprint of the training data.
+      frozen: the fingerprints of frozen models, by the options that name them.
+
+    Raises:
+      UserError: the run cannot be resumed from the checkpoint.
+    """
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return Progress()
+    if not config.trainer.resume:
+        raise UserError(
+            "config.trainer.resume=False: the work directory holds a checkpoint after step "
+            f"{latest}; give another --workdir, or remove it"
+        )
+    # No arrays yet: they are read once the options are known to fit.
+    meta = checkpoints.restore(latest, {}).meta
+    changes = _compare_options(config, meta["config"], command)
+    for option, digest in (frozen or {}).items():
+        if meta.get("frozen", {}).get(option, digest) != digest:
+            raise UserError(
+                f"config.{option}={option_value(config, option)!r}: its files have changed since "
+                "the checkpoint; restore them, or give another --workdir"
+            )
+    # An older checkpoint has no fingerprint.
+    data_change = _describe_data_change(meta.get("data", {}), data)
+    if data_change and not config.trainer.resume_with_changed_data:
+        raise UserError(
+            f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
+            f"{data_change}. Restore them, give another --workdir, or set "
+            "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
+            "epoch"
+        )
+    if data_change:
+        changes.append(
+            f"config.data.train_files: {data_change}; continuing with the first rows of a new epoch"
+        )
+    for change in changes:
+        report(change)
+    if latest < total_steps:
+        report(f"resuming after step {latest} of {total_steps}")
+    else:
+        report(
+            f"all {total_steps} steps are done; to train further, set "
+            "config.trainer.total_training_steps higher, or give another --workdir"
+        )
+    # An older checkpoint may lack some of it.
+    history = {name: meta[name] for name in HISTORY if name in meta}
+    history["changed_options"] = [
+        *history.get("changed_options", []),
+        *(f"after step {latest}: {change}" for change in changes),
+    ]
+    if data_change:
+        # Both refer to rows by their numbers.
+        history.pop("solve_rates", None)
+        return Progress(step=latest, position=0, **history)
+    return Progress(step=latest, position=meta["position"], **history)
+
+
+def _describe_data_change(saved: dict[str, Any], data: dict[str, Any]) -> str:
+    """Return how the training data have changed since the checkpoint, "" if they have not."""
+    # Rows that moved between memory and a cache have no hash in common, only their number.
+    if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
+        return ""
+    return f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
+
+
+def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:
+    """Return lines about the options that differ from the checkpoint's.
+
+    Raises:
+      UserError: an option has changed that is fixed for the length of a run.
+    """
+    saved_values = flatten_options(saved)
+    changes = []
+    for option in all_options():
+        now = option_value(config, option.name)
+        # An option that was added after the checkpoint had the value that is now its default.
+        then = saved_values.get(option.name, option.default)
+        if now == then:
+            continue
+        if option.facts.fixed_on_resume and command in option.read_by:
+            raise UserError(
+                f"config.{option.name}={now!r}: the work directory holds checkpoints of another "
+                f"experiment, with {then!r}; set that, or give another --workdir"
+            )
+        # Other changes are permitted, and reported.
+        first_step_only = option.facts.first_step_only
+        if first_step_only is not None and first_step_only.is_met(config):
+            changes.append(
+                f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
+                "is kept"
+            )
+        else:
+            changes.append(
+                f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from "
+                "here on"
+            )
+    return changes

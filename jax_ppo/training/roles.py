@@ -1,7 +1,8 @@
 """The table of roles: which models a PPO run has, where each starts, and what trains it.
 
-A role is one entry of `ROLES`. Folders, models, state, shapes, checkpoints, memory, counts and
-exports follow from the table; what a role computes is an entry of `ppo.programs.PROGRAMS`.
+A role is one entry of `ROLES`; `resolve_roles` reads the options of a run for it, once. Folders,
+models, state, shapes, checkpoints, memory, counts and exports follow from the two; what a role
+computes is an entry of `ppo.programs.PROGRAMS`.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.schema import Actor, Config, Critic, option_value
+from jax_ppo.config.schema import Actor, Config, Critic, Model, option_value
 from jax_ppo.models import heads
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf import peft
@@ -21,7 +22,6 @@ from jax_ppo.training.networks import (
     Folders,
     NetworkReader,
     Networks,
-    actor_head,
     critic_head,
 )
 from jax_ppo.training.random_streams import Stream
@@ -63,8 +63,9 @@ class ModelRole:
       path_option: the option that names its checkpoint. Without a path it starts from the actor's.
       read_net: reads its model from its folder.
       has_actors_net: whether its model is the actor's.
-      head: returns its head, in the terms of the loader.
-      keeps_head: returns whether its scalar head is read and does not start at zero.
+      head: its head, in the terms of the loader.
+      shared_head: likewise where the critic is a head of its trunk.
+      loaded_head: returns the head to load, of its section and its folder, if that depends on them.
       reads_actors_tokens: whether a tokenizer in its folder must have the actor's vocabulary.
       holds_base: whether it has all weights, even where other roles have adapters.
       param_offload: the option that keeps its parameters in the host's memory; empty if none does.
@@ -81,8 +82,9 @@ class ModelRole:
     path_option: str
     read_net: Callable[[NetworkReader], Transformer | Deberta] | None = None
     has_actors_net: bool = False
-    head: Callable[[Config], str]
-    keeps_head: Callable[[Config, Folders], bool] = lambda config, folders: False
+    head: str
+    shared_head: str = ""
+    loaded_head: Callable[[Any, Path | None], str] | None = None
     reads_actors_tokens: bool = False
     holds_base: bool = False
     param_offload: str = ""
@@ -90,6 +92,11 @@ class ModelRole:
     is_trained: Callable[[Config], bool] = lambda config: False
     adapter_stream: Stream | None = None
     export: Export | None = None
+
+    @property
+    def has_logits(self) -> bool:
+        """Return whether it computes logits over the vocabulary."""
+        return self.head == "lm"
 
     @property
     def optimizer_offload(self) -> str:
@@ -106,24 +113,6 @@ class ModelRole:
         """Return its model."""
         return nets.actor if self.has_actors_net else nets[self.name]
 
-    def starts_from(self, config: Config, folders: Folders) -> Path | None:
-        """Return its checkpoint; `None` for new adapters."""
-        # With adapters `folders.actor` is their base.
-        if config.has_adapters and self.section and folders.is_actors(self.name):
-            return folders.get("adapters")
-        return folders.get(self.name, folders.actor)
-
-    def path(self, config: Config) -> str:
-        """Return what names its checkpoint; empty if it starts from the actor's."""
-        if self.holds_base and config.has_adapters:
-            return ""
-        return str(option_value(config, self.path_option))
-
-    def options(self, config: Config) -> Actor | Critic:
-        """Return the options that it is trained with."""
-        options: Actor | Critic = getattr(config, self.section)
-        return options
-
 
 # All roles, in the order in which they are created. What lists roles reads this table.
 ROLES: tuple[ModelRole, ...] = (
@@ -132,7 +121,8 @@ ROLES: tuple[ModelRole, ...] = (
         title="actor",
         is_used=lambda config: True,
         path_option="model.path",
-        head=lambda config: actor_head(config.shares_trunk),
+        head="lm",
+        shared_head="both",
         param_offload="actor.param_offload",
         section="actor",
         is_trained=lambda config: not config.trainer.critic_only,
@@ -152,10 +142,8 @@ ROLES: tuple[ModelRole, ...] = (
         is_used=lambda config: config.has_critic and not config.shares_trunk,
         path_option="critic.path",
         read_net=NetworkReader.read_critic,
-        head=lambda config: "scalar",
-        keeps_head=lambda config, folders: (
-            critic_head(config.critic, folders.get("critic")) == "reward"
-        ),
+        head="scalar",
+        loaded_head=critic_head,
         reads_actors_tokens=True,
         param_offload="critic.param_offload",
         section="critic",
@@ -176,7 +164,7 @@ ROLES: tuple[ModelRole, ...] = (
         path_option="reference.path",
         read_net=NetworkReader.validate_reference,
         has_actors_net=True,
-        head=lambda config: "lm",
+        head="lm",
         holds_base=True,
         param_offload="algorithm.reference_offload",
     ),
@@ -189,7 +177,7 @@ ROLES: tuple[ModelRole, ...] = (
         ),
         path_option="reference.path",
         read_net=NetworkReader.read_reference_adapters,
-        head=lambda config: "lm",
+        head="lm",
     ),
     ModelRole(
         name="reward",
@@ -197,7 +185,7 @@ ROLES: tuple[ModelRole, ...] = (
         is_used=lambda config: bool(config.reward.model_path),
         path_option="reward.model_path",
         read_net=NetworkReader.read_reward_model,
-        head=lambda config: "reward",
+        head="reward",
         param_offload="reward.param_offload",
     ),
     ModelRole(
@@ -206,7 +194,7 @@ ROLES: tuple[ModelRole, ...] = (
         is_used=lambda config: bool(config.teacher.path),
         path_option="teacher.path",
         read_net=NetworkReader.read_teacher,
-        head=lambda config: "lm",
+        head="lm",
         reads_actors_tokens=True,
         param_offload="teacher.param_offload",
     ),
@@ -218,28 +206,86 @@ def find_role(name: str) -> ModelRole:
     return next(role for role in ROLES if role.name == name)
 
 
-def used_roles(config: Config) -> tuple[ModelRole, ...]:
-    """Return the roles that a run with these options has."""
-    return tuple(role for role in ROLES if role.is_used(config))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRole:
+    """What the options of a run say of a role.
+
+    Attributes:
+      entry: its entry of `ROLES`.
+      is_used: whether the run has it as a separate tree.
+      is_trained: whether the run trains it.
+      is_exported: whether a run that exports its models exports this one.
+      path: what names its checkpoint; empty if it starts from the actor's.
+      head: its head, in the terms of the loader.
+      options: the section that trains it; `None` if it is always frozen.
+      dtype: the type of its parameters: frozen models need no float32 master copy.
+      has_adapters: whether adapters are what training changes of it.
+      offloads: the options, of those that are on, that keep its arrays in the host's memory.
+    """
+
+    entry: ModelRole
+    is_used: bool
+    is_trained: bool
+    is_exported: bool
+    path: str
+    head: str
+    options: Actor | Critic | None
+    dtype: str
+    has_adapters: bool
+    offloads: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return its key in the train state, in `Networks` and in `Folders`."""
+        return self.entry.name
+
+    @property
+    def section(self) -> Actor | Critic:
+        """Return the section that trains it."""
+        assert self.options is not None, f"nothing trains the {self.entry.title}"
+        return self.options
+
+    def starts_from(self, folders: Folders) -> Path | None:
+        """Return its checkpoint; `None` for new adapters."""
+        # With adapters `folders.actor` is their base.
+        if self.has_adapters and folders.is_actors(self.name):
+            return folders.get("adapters")
+        return folders.get(self.name, folders.actor)
+
+    def loaded_head(self, folders: Folders) -> str:
+        """Return the head to load from its checkpoint; a "scalar" one starts at zero."""
+        if self.entry.loaded_head is None:
+            return self.head
+        return self.entry.loaded_head(self.options, folders.get(self.name))
 
 
-def trained_roles(config: Config) -> tuple[ModelRole, ...]:
-    """Return the roles that training changes, also those that the run does not have."""
-    return tuple(role for role in ROLES if role.is_trained(config))
-
-
-def present_roles(config: Config, nets: Networks, *, trained: bool) -> list[ModelRole]:
-    """Return the roles in the state that training changes, or the others."""
-    return [
-        role
-        for role in ROLES
-        if role.is_trained(config) == trained
-        and (role.is_used(config) if role.has_actors_net else role.name in nets)
-    ]
+def resolve_roles(config: Config) -> tuple[RunRole, ...]:
+    """Return what the options say of each role, also of those that the run does not have."""
+    roles = []
+    for entry in ROLES:
+        options: Actor | Critic | None = getattr(config, entry.section) if entry.section else None
+        is_trained = entry.is_trained(config)
+        path = str(option_value(config, entry.path_option))
+        role = RunRole(
+            entry=entry,
+            is_used=entry.is_used(config),
+            is_trained=is_trained,
+            is_exported=is_trained and entry.export is not None and entry.export.is_wanted(config),
+            # Adapters share the actor's base.
+            path="" if entry.holds_base and config.has_adapters else path,
+            head=(config.shares_trunk and entry.shared_head) or entry.head,
+            options=options,
+            dtype=options.optim.param_dtype if is_trained and options else config.model.dtype,
+            has_adapters=config.has_adapters and bool(entry.section),
+            offloads=tuple(name for name in entry.offloads if option_value(config, name)),
+        )
+        roles.append(role)
+    return tuple(roles)
 
 
 def resolve_role_folders(
-    config: Config,
+    roles: Sequence[RunRole],
+    model: Model,
     workdir: Path,
     describe_model: Callable[[Path], None],
     files: Sequence[str] = HUB_FILES,
@@ -247,29 +293,30 @@ def resolve_role_folders(
     """Find or download every role's checkpoint, and describe a small actor if none is named.
 
     Args:
-      config: the options.
+      roles: what the options say of each role.
+      model: the section of the options.
       workdir: the small actor is written to its folder `model`.
       describe_model: writes the small actor, but for its weights, to a folder.
       files: patterns of the files to download.
     """
     # Without a model a small one is made, so that a first run needs no download.
-    if config.model.path:
-        actor = resolve_model_folder(config.model.path, files=files)
+    if model.path:
+        actor = resolve_model_folder(model.path, files=files)
     else:
         actor = workdir / work_directory.WARM_UP_MODEL
         describe_model(actor)
     folders = {"actor": actor}
-    for role in ROLES:
-        if role.name == "actor" or not role.is_used(config):
+    for role in roles:
+        if role.name == "actor" or not role.is_used:
             continue
-        if path := role.path(config):
-            option = f"config.{role.path_option}"
-            folders[role.name] = resolve_model_folder(path, option, files=files)
-        elif role.section:
+        if role.path:
+            option = f"config.{role.entry.path_option}"
+            folders[role.name] = resolve_model_folder(role.path, option, files=files)
+        elif role.options:
             folders[role.name] = actor
-    if config.model.lora.path:
+    if model.lora.path:
         folders["adapters"] = resolve_model_folder(
-            config.model.lora.path,
+            model.lora.path,
             "config.model.lora.path",
             f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}",
             files=HUB_FILES,
@@ -277,15 +324,15 @@ def resolve_role_folders(
     return Folders(**folders)
 
 
-def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
+def fingerprint_frozen(roles: Sequence[RunRole], folders: Folders) -> dict[str, str]:
     """Return a digest of the files of each frozen model, by the option that names its folder.
 
     No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
     """
     digests = {}
-    for role in used_roles(config):
-        folder = role.starts_from(config, folders)
-        if role.is_trained(config) or folder is None:
+    for role in roles:
+        folder = role.starts_from(folders)
+        if role.is_trained or not role.is_used or folder is None:
             continue
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
@@ -296,7 +343,7 @@ def fingerprint_frozen(config: Config, folders: Folders) -> dict[str, str]:
                     digest.update(file.read(_DIGESTED_BYTES))
                     file.seek(max(0, size - _DIGESTED_BYTES))
                     digest.update(file.read())
-        option = role.path_option if role.path(config) else "model.path"
+        option = role.entry.path_option if role.path else "model.path"
         digests[option] = digest.hexdigest()
     return digests
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Actor, Config, Critic, option_value
+from jax_ppo.config.schema import Actor, Config, Critic, KLControl, Reward
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
@@ -23,7 +23,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.control import first_control, read_value_unit, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ModelRole, find_role, present_roles
+from jax_ppo.training.roles import ModelRole, RunRole, resolve_roles
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -122,65 +122,186 @@ def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]
     )
 
 
-def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]:
-    """Return shapes and shardings of everything that training changes, as a checkpoint names it.
+@dataclasses.dataclass(frozen=True)
+class StateBuilder:
+    """Makes the train state of a run, its shapes, and the shapes of what a checkpoint holds.
 
-    Returns:
-      Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
+    Attributes:
+      roles: what the options say of each role.
+      nets: each role's model.
+      mesh: the mesh that the state is placed on.
+      kl_ctrl: the section `algorithm.kl_ctrl`, which the control starts from.
+      reward: likewise.
+      critic: likewise.
+      seed: of new adapters.
     """
-    roles = present_roles(config, nets, trained=True)
-    # Shapes come from tracing the initialization: nothing is allocated.
-    params = {
-        role.name: _with_dtype(
-            _role_shapes(role, nets, role.head(config)), param_dtype(role.options(config))
+
+    roles: tuple[RunRole, ...]
+    nets: Networks
+    mesh: Mesh
+    kl_ctrl: KLControl
+    reward: Reward
+    critic: Critic
+    seed: int
+
+    @classmethod
+    def from_config(cls, config: Config, nets: Networks, mesh: Mesh) -> "StateBuilder":
+        """Collect what is read of all sections."""
+        return cls(
+            roles=resolve_roles(config),
+            nets=nets,
+            mesh=mesh,
+            kl_ctrl=config.algorithm.kl_ctrl,
+            reward=config.reward,
+            critic=config.critic,
+            seed=config.seed,
         )
-        for role in roles
-    }
-    optimizers = {
-        role.name: jax.eval_shape(role_optimizer(role.options(config)).init, params[role.name])
-        for role in roles
-    }
-    # The control is a few scalars, which every device has.
-    control = jax.eval_shape(
-        lambda: first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
-    )
-    replicated = sharding.replicated(mesh)
-    trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
-    for role in roles:
-        if option_value(config, role.optimizer_offload):
-            trained["optimizer"][role.name] = _in_host_memory(trained["optimizer"][role.name], mesh)
-        if role.param_offload and option_value(config, role.param_offload):
-            trained[role.name] = _in_host_memory(trained[role.name], mesh)
-    return {
-        **trained,
-        "control": jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), control
-        ),
-    }
 
+    def shapes(self) -> TrainState:
+        """Return shapes and shardings (`jax.ShapeDtypeStruct`) of what `create` returns."""
+        frozen = {}
+        for role in self._present_roles(trained=False):
+            rules = sharding.TRAIN_RULES
+            if isinstance(role.entry.model(self.nets), Deberta):
+                rules = sharding.ENCODER_RULES
+            shapes = _with_train_layout(_role_shapes(role, self.nets), self.mesh, rules)
+            if role.entry.param_offload in role.offloads:
+                shapes = _in_host_memory(shapes, self.mesh)
+            frozen[role.name] = shapes
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
+        return assemble_state(self.trained_shapes(), step=step, frozen=frozen)
 
-def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
-    """Return shapes and shardings (`jax.ShapeDtypeStruct`) of what `create_state` returns."""
-    trained = trained_shapes(config, nets, mesh)
-    # Frozen models need no float32 master copy.
-    frozen_dtype = jnp.dtype(config.model.dtype)
+    def trained_shapes(self) -> dict[str, Any]:
+        """Return shapes and shardings of everything that training changes.
 
-    frozen = {}
-    for role in present_roles(config, nets, trained=False):
-        rules = sharding.TRAIN_RULES
-        if isinstance(role.model(nets), Deberta):
-            rules = sharding.ENCODER_RULES
-        shapes = _with_dtype(_role_shapes(role, nets, role.head(config)), frozen_dtype)
-        frozen[role.name] = _with_train_layout(shapes, mesh, rules)
-        if role.param_offload and option_value(config, role.param_offload):
-            frozen[role.name] = _in_host_memory(frozen[role.name], mesh)
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
-    return assemble_state(trained, step=step, frozen=frozen)
+        Returns:
+          Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
+        """
+        mesh = self.mesh
+        roles = self._present_roles(trained=True)
+        # Shapes come from tracing the initialization: nothing is allocated.
+        params = {role.name: _role_shapes(role, self.nets) for role in roles}
+        optimizers = {
+            role.name: jax.eval_shape(role_optimizer(role.section).init, params[role.name])
+            for role in roles
+        }
+        trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
+        for role in roles:
+            if role.entry.optimizer_offload in role.offloads:
+                optimizer = trained["optimizer"][role.name]
+                trained["optimizer"][role.name] = _in_host_memory(optimizer, mesh)
+            if role.entry.param_offload in role.offloads:
+                trained[role.name] = _in_host_memory(trained[role.name], mesh)
+        # The control is a few scalars, which every device has.
+        replicated = sharding.replicated(mesh)
+        control = jax.eval_shape(lambda: first_control(self.kl_ctrl, self.reward, self.critic))
+        return {
+            **trained,
+            "control": jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), control
+            ),
+        }
 
+    def create(
+        self,
+        folders: Folders,
+        progress: LoadingProgress,
+        trained: dict[str, Any] | None = None,
+        step: int = 0,
+    ) -> TrainState:
+        """Return the state to start from, each tree read directly into its shards.
 
-def param_dtype(options: Actor | Critic) -> jnp.dtype:
-    """Return the dtype of a role's trained parameters."""
-    return jnp.dtype(options.optim.param_dtype)
+        Args:
+          folders: each role's checkpoint.
+          progress: returns, for the name of a tree, the callback of its loader.
+          trained: arrays from a checkpoint in the structure of `trained_shapes`; `None` reads the
+            roles' folders.
+          step: the number of completed steps, from the same checkpoint.
+        """
+        # Each loader reads only the parts of a tensor that its devices hold.
+        shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
+        if trained is None:
+            trained = self._create_trained(folders, progress, shardings)
+        else:
+            control = resumed_control(self.kl_ctrl, trained["control"])
+            trained = {**trained, "control": control}
+        return assemble_state(
+            trained,
+            step=placement.place(np.int32(step), sharding.replicated(self.mesh)),
+            frozen={
+                role.name: self._load(role, folders, progress, shardings)
+                for role in self._present_roles(trained=False)
+            },
+        )
+
+    def create_models(self, folders: Folders, progress: LoadingProgress) -> TrainState:
+        """Return a state to sample and to run forward passes with: models, without optimizers.
+
+        Takes the same arguments as `create`.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
+        control = self._create_control(folders)
+        models = {
+            role.name: self._load(
+                dataclasses.replace(role, dtype="float32"), folders, progress, shardings
+            )
+            for role in self._present_roles(trained=True)
+        }
+        return self.create(folders, progress, {**models, "optimizer": {}, "control": control})
+
+    def _present_roles(self, *, trained: bool) -> list[RunRole]:
+        """Return the roles in the state that training changes, or the others."""
+        return [
+            role
+            for role in self.roles
+            if role.is_trained == trained
+            and (role.is_used if role.entry.has_actors_net else role.name in self.nets)
+        ]
+
+    def _create_trained(
+        self, folders: Folders, progress: LoadingProgress, shardings: TrainState
+    ) -> dict[str, Any]:
+        """Return everything that training changes, for a run that starts at step 0."""
+        control = self._create_control(folders)
+        params = {}
+        optimizers = {}
+        for role in self._present_roles(trained=True):
+            params[role.name] = self._load(role, folders, progress, shardings)
+            # Optimizer states are created in their shards: they may fit no single device.
+            optimizers[role.name] = _create_optimizer_state(
+                role.section, params[role.name], shardings.optimizers[role.name]
+            )
+        return {**params, "optimizer": optimizers, "control": control}
+
+    def _create_control(self, folders: Folders) -> Control:
+        """Return the control of the first step, on the mesh: a critic keeps its values' unit."""
+        returns = None
+        critic = next(role for role in self.roles if role.name == "critic")
+        if critic.is_used and critic.loaded_head(folders) == "reward":
+            returns = read_value_unit(self.critic, folders["critic"])
+        control = first_control(self.kl_ctrl, self.reward, self.critic, returns)
+        placed: Control = placement.place(jax.device_get(control), sharding.replicated(self.mesh))
+        return placed
+
+    def _load(
+        self, role: RunRole, folders: Folders, progress: LoadingProgress, shardings: TrainState
+    ) -> Params:
+        """Read a role's parameters or adapters, or create new adapters if there is no folder."""
+        net, folder = role.entry.model(self.nets), role.starts_from(folders)
+        shards, dtype = shardings.models[role.name], jnp.dtype(role.dtype)
+        head, title = role.loaded_head(folders), role.entry.title
+        if isinstance(net, Deberta) or net.lora is None or role.entry.holds_base:
+            assert folder is not None, f"the {title} has no checkpoint"
+            # Where others have adapters, this is the base of them.
+            name = title if getattr(net, "lora", None) is None else "base"
+            return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
+        if folder is None:
+            return _new_adapters(
+                role.entry, net.architecture, net.lora, shards, head, dtype, self.seed
+            )
+        # With adapters the progress has another name than the base's.
+        report = progress(f"{title}'s adapters")
+        return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
 
 
 def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
@@ -190,10 +311,6 @@ def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
 
 def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
     return placement.in_memory(shapes, placement.host_memory_kind(mesh))
-
-
-def _with_dtype(shapes: Params, dtype: jnp.dtype) -> Params:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
 def _with_train_layout(
@@ -207,140 +324,20 @@ def _with_train_layout(
     )
 
 
-def _role_shapes(role: ModelRole, nets: Networks, head: str) -> Params:
+def _role_shapes(role: RunRole, nets: Networks) -> Params:
     """Return the shapes of a role's parameters, or of its adapters."""
-    net = role.model(nets)
-    head = "scalar" if head == "reward" else head
-    key = _key_shape()
+    net = role.entry.model(nets)
+    head = "scalar" if role.head == "reward" else role.head
+    init: Callable[..., Params]
     if isinstance(net, Deberta):  # it comes with its head
-        return jax.eval_shape(functools.partial(init_deberta_params, net), key)
-    if role.holds_base or net.lora is None:
-        init_params = functools.partial(heads.init_params, net, head=head)
-        return jax.eval_shape(init_params, key)
-    # Only the adapters and a head: their base is the reference.
-    init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
-    return jax.eval_shape(init, key)
-
-
-def _key_shape() -> jax.ShapeDtypeStruct:
+        init = functools.partial(init_deberta_params, net)
+    elif role.entry.holds_base or net.lora is None:
+        init = functools.partial(heads.init_params, net, head=head)
+    else:  # only the adapters and a head: their base is the reference
+        init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
     # No array, which the mesh of a machine that is only compiled for could not hold.
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def create_state(
-    config: Config,
-    nets: Networks,
-    folders: Folders,
-    mesh: Mesh,
-    progress: LoadingProgress,
-    trained: dict[str, Any] | None = None,
-    step: int = 0,
-) -> TrainState:
-    """Return the state to start from, each tree read directly into its shards.
-
-    Args:
-      config: the options.
-      nets: each role's model.
-      folders: each role's checkpoint.
-      mesh: the mesh that the state is placed on.
-      progress: returns, for the name of a tree, the callback of its loader.
-      trained: arrays from a checkpoint in the structure of `trained_shapes`; `None` reads the
-        roles' folders.
-      step: the number of completed steps, from the same checkpoint.
-    """
-    loader = _RoleLoader(config, nets, folders, mesh, progress)
-    if trained is None:
-        trained = loader.create_trained()
-    else:
-        control = resumed_control(config.algorithm.kl_ctrl, trained["control"])
-        trained = {**trained, "control": control}
-    dtype = jnp.dtype(config.model.dtype)
-    return assemble_state(
-        trained,
-        step=placement.place(np.int32(step), sharding.replicated(mesh)),
-        frozen={
-            role.name: loader.load(role, dtype)
-            for role in present_roles(config, nets, trained=False)
-        },
-    )
-
-
-def create_models_state(
-    config: Config, nets: Networks, folders: Folders, mesh: Mesh, progress: LoadingProgress
-) -> TrainState:
-    """Return a state to sample and to run forward passes with: models, without optimizers.
-
-    Takes the same arguments as `create_state`.
-    """
-    loader = _RoleLoader(config, nets, folders, mesh, progress)
-    control = loader.create_control()
-    models = {
-        role.name: loader.load(role, jnp.dtype(jnp.float32))
-        for role in present_roles(config, nets, trained=True)
-    }
-    trained = {**models, "optimizer": {}, "control": control}
-    return create_state(config, nets, folders, mesh, progress, trained=trained)
-
-
-class _RoleLoader:
-    """Reads the trees of roles, each directly into its shards; arguments as in `create_state`."""
-
-    def __init__(
-        self,
-        config: Config,
-        nets: Networks,
-        folders: Folders,
-        mesh: Mesh,
-        progress: LoadingProgress,
-    ) -> None:
-        self._config = config
-        self._nets = nets
-        self._folders = folders
-        self._progress = progress
-        # Each loader reads only the parts of a tensor that its devices hold.
-        self._shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
-
-    def create_trained(self) -> dict[str, Any]:
-        """Return everything that training changes, for a run that starts at step 0."""
-        control = self.create_control()
-        params = {}
-        optimizers = {}
-        for role in present_roles(self._config, self._nets, trained=True):
-            options = role.options(self._config)
-            params[role.name] = self.load(role, param_dtype(options))
-            # Optimizer states are created in their shards: they may fit no single device.
-            optimizers[role.name] = _create_optimizer_state(
-                options, params[role.name], self._shardings.optimizers[role.name]
-            )
-        return {**params, "optimizer": optimizers, "control": control}
-
-    def create_control(self) -> Control:
-        """Return the control of the first step, on the mesh: a critic keeps its values' unit."""
-        config, folders = self._config, self._folders
-        critic = find_role("critic")
-        returns = None
-        if critic.is_used(config) and critic.keeps_head(config, folders):
-            returns = read_value_unit(config.critic, folders["critic"])
-        control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic, returns)
-        placed: Control = placement.place(jax.device_get(control), self._shardings.step)
-        return placed
-
-    def load(self, role: ModelRole, dtype: jnp.dtype) -> Params:
-        """Read a role's parameters or adapters, or create new adapters if there is no folder."""
-        config, folders, progress = self._config, self._folders, self._progress
-        net, folder = role.model(self._nets), role.starts_from(config, folders)
-        shards = self._shardings.models[role.name]
-        head = "reward" if role.keeps_head(config, folders) else role.head(config)
-        if isinstance(net, Deberta) or net.lora is None or role.holds_base:
-            assert folder is not None, f"the {role.title} has no checkpoint"
-            # Where others have adapters, this is the base of them.
-            name = role.title if getattr(net, "lora", None) is None else "base"
-            return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
-        if folder is None:
-            return _new_adapters(role, net.architecture, net.lora, shards, head, dtype, config.seed)
-        # With adapters the progress has another name than the base's.
-        report = progress(f"{role.title}'s adapters")
-        return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
+    shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(role.dtype)), shapes)
 
 
 def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:

@@ -398,8 +398,10 @@ def test_a_mistake_costs_no_heavy_import(config_file):
 def test_all_options_are_written_and_those_that_were_set_are_printed(config_file, tmp_path, capsys):
     arguments = ["train", f"--config={config_file}", "--config.data.instruction=Think first."]
     options, _ = command_line.read_command_line(arguments)
-    command_line.write_config(options, tmp_path / "work")
-    command_line.print_set_options(options, "gs://bucket/run", "computing in float32")
+    command_line.write_config(dataclasses.asdict(options), tmp_path / "work")
+    command_line.print_set_options(
+        dataclasses.asdict(options), "gs://bucket/run", "computing in float32"
+    )
     written = json.loads((tmp_path / "work" / "config.json").read_text())
     assert loading.from_config_dict(written) == options
     assert written["actor"]["clip_ratio"] == 0.2, "defaults are written, too"
@@ -415,9 +417,9 @@ def test_all_options_are_written_and_those_that_were_set_are_printed(config_file
     # A value is never broken, so that it can be searched for and copied.
     name = "-".join(["part"] * 60)
     named = dataclasses.replace(options, experiment_name=name)
-    command_line.print_set_options(named, "here", "")
+    command_line.print_set_options(dataclasses.asdict(named), "here", "")
     assert f"experiment_name={name};" in capsys.readouterr().out
-    command_line.print_set_options(schema.Config(), "here", "")
+    command_line.print_set_options(dataclasses.asdict(schema.Config()), "here", "")
     assert capsys.readouterr().out.endswith("options that were set: none\n")
 
 

@@ -51,7 +51,7 @@ class TestNotebooks:
         call = ast.parse(text(cell)).body[-1].value
         options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
         config = jax_ppo.load_config(*map(ast.literal_eval, call.args), **options)
-        validation.validate_train_config(config)
+        validation.validate_config(config, "train")
         assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
 
     @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
 PHASES = {
     "making the model": ("jax_ppo.demonstration.warmup:train_on_responses",),
     "loading": (
-        "jax_ppo.run.ppo_training:create_state",
+        "jax_ppo.training.state:StateBuilder.create",
         "jax_ppo.run.supervised_loop:start_parameters",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),

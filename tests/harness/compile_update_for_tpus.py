@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import tiny
 from hlo import read_collectives
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
+from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.update import ActorOptions
@@ -64,7 +64,7 @@ def compile_update(width: int) -> str:
         )
         mesh = meshes.make_mesh(config.mesh, topologies.described_devices(topology))
         with assume_platform("tpu"), jax.set_mesh(mesh):
-            step = set_up_step(config, read_descriptions(config, mesh), mesh)
+            step = build_abstract_step(config, mesh)
             with compilation.compile_programs_with(record):
                 list(
                     compile_programs(step.programs, step.state, step.prompts, step.key, step.packed)

@@ -19,7 +19,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
 from jax_ppo.training.decoders import packed_row_length
-from jax_ppo.training.networks import Networks, actor_head
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import MiniBatches, Prompts, Rollout
@@ -127,7 +127,7 @@ def make_state(config, mesh, seed=0):
     def new_adapters(net, head):
         return init_adapters(ARCHITECTURE, net.lora, jax.random.key(seed), head)
 
-    head = actor_head(config.shares_trunk)
+    head = "both" if config.shares_trunk else "lm"
     actor = dict(random_params(ARCHITECTURE, seed, 0, "lm"))
     reference = jax.tree.map(np.array, actor)
     if config.has_adapters:
@@ -190,7 +190,13 @@ def plan(config, mesh, rollout, groups, rows):
     """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
     packed, counts = packing.plan_packing(
-        total, groups, rows, packed_row_length(config), config.packing.enabled
+        total,
+        groups,
+        rows,
+        packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        ),
+        config.packing.enabled,
     )
     parts = meshes.row_parts(mesh)
     packed = packing.split_columns(packed, meshes.row_shards(mesh) // parts, parts)

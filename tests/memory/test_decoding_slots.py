@@ -9,7 +9,6 @@ import tiny
 from jax_ppo.memory import decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.ppo.rollout_engine import sampling_options
-from jax_ppo.training.networks import Folders
 
 CONFIG = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, rollout__n=2)
 
@@ -20,9 +19,11 @@ def count_slots(monkeypatch):
 
     def count(left, config=CONFIG):
         mesh, nets = tiny.make_mesh(2), tiny.networks(config)
-        sampling = sampling_options(config, config.rollout, (1,))
+        sampling = sampling_options(
+            config.rollout, config.rollout, config.data.max_response_length, (1,)
+        )
         with jax.set_mesh(mesh):
-            run = PPOMemory(config, Folders(), nets, mesh)
+            run = PPOMemory(config, nets, mesh)
             least = run.measure()
             resident = least.parameters + least.optimizer + least.frozen + least.decoding
             limit = None if left is None else (resident + left) / 0.9 + 1

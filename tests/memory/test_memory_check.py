@@ -16,7 +16,7 @@ from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import memory_check
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.run import ppo_training
-from jax_ppo.runtime import device_memory, meshes
+from jax_ppo.runtime import devices, meshes
 from jax_ppo.training.networks import Folders
 from llama_folder import write_llama
 
@@ -33,7 +33,7 @@ def bytes_on_first_device(tree):
 def test_the_bytes_are_those_of_the_arrays():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     with jax.set_mesh(mesh):
-        least = memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh)
+        least = memory_check.PPOMemory(CONFIG, tiny.networks(CONFIG), mesh).measure()
         state = tiny.make_state(CONFIG, mesh)
     actor, critic = bytes_on_first_device(state.actor), bytes_on_first_device(state.critic)
     assert least.parameters == actor + critic and least.gradients == max(actor, critic)
@@ -46,7 +46,7 @@ def test_the_bytes_are_those_of_the_arrays():
 def test_decoding_weights_are_split_by_tensor_parallelism_alone():
     def decoding(**shape):
         mesh = tiny.make_mesh(8, **shape)
-        return memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh).decoding
+        return memory_check.PPOMemory(CONFIG, tiny.networks(CONFIG), mesh).measure().decoding
 
     assert decoding(fsdp=8) == decoding(data=8)
     assert decoding(fsdp=4, model=2) < 0.7 * decoding(data=8)
@@ -68,14 +68,14 @@ def small_devices(monkeypatch):
 def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
     mesh = tiny.make_mesh(8, data=8)
     nets = tiny.networks(CONFIG)
-    least = memory_check.measure_least_memory(CONFIG, nets, mesh).peak
+    least = memory_check.PPOMemory(CONFIG, nets, mesh).measure().peak
     small_devices(least)
-    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
+    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, nets, mesh, FOLDERS))
     small_devices(None)
-    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
+    memory_check.validate_memory(memory_check.PPOMemory(CONFIG, nets, mesh, FOLDERS))
     small_devices(least - 1)
     with pytest.raises(UserError, match=r"^config.mesh: a device needs at least .* GiB") as refused:
-        memory_check.validate_memory(memory_check.PPOMemory(CONFIG, FOLDERS, nets, mesh))
+        memory_check.validate_memory(memory_check.PPOMemory(CONFIG, nets, mesh, FOLDERS))
     message = str(refused.value)
     assert "\n" not in message
     assert re.search(r"config\.mesh\.data=1 with config\.mesh\.fsdp=8", message)
@@ -87,23 +87,20 @@ def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
 
 def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
     mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
-    least = memory_check.measure_least_memory(CONFIG, nets, mesh)
-    measure = functools.cache(lambda *changed: memory_check.measure_least_memory(*changed).peak)
+    least = memory_check.PPOMemory(CONFIG, nets, mesh).measure()
+
+    @functools.cache
+    def measure(config, mesh):
+        return memory_check.PPOMemory(config, tiny.networks(config), mesh).measure().peak
 
     def rank(available=None):
-        return rank_remedies(
-            PossibleChanges(CONFIG, mesh),
-            needed=least.peak,
-            read_nets=tiny.networks,
-            measure=measure,
-            available=available,
-        )
+        return rank_remedies(PossibleChanges(CONFIG, mesh), measure, least.peak, available)
 
     remedies = rank()
     needed = [remedy.needed for remedy in remedies]
     assert needed == sorted(needed) and needed[-1] < least.peak and len(remedies) >= 3
     split = tiny.config(mesh__data=1, mesh__fsdp=8)
-    fsdp = memory_check.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
+    fsdp = memory_check.PPOMemory(split, nets, tiny.make_mesh(8, fsdp=8)).measure().peak
     by_options = {remedy.options: remedy for remedy in remedies}
     assert by_options["config.mesh.data=1 with config.mesh.fsdp=8"].needed == fsdp
     # What is trained takes half in bfloat16: parameters, moments and gradients.
@@ -117,11 +114,13 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
     assert pairs and pairs[0].needed <= available
     assert (
         pairs[0].needed
-        == memory_check.measure_least_memory(
+        == memory_check.PPOMemory(
             pairs[0].config,
             tiny.networks(pairs[0].config),
             meshes.make_mesh(pairs[0].config.mesh, jax.devices()[:8]),
-        ).peak
+        )
+        .measure()
+        .peak
     )
 
 
@@ -130,9 +129,8 @@ def remedies_for(config, platform):
     with assume_platform(platform):
         remedies = rank_remedies(
             PossibleChanges(config, tiny.make_mesh(1)),
-            needed=1,
-            read_nets=tiny.networks,
             measure=lambda *changed: 0,
+            needed=1,
         )
     return {remedy.options: remedy.config for remedy in remedies}
 
@@ -140,7 +138,7 @@ def remedies_for(config, platform):
 def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
     def least(config):
         nets = tiny.networks(config)
-        return memory_check.measure_least_memory(config, nets, tiny.make_mesh(1))
+        return memory_check.PPOMemory(config, nets, tiny.make_mesh(1)).measure()
 
     remedies = remedies_for(CONFIG, "tpu")
     optimizers = remedies[
@@ -184,13 +182,13 @@ def test_less_temporary_memory_begins_with_what_is_not_yet_so():
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
-    def devices(*statistics):
+    def machine(*statistics):
         return lambda: [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in statistics]
 
-    monkeypatch.setattr(jax, "local_devices", devices({"bytes_limit": 7}, {"bytes_limit": 5}))
-    assert device_memory.read_memory_limit() == 5
-    monkeypatch.setattr(jax, "local_devices", devices(None))
-    assert device_memory.read_memory_limit() is None
+    monkeypatch.setattr(jax, "local_devices", machine({"bytes_limit": 7}, {"bytes_limit": 5}))
+    assert devices.read_memory_limit() == 5
+    monkeypatch.setattr(jax, "local_devices", machine(None))
+    assert devices.read_memory_limit() is None
 
 
 def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):

@@ -27,7 +27,7 @@ def explained(monkeypatch):
     monkeypatch.setattr(
         memory_check, "read_networks", lambda config, folders: tiny.networks(config)
     )
-    run = memory_check.PPOMemory(CONFIG, FOLDERS, tiny.networks(CONFIG), tiny.make_mesh())
+    run = memory_check.PPOMemory(CONFIG, tiny.networks(CONFIG), tiny.make_mesh(), FOLDERS)
     return memory_check.explain_out_of_memory(run)
 
 

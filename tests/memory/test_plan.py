@@ -20,13 +20,12 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import memory_formulas, step_plan
 from jax_ppo.memory import step_work as work_counts
-from jax_ppo.memory.abstract_step import read_descriptions, set_up_step
-from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.memory.abstract_step import build_abstract_step
+from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.step_work import PhaseWork, count_work, predict_seconds
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.runtime import meshes, topologies
-from jax_ppo.runtime.device_memory import bytes_per_device
-from jax_ppo.runtime.device_speed import PEAK_RATES, PeakRates
+from jax_ppo.runtime.devices import PEAK_RATES, PeakRates, bytes_per_device
 from jax_ppo.runtime.topologies import parse_topology
 
 PHASES = [
@@ -62,7 +61,7 @@ def test_weights_are_those_of_the_check_at_the_start_of_a_run(folder):
     mesh = tiny.make_mesh(8, data=2, fsdp=4)
     config = tiny.config(mesh__data=2, mesh__fsdp=4)
     with jax.set_mesh(mesh):
-        least = measure_least_memory(config, tiny.networks(config), mesh)
+        least = PPOMemory(config, tiny.networks(config), mesh).measure()
     assert [phase.name for phase in plan.phases] == PHASES
     for phase in plan.phases:
         assert phase.memory.parameters == least.parameters
@@ -272,9 +271,8 @@ def test_json_holds_all_figures(folder):
 def work(folder, **changes):
     config = tiny.config(model__path=folder, **changes)
     mesh = meshes.make_mesh(config.mesh, jax.devices()[:8])
-    nets = read_descriptions(config, mesh)
     with jax.set_mesh(mesh):
-        return count_work(set_up_step(config, nets, mesh))
+        return count_work(build_abstract_step(config, mesh))
 
 
 def test_links_carry_gathered_weights_and_gradients_alone(folder):
@@ -342,7 +340,7 @@ def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(fo
     config = tiny.config(model__path=folder, model__dtype="bfloat16", mesh__data=1, mesh__fsdp=8)
     mesh = meshes.make_mesh(config.mesh, jax.devices()[:8])
     with jax.set_mesh(mesh):
-        step = set_up_step(config, read_descriptions(config, mesh), mesh)
+        step = build_abstract_step(config, mesh)
         role = step.role("actor")
         stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
         with assume_platform("tpu"):

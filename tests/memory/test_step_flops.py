@@ -5,6 +5,7 @@ import pytest
 
 import tiny
 from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
+from jax_ppo.ppo.step_parts import StepOptions
 
 PROMPTS = np.array([3, 5])
 LENGTHS = np.array([4, 6, 8, 5 + 9])  # two responses per prompt
@@ -12,7 +13,8 @@ LENGTHS = np.array([4, 6, 8, 5 + 9])  # two responses per prompt
 
 def count(step=0, **changes):
     config = tiny.config(**changes)
-    return count_step_flops(config, tiny.networks(config), step, PROMPTS, LENGTHS)
+    options = StepOptions.from_config(config)
+    return count_step_flops(options, tiny.networks(config), step, PROMPTS, LENGTHS)
 
 
 def forward(num_logits=0, lengths=LENGTHS):

@@ -266,7 +266,12 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     monkeypatch.setattr(decoders, "_platform", lambda: "tpu")
     config = tiny.config(data__max_prompt_length=500, data__max_response_length=500)
     actor = read_networks(config, Folders(actor=Path("actor"))).actor
-    assert decoders.packed_row_length(config) == 1024
+    assert (
+        decoders.packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        )
+        == 1024
+    )
     assert actor.attention == "splash"
     assert decoders.describe_attention(config.model, actor, 1024, decodes=True) == (
         "attention: splash for packed rows of 1024 tokens, xla for prompts, xla for decoding"
@@ -274,7 +279,12 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     # A length that the user sets is kept, and what it costs is printed.
     config = tiny.config(packing__row_length=1000)
     actor = read_networks(config, Folders(actor=Path("actor"))).actor
-    assert decoders.packed_row_length(config) == 1000
+    assert (
+        decoders.packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        )
+        == 1000
+    )
     assert decoders.describe_attention(config.model, actor, 1000) == (
         "attention: xla for packed rows of 1000 tokens (splash attention takes rows of a multiple "
         "of 128 tokens, these have 1000)"

@@ -17,7 +17,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.networks import Folders, full_parameters
-from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
+from jax_ppo.training.state import StateBuilder, trained_trees
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0}
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -47,7 +47,7 @@ def test_four_roles_share_one_base():
     config = tiny.config(model__dtype="bfloat16", **LORA)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     nets = tiny.networks(config)
-    shapes = state_shapes(config, nets, mesh)
+    shapes = StateBuilder.from_config(config, nets, mesh).shapes()
     assert names(shapes.actor) == {"lora_a", "lora_b"} and names(shapes.critic) == {
         "lora_a",
         "lora_b",
@@ -62,7 +62,7 @@ def test_four_roles_share_one_base():
     assert jax.tree.map(jnp.shape, shapes.reference) == jax.tree.map(jnp.shape, state.reference)
     trained = trained_trees(state)
     assert jax.tree.map(jnp.shape, trained) == jax.tree.map(
-        jnp.shape, trained_shapes(config, nets, mesh)
+        jnp.shape, StateBuilder.from_config(config, nets, mesh).trained_shapes()
     )
     # r (in + out): q, o; k, v; gate, up; down.
     per_layer = 4 * (2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16))
@@ -225,8 +225,9 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
         def progress(name):
             loaded.append(name)
 
-        after = create_state(config, nets, folders, mesh, progress, trained_trees(before), 7)
-        first = create_state(config, nets, folders, mesh, progress)
+        states = StateBuilder.from_config(config, nets, mesh)
+        after = states.create(folders, progress, trained_trees(before), 7)
+        first = states.create(folders, progress)
     assert int(after.step) == 7 and loaded == ["base", "base"]
     for name in ("models", "optimizers"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))

@@ -10,12 +10,13 @@ from jax_ppo.memory import step_plan
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo import forward_passes, programs
 from jax_ppo.ppo.programs import PROGRAMS, StepProgram, StepPrograms, compile_programs
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.topologies import parse_topology
 
 
 def compile_second_reading(step, shapes):
-    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.config.sequence_length)
+    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.options.sequence_length)
 
 
 SECOND_READING = StepProgram(
@@ -62,7 +63,9 @@ def test_one_entry_has_a_program_compiled(monkeypatch):
             return tiny.make_rollout(mesh)
 
     monkeypatch.setattr(programs, "PROGRAMS", (SECOND_READING,))
-    step = StepPrograms(config, mesh, tiny.networks(config), Engine(), None, 1, True)
+    step = StepPrograms(
+        StepOptions.from_config(config), mesh, tiny.networks(config), Engine(), None, 1, True
+    )
     with jax.set_mesh(mesh):
         names = list(compile_programs(step, tiny.make_state(config, mesh), None, None, None))
     assert names == ["sample", "forward_reference"]

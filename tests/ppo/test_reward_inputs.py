@@ -12,7 +12,7 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import forward_passes, reward_inputs
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
-from jax_ppo.training.state import state_shapes
+from jax_ppo.training.state import StateBuilder
 from jax_ppo.types import Example
 
 CHAT = (
@@ -80,7 +80,7 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
     mesh, messages = mesh or tiny.make_mesh(), []
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
-        shapes = state_shapes(options, nets, mesh).models["reward"]
+        shapes = StateBuilder.from_config(options, nets, mesh).shapes().models["reward"]
         where = jax.tree.map(lambda x: x.sharding, shapes)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
         encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=messages.append)
@@ -111,7 +111,8 @@ def test_an_encoders_matrices_are_split(encoder, decoder):
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(encoder)
     )
     mesh = tiny.make_mesh(8, fsdp=2, model=2)
-    params = state_shapes(options, network(options, encoder, decoder)[0], mesh).models["reward"]
+    nets, _ = network(options, encoder, decoder)
+    params = StateBuilder.from_config(options, nets, mesh).shapes().models["reward"]
 
     def block(*path):
         leaf = params

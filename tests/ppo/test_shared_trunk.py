@@ -11,7 +11,7 @@ import tiny
 from jax_ppo.ppo import objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
+from jax_ppo.training.state import StateBuilder, trained_trees
 
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}
@@ -106,6 +106,7 @@ def test_its_shapes_are_foreseen():
     config, mesh = tiny.config(**SHARED), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
-    shapes = trained_shapes(config, tiny.networks(config), mesh)
+    shapes = StateBuilder.from_config(config, tiny.networks(config), mesh).trained_shapes()
     assert jax.tree.map(jnp.shape, trained_trees(state)) == jax.tree.map(jnp.shape, shapes)
-    assert "score" not in state_shapes(config, tiny.networks(config), mesh).reference
+    states = StateBuilder.from_config(config, tiny.networks(config), mesh)
+    assert "score" not in states.shapes().reference

@@ -22,6 +22,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences
 from jax_ppo.ppo.reward_shaping import add_teacher_rewards
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.topologies import parse_topology
@@ -254,7 +255,13 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
     net = tiny.networks(configs[0])
     lengths = np.full(8, 10)
     counts = [
-        count_step_flops(config, Networks(**net, teacher=net.actor), 0, lengths - 4, lengths)
+        count_step_flops(
+            StepOptions.from_config(config),
+            Networks(**net, teacher=net.actor),
+            0,
+            lengths - 4,
+            lengths,
+        )
         for config in configs
     ]
     one_pass = count_forward_flops(tiny.ARCHITECTURE, lengths, 4 * 8)

@@ -18,7 +18,7 @@ from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.control import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
-from jax_ppo.training.state import TrainState, trained_shapes, trained_trees
+from jax_ppo.training.state import StateBuilder, TrainState, trained_trees
 from jax_ppo.types import Params, Sequences
 
 ALL = [list(range(tiny.B))]
@@ -734,7 +734,7 @@ def test_without_a_critic_there_is_none():
     assert not any(name.startswith("critic/") for name in metrics)
     assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
     nets = tiny.networks(config)
-    assert trained_shapes(config, nets, tiny.make_mesh()).keys() == {
+    assert StateBuilder.from_config(config, nets, tiny.make_mesh()).trained_shapes().keys() == {
         "actor",
         "optimizer",
         "control",

@@ -48,7 +48,7 @@ def test_the_report_has_curves_options_and_warnings(tmp_path):
         "step,mine,reward/mean,seconds/rollout,seconds/step\n1,,0.5,0.2,1.0\n2,3.0,0.75,,1.0\n"
     )
     config = dataclasses.replace(Config(), experiment_name="a <b>", seed=5)
-    page_report = HTMLReport(tmp_path, config, PANELS)
+    page_report = HTMLReport(tmp_path, dataclasses.asdict(config), PANELS)
     progress = Progress(evaluations=[{"step": 0, "reward": float("nan")}])
     progress.warn("loss", "all is lost", 1)
     progress.changed_options.append("after step 1: more")
@@ -74,7 +74,7 @@ def test_the_report_has_curves_options_and_warnings(tmp_path):
 
 
 def test_no_text_of_a_model_ends_the_data(tmp_path):
-    page_report = HTMLReport(tmp_path, Config(), PANELS)
+    page_report = HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS)
     record = make_record(response=HOSTILE, prompt=HOSTILE, tokens=[HOSTILE])
     page_report.samples.add("training", 1, [record])
     page_report.write(HOSTILE, Progress(changed_options=[HOSTILE]))
@@ -84,7 +84,7 @@ def test_no_text_of_a_model_ends_the_data(tmp_path):
 
 
 def test_few_samples_are_shown_and_all_are_counted(tmp_path):
-    page_report = HTMLReport(tmp_path, Config(), PANELS)
+    page_report = HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS)
     for step in range(1, 41):
         page_report.samples.add("training", step, [make_record() for _ in range(50)])
     page_report.samples.add("evaluation", 40, [make_record()])
@@ -98,7 +98,7 @@ def test_few_samples_are_shown_and_all_are_counted(tmp_path):
 
 
 def test_the_newest_training_responses_give_the_table_of_lambda_and_gamma(tmp_path):
-    page_report = HTMLReport(tmp_path, Config(), PANELS)
+    page_report = HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS)
     page_report.write("", Progress())
     assert read_data(tmp_path)[1]["lambdas"] == []
     for step, reward in ((1, 5.0), (2, 1.0)):
@@ -115,7 +115,7 @@ def test_the_newest_training_responses_give_the_table_of_lambda_and_gamma(tmp_pa
 def test_a_resumed_run_shows_what_was_logged_before(tmp_path):
     for step in (10, 2):
         write_samples(tmp_path, "training", step, [make_record(score=step)])
-    page_report = HTMLReport(tmp_path, Config(), PANELS)
+    page_report = HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS)
     page_report.samples.add_logged(tmp_path)
     page_report.write("", Progress())
     data = read_data(tmp_path)[1]
@@ -129,7 +129,7 @@ def test_a_long_run_has_fewer_points_all_evaluations_and_the_same_hours(tmp_path
     rows = [f"{step},{step},{'0.5' if step % 999 == 0 else ''},36" for step in range(1, 5001)]
     text = "\n".join(["step,reward/mean,eval/accuracy,seconds/step", *rows])
     (tmp_path / "training_metrics.csv").write_text(f"{text}\n")
-    HTMLReport(tmp_path, Config(), PANELS).write("", Progress())
+    HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS).write("", Progress())
     data = read_data(tmp_path)[1]
     assert len(data["steps"]) <= MAX_POINTS + 5 and data["steps"][-1] == 5000
     assert data["metrics"]["eval/accuracy"].count(0.5) == 5
@@ -142,10 +142,10 @@ def test_several_runs_are_one_page(tmp_path, capsys, monkeypatch):
         workdir = tmp_path / name
         workdir.mkdir()
         config = dataclasses.replace(Config(), seed=seed)
-        command_line.write_config(config, workdir)
+        command_line.write_config(dataclasses.asdict(config), workdir)
         write_samples(workdir, "training", 1, [make_record(score=seed)])
         (workdir / "training_metrics.csv").write_text(f"step,reward/mean\n1,{seed}\n")
-        HTMLReport(workdir, config, PANELS).write("running", Progress())
+        HTMLReport(workdir, dataclasses.asdict(config), PANELS).write("running", Progress())
     report.main(["report", "a", "b", "--out=page.html"])
     assert capsys.readouterr().out == "report: page.html\n"
     text = (tmp_path / "page.html").read_text(encoding="utf-8")

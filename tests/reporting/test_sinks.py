@@ -10,8 +10,8 @@ import pytest
 
 from jax_ppo.config.schema import Trainer
 from jax_ppo.reporting.curves import plot_curves
+from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.reporting.summary import collect_versions, write_summary_file
 from jax_ppo.run import reporter
 
 TRAINING = {

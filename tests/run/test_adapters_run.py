@@ -205,7 +205,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.training.state.StateBuilder.create", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
         config, _ = command_line.read_command_line(
@@ -217,7 +217,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
 
 def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.training.state.StateBuilder.create", lambda *_: pytest.fail("weights were loaded")
     )
     tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
     critic = shutil.copytree(files / "llama", tmp_path / "critic")
@@ -255,7 +255,7 @@ def test_adapters_of_another_folder_are_refused(
     def stop(*_, **__):
         raise KeyboardInterrupt("weights would be loaded now")
 
-    monkeypatch.setattr("jax_ppo.run.ppo_training.create_state", stop)
+    monkeypatch.setattr("jax_ppo.training.state.StateBuilder.create", stop)
     path, base = files / "reward" / "adapter_config.json", base.format(files=files)
     text = path.read_text()
     try:

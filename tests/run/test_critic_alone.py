@@ -14,8 +14,8 @@ from jax_ppo.config.loading import default_config, from_config_dict
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
-from jax_ppo.training.roles import read_networks, resolve_role_folders
-from jax_ppo.training.state import create_models_state, state_shapes
+from jax_ppo.training.roles import read_networks, resolve_role_folders, resolve_roles
+from jax_ppo.training.state import StateBuilder
 from llama_folder import write_llama
 
 STEPS = 4
@@ -64,7 +64,7 @@ def test_only_the_critic_is_trained_saved_and_exported(trained):
     assert not (workdir / "actor").exists()
     saved = {path.name for path in (workdir / "checkpoints" / str(STEPS)).iterdir()}
     assert "critic" in saved and "actor" not in saved
-    shapes = state_shapes(config, tiny.networks(config), tiny.make_mesh())
+    shapes = StateBuilder.from_config(config, tiny.networks(config), tiny.make_mesh()).shapes()
     assert set(shapes.optimizers) == {"critic"} and "actor" in shapes.models
     with (workdir / "training_metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -166,9 +166,12 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
         )
 
     def first_state(options):
-        folders = resolve_role_folders(options, tmp_path, lambda folder: None)
+        folders = resolve_role_folders(
+            resolve_roles(options), options.model, tmp_path, lambda folder: None
+        )
         nets = read_networks(options, folders)
-        return create_models_state(options, nets, folders, tiny.make_mesh(), lambda name: None)
+        states = StateBuilder.from_config(options, nets, tiny.make_mesh())
+        return states.create_models(folders, lambda name: None)
 
     ppo_training.train(continued("", True), tmp_path / "run")
     exported = tmp_path / "run" / "critic"

@@ -8,6 +8,7 @@ import pytest
 
 from jax_ppo.config import loading
 from jax_ppo.run import ppo_training
+from jax_ppo.training.state import StateBuilder
 
 OPTIONS = {
     "data.train_files": "arithmetic:64",
@@ -31,7 +32,7 @@ OPTIONS = {
 def train(monkeypatch, workdir, **changes):
     """Train; return the critics that the run has started from and ended with, on the host."""
     seen = []
-    create_state, finish = ppo_training.create_state, ppo_training.export_models
+    create_state, finish = StateBuilder.create, ppo_training.export_models
 
     def created(*arguments, **options):
         state = create_state(*arguments, **options)
@@ -44,7 +45,7 @@ def train(monkeypatch, workdir, **changes):
 
     named = {name.replace("__", "."): value for name, value in changes.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(ppo_training, "create_state", created)
+        patch.setattr(StateBuilder, "create", created)
         patch.setattr(ppo_training, "export_models", finished)
         ppo_training.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
     return seen

@@ -19,7 +19,7 @@ from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.export import export_models
-from jax_ppo.runtime import device_speed, stragglers
+from jax_ppo.runtime import stragglers
 from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
@@ -222,8 +222,8 @@ def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
 
 @pytest.mark.parametrize(("kind", "peak"), [("TPU v5 lite", 197e12), ("cpu", None)])
 def test_mfu_is_reported_where_the_peak_of_the_devices_is_known(kind, peak, tmp_path, monkeypatch):
-    devices = [types.SimpleNamespace(device_kind=kind)] * 8
-    monkeypatch.setattr(device_speed.jax, "devices", lambda: devices)
+    machine = [types.SimpleNamespace(device_kind=kind)] * 8
+    monkeypatch.setattr("jax_ppo.runtime.devices.jax.devices", lambda: machine)
     report_steps(tmp_path, [{}], flops=1e12)
     [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
     if peak is None:

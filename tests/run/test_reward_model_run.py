@@ -183,7 +183,7 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.ppo_training.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.training.state.StateBuilder.create", lambda *_: pytest.fail("weights were loaded")
     )
     config, _ = command_line.read_command_line(
         [

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from jax_ppo.config import loading
 from jax_ppo.errors import UserError
-from jax_ppo.run import evaluation, standalone_evaluation
+from jax_ppo.run import evaluation, standalone_evaluation, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
 
 
@@ -50,8 +50,7 @@ def test_what_shapes_a_checkpoint_is_that_of_its_run(tmp_path):
     """Regression: another `reward.normalize` than the run's was an error of shapes."""
     run = tiny.config(model__dtype="bfloat16", reward__normalize="running")
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run)))
-    saved = standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
-    config = standalone_evaluation.with_models_of_run(tiny.config(), saved)
+    config, _ = token_scores._choose_models(tiny.config(), tmp_path / "checkpoints" / "3")
     assert config.model.dtype == "bfloat16" and config.critic == run.critic
     assert config.reward.normalize == "running"
 

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jax_ppo import score
-from jax_ppo.config import loading
+from jax_ppo import command
+from jax_ppo.config import loading, schema
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
@@ -195,7 +195,7 @@ def test_groups_are_whole_and_adjacent():
 def test_a_wrong_file_is_refused_before_anything_is_loaded(name, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     with pytest.raises(UserError, match=message):
-        score.validate_file(load(model__path="model", score__file=str(tmp_path / name)))
+        command.validate_score_file(schema.Score(file=str(tmp_path / name)))
 
 
 def test_options_without_a_file_or_a_model_are_refused():

@@ -1087,7 +1087,8 @@ def load_config(files, *overrides):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.ppo_training.create_state", lambda *_, **__: pytest.fail("weights were loaded")
+        "jax_ppo.training.state.StateBuilder.create",
+        lambda *_, **__: pytest.fail("weights were loaded"),
     )
     with pytest.raises(UserError, match=message):
         ppo_training.train(

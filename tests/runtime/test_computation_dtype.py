@@ -9,7 +9,8 @@ import pytest
 
 import tiny
 from jax_ppo import command
-from jax_ppo.runtime import computation_dtype
+from jax_ppo.config import schema
+from jax_ppo.runtime import devices
 
 
 @pytest.mark.parametrize(
@@ -25,22 +26,22 @@ from jax_ppo.runtime import computation_dtype
     ],
 )
 def test_auto_is_what_the_device_computes_fast_in(platform, capability, dtype, monkeypatch):
-    config = tiny.config(model__dtype="auto")
-    assert computation_dtype.resolve_dtype(config, platform, capability).model.dtype == dtype
+    model = schema.Model(dtype="auto")
+    assert devices.resolve_dtype(model, platform, capability).dtype == dtype
     device = types.SimpleNamespace(
         platform=platform, compute_capability=capability, device_kind="the device"
     )
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    resolved, line = computation_dtype.resolve_dtype_here(config)
-    assert resolved.model.dtype == dtype and line.startswith(f"computing in {dtype} on the device")
+    resolved, line = devices.resolve_dtype_here(model)
+    assert resolved.dtype == dtype and line.startswith(f"computing in {dtype} on the device")
     assert ("no fast bfloat16" in line) == (dtype == "float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_the_user_chose_is_kept_and_said_to_be_slow_where_it_is(dtype):
-    config = tiny.config(model__dtype=dtype)
-    resolved, line = computation_dtype.resolve_dtype_here(config)
-    assert resolved == config and line.startswith(f"computing in {dtype} on cpu")
+    model = schema.Model(dtype=dtype)
+    resolved, line = devices.resolve_dtype_here(model)
+    assert resolved == model and line.startswith(f"computing in {dtype} on cpu")
     assert ("model.dtype=float32 may take less time" in line) == (dtype == "bfloat16")
 
 

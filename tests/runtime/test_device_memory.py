@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_ppo.runtime import compat, device_memory
-from jax_ppo.runtime.device_memory import measure_device_memory, release_freed_memory
+from jax_ppo.runtime import compat
+from jax_ppo.runtime.devices import measure_device_memory, release_freed_memory
 
 
 def devices(*statistics):
@@ -30,7 +30,7 @@ def test_a_platform_without_statistics_has_no_figures(monkeypatch):
 def test_freed_memory_is_returned_where_the_arrays_that_stay_are_large(monkeypatch):
     calls = []
     monkeypatch.setattr(compat, "malloc_trim", lambda: calls.append)
-    monkeypatch.setattr(device_memory, "_LARGE", 4 * 100)
+    monkeypatch.setattr("jax_ppo.runtime.devices._LARGE", 4 * 100)
     release_freed_memory({"kernel": jnp.ones(99)})
     assert calls == []
     release_freed_memory({"kernel": jnp.ones(99), "scale": jnp.ones(1)})

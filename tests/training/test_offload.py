@@ -12,7 +12,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders, Networks
-from jax_ppo.training.state import create_state, policy_params, trained_shapes, trained_trees
+from jax_ppo.training.state import StateBuilder, policy_params, trained_trees
 
 OPTIONS = {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False}
 OFFLOADED_ROLES = {
@@ -45,7 +45,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
             config = tiny.config(**changes)
             nets = tiny.networks(config)
             folders = Folders(actor=tmp_path / "actor")
-            state = create_state(config, nets, folders, mesh, lambda name: None)
+            state = StateBuilder.from_config(config, nets, mesh).create(folders, lambda name: None)
             kinds = memory_kinds(state.optimizers["actor"])
             assert kinds == ({"pinned_host"} if changes is OFFLOADED else {"device"})
             rollout = tiny.make_rollout(mesh)
@@ -59,7 +59,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
         # A checkpoint is read to where the state was.
         with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
             checkpoints.save(1, trained_trees(after), {}, {})
-            shapes = trained_shapes(config, nets, mesh)
+            shapes = StateBuilder.from_config(config, nets, mesh).trained_shapes()
             restored, _ = checkpoints.restore(1, shapes)
     assert memory_kinds(restored["optimizer"]) == {"pinned_host"}
     jax.tree.map(np.testing.assert_array_equal, restored["optimizer"]["actor"], results[1][1])
@@ -82,7 +82,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             folders = Folders(
                 actor=tmp_path / "lm", critic=tmp_path / "scalar", reward=tmp_path / "scalar"
             )
-            state = create_state(config, nets, folders, mesh, lambda name: None)
+            state = StateBuilder.from_config(config, nets, mesh).create(folders, lambda name: None)
             idle = (
                 state.actor,
                 state.reference,
@@ -120,7 +120,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
 def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
         for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
     )
     # Actor and critic have the same trunk, of which the reference is a third copy.
@@ -136,7 +136,7 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
 def test_the_sampler_needs_no_room_for_an_offloaded_actor():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
         for config in (tiny.config(), tiny.config(actor__param_offload=True))
     )
     actor = kept.parameters - offloaded.parameters
@@ -147,7 +147,7 @@ def test_the_sampler_needs_no_room_for_an_offloaded_actor():
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
         for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
     )
     assert (offloaded.optimizer, offloaded.fetched) == (0, kept.optimizer) and kept.fetched == 0

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime.computation_dtype import resolve_dtype
-from jax_ppo.training import resume
+from jax_ppo.runtime.devices import resolve_dtype
+from jax_ppo.training import progress
 from jax_ppo.training.checkpoint import Restored
 
 DATA = {"rows": 8, "memory": "f00d", "weights": None}
@@ -22,7 +22,7 @@ def find_progress_of_saved_run(config, total_steps, saved, command="train", data
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
-    return resume.find_progress(config, total_steps, checkpoints, print, command, data, frozen)
+    return progress.find_progress(config, total_steps, checkpoints, print, command, data, frozen)
 
 
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
@@ -52,8 +52,12 @@ def test_an_option_is_fixed_for_the_commands_that_read_it():
 
 
 def test_a_run_that_moves_to_a_machine_with_another_dtype_is_told_what_to_set():
-    resolved = resolve_dtype(tiny.config(model__dtype="auto"), "cpu")
-    saved = dataclasses.asdict(resolve_dtype(tiny.config(model__dtype="auto"), "tpu"))
+    config = tiny.config(model__dtype="auto")
+    resolved, other = (
+        dataclasses.replace(config, model=resolve_dtype(config.model, platform))
+        for platform in ("cpu", "tpu")
+    )
+    saved = dataclasses.asdict(other)
     with pytest.raises(UserError, match=r"model.dtype='float32': .*, with 'bfloat16'; set that"):
         find_progress_of_saved_run(resolved, 5, saved)
 
@@ -104,10 +108,10 @@ def test_a_teacher_whose_files_have_changed_is_refused():
 
 
 def test_everything_is_due_after_the_last_step():
-    assert [resume.is_due(step, 5, 2) for step in range(1, 6)] == [False, True, False, True, True]
-    assert [resume.is_due(step, 5, 0) for step in range(1, 6)] == [False] * 4 + [True]
+    assert [progress.is_due(step, 5, 2) for step in range(1, 6)] == [False, True, False, True, True]
+    assert [progress.is_due(step, 5, 0) for step in range(1, 6)] == [False] * 4 + [True]
     # verl's "never".
-    assert not any(resume.is_due(step, 5, -1) for step in range(1, 6))
+    assert not any(progress.is_due(step, 5, -1) for step in range(1, 6))
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,25 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.memory.memory_check import measure_least_memory
+from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run.export import refuse_foreign_exports
-from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.training import roles
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.decoders import build_decoder
-from jax_ppo.training.roles import Export, ModelRole, read_networks, resolve_role_folders
-from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
+from jax_ppo.training.roles import (
+    Export,
+    ModelRole,
+    read_networks,
+    resolve_role_folders,
+    resolve_roles,
+)
+from jax_ppo.training.state import StateBuilder, trained_trees
 
 
 def read_net(reader):
@@ -33,7 +39,7 @@ FROZEN = ModelRole(
     is_used=lambda config: True,
     path_option="model.tokenizer_path",
     read_net=read_net,
-    head=lambda config: "lm",
+    head="lm",
     param_offload="algorithm.reference_offload",
 )
 TRAINED = ModelRole(
@@ -42,7 +48,7 @@ TRAINED = ModelRole(
     is_used=lambda config: True,
     path_option="model.tokenizer_path",
     read_net=read_net,
-    head=lambda config: "lm",
+    head="lm",
     section="critic",
     is_trained=lambda config: True,
     export=Export(
@@ -67,9 +73,12 @@ def start(tmp_path):
     )
 
     def start_run(mesh, trained=None):
-        folders = resolve_role_folders(config, tmp_path, lambda folder: None)
+        folders = resolve_role_folders(
+            resolve_roles(config), config.model, tmp_path, lambda folder: None
+        )
         nets = read_networks(config, folders)
-        return nets, create_state(config, nets, folders, mesh, lambda name: None, trained)
+        states = StateBuilder.from_config(config, nets, mesh)
+        return nets, states.create(folders, lambda name: None, trained)
 
     return config, start_run
 
@@ -85,23 +94,25 @@ def test_a_frozen_role_is_loaded_split_counted_and_not_saved(start, monkeypatch,
     config, start_run = start
     mesh = tiny.make_mesh(2, fsdp=2)
     with jax.set_mesh(mesh):
-        without = measure_least_memory(config, start_run(mesh)[0], mesh)
+        without = PPOMemory(config, start_run(mesh)[0], mesh).measure()
         monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, FROZEN))
         nets, state = start_run(mesh)
         adviser, own = state.models["adviser"], state.models["actor"]
         table = adviser["embed"]["embedding"]
         assert np.any(np.asarray(table) != np.asarray(own["embed"]["embedding"]))
         assert table.sharding.shard_shape(table.shape) != table.shape
-        shapes = state_shapes(config, nets, mesh)
+        shapes = StateBuilder.from_config(config, nets, mesh).shapes()
         assert jax.tree.map(lambda x: (x.shape, x.sharding), state) == jax.tree.map(
             lambda x: (x.shape, x.sharding), shapes
         )
-        assert measure_least_memory(config, nets, mesh).frozen == bytes_per_device(adviser)
+        assert PPOMemory(config, nets, mesh).measure().frozen == bytes_per_device(adviser)
     assert without.frozen == 0
     assert "adviser" not in trained_trees(state)
-    refuse_foreign_exports(config, foreign_folder(tmp_path))  # no export has its name
+    refuse_foreign_exports(
+        resolve_roles(config), foreign_folder(tmp_path)
+    )  # no export has its name
     monkeypatch.setattr("jax_ppo.memory.remedies.target_platform", lambda: "gpu")
-    words = [words for words, _ in PossibleChanges(config, mesh)]
+    words = [words for words, _ in PossibleChanges(config, mesh)._all()]
     assert any("config.algorithm.reference_offload=True" in text for text in words)
 
 
@@ -118,15 +129,16 @@ def test_a_trained_role_gets_an_optimizer_a_place_in_checkpoints_and_an_export(
         with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
             checkpoints.save(1, trees, {}, None)
             checkpoints.wait()
-            saved = checkpoints.restore(1, trained_shapes(config, nets, mesh)).arrays
+            shapes = StateBuilder.from_config(config, nets, mesh).trained_shapes()
+            saved = checkpoints.restore(1, shapes).arrays
         restored = start_run(mesh, saved)[1]
         jax.tree.map(
             np.testing.assert_array_equal,
             restored.models,
             {name: trees[name] for name in ("actor", "adviser")},
         )
-        least = measure_least_memory(config, nets, mesh)
+        least = PPOMemory(config, nets, mesh).measure()
         assert least.parameters == bytes_per_device(state.models)
         assert least.optimizer == bytes_per_device(state.optimizers)
     with pytest.raises(UserError, match="adviser"):
-        refuse_foreign_exports(config, foreign_folder(tmp_path))
+        refuse_foreign_exports(resolve_roles(config), foreign_folder(tmp_path))

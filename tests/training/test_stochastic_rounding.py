@@ -15,7 +15,7 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state import create_state, trained_shapes, trained_trees
+from jax_ppo.training.state import StateBuilder, trained_trees
 from jax_ppo.training.stochastic_rounding import (
     add_gradients,
     round_stochastically,
@@ -191,8 +191,8 @@ def test_start_and_resume_have_the_types_of_the_options(tmp_path):
     export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
     with jax.set_mesh(mesh):
         folders = Folders(actor=tmp_path / "actor")
-        state = create_state(config, nets, folders, mesh, lambda name: None)
-        expected = trained_shapes(config, nets, mesh)
+        state = StateBuilder.from_config(config, nets, mesh).create(folders, lambda name: None)
+        expected = StateBuilder.from_config(config, nets, mesh).trained_shapes()
         before = trained_trees(state)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(
             lambda x: (x.shape, x.dtype), expected

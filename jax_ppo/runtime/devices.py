@@ -1,0 +1,159 @@
+"""What devices are: their memory, their peak rates, and the type that they compute fast in.
+
+`config.model.dtype=auto` depends on the devices. bfloat16 halves memory and time where devices have
+units for it. XLA's programs for CPUs are no faster with it, also where the CPU has instructions for
+it (AVX512_BF16: a forward and a backward pass took the same CPU seconds in both types), and several
+times slower where it has none.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jax_ppo.config.schema import Model
+from jax_ppo.runtime import compat
+
+_GIB = 2**30
+_LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
+# Names in JAX's statistics of a device, and ours.
+_STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/peak_gib"}
+
+
+def read_memory_limit() -> int | None:
+    """Return the bytes that programs may use on the smallest device of this process.
+
+    `None` if the platform does not report it, as on CPUs.
+    """
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    limits = [figures["bytes_limit"] for figures in statistics if "bytes_limit" in figures]
+    return min(limits, default=None)
+
+
+def measure_device_memory() -> dict[str, float]:
+    """Return the memory in use and its peak so far, in GiB, of the fullest device of this process.
+
+    A figure that the platform does not report is left out; CPUs report none.
+    """
+    figures: dict[str, float] = {}
+    for device in jax.local_devices():
+        statistics = device.memory_stats() or {}
+        for statistic, name in _STATISTICS.items():
+            if statistic in statistics:
+                figures[name] = max(figures.get(name, 0.0), statistics[statistic] / _GIB)
+    return figures
+
+
+def release_freed_memory(resident: Any) -> None:
+    """Return what programs on CPU devices have freed to the system, where malloc keeps it.
+
+    glibc keeps up to 64 MiB for each thread that has run a program, and there are dozens. A limit
+    of malloc itself (M_MMAP_THRESHOLD) would have the system clear memory for each product.
+
+    Args:
+      resident: the arrays that stay; if they are small, nothing is done.
+    """
+    # On accelerators, programs use other memory.
+    trim = compat.malloc_trim() if jax.default_backend() == "cpu" else None
+    if trim is not None and bytes_per_device(resident) >= _LARGE:
+        trim(0)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes that one device holds of arrays, or of shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakRates:
+    """Peak rates of one JAX device, per second.
+
+    Attributes:
+      flops: dense bfloat16 floating point operations.
+      memory_bytes: bytes from and to its memory; 0 if unknown.
+      link_bytes: bytes that it can send to other devices of the same host or slice; 0 if unknown.
+    """
+
+    flops: float
+    memory_bytes: float = 0
+    link_bytes: float = 0
+
+
+# TPU: "peak compute per chip", "HBM bandwidth" and "interchip interconnect bandwidth" in
+# cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x; a chip of TPU7x is two devices. GPU:
+# NVIDIA's data sheets of the A100, L4, H100 SXM, H200 and B200, without sparsity; NVLink's
+# bandwidth is stated for both directions together.
+_V5E = PeakRates(197e12, 819e9, 1600e9 / 8)
+_V5P = PeakRates(459e12, 2765e9, 4800e9 / 8)
+_V6E = PeakRates(918e12, 1640e9, 3584e9 / 8)
+PEAK_RATES = {
+    "TPU v4": PeakRates(275e12, 1228e9, 2400e9 / 8),
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "TPU7x": PeakRates(2307e12 / 2, 7380e9 / 2, 9600e9 / 8 / 2),
+    "NVIDIA A100-SXM4-40GB": PeakRates(312e12, 1555e9, 600e9 / 2),
+    "NVIDIA A100-SXM4-80GB": PeakRates(312e12, 2039e9, 600e9 / 2),
+    "NVIDIA L4": PeakRates(121e12, 300e9),
+    "NVIDIA H100 80GB HBM3": PeakRates(989e12, 3350e9, 900e9 / 2),
+    "NVIDIA H200": PeakRates(989e12, 4800e9, 900e9 / 2),
+    "NVIDIA B200": PeakRates(2250e12, 8000e9, 1800e9 / 2),
+}
+
+
+def total_peak_flops() -> float | None:
+    """Return the peak FLOPs per second of all devices of the run; `None` if one is unknown."""
+    rates = [PEAK_RATES.get(device.device_kind) for device in jax.devices()]
+    known = [rate.flops for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return None
+    return sum(known)
+
+
+LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
+
+
+def resolve_dtype(options: Model, platform: str, compute_capability: str | None = None) -> Model:
+    """Return the section with a `dtype` that is no longer `auto`.
+
+    Args:
+      options: the section.
+      platform: JAX's name of the devices' platform; cuda and rocm, if that is known, for gpu.
+      compute_capability: an NVIDIA GPU's, such as "9.0".
+    """
+    if options.dtype != "auto":
+        return options
+    dtype = "float32"
+    if has_bfloat16(platform, compute_capability):
+        dtype = "bfloat16"
+    return dataclasses.replace(options, dtype=dtype)
+
+
+def resolve_dtype_here(options: Model) -> tuple[Model, str]:
+    """Return the section with this machine's `dtype`, and a line about it for the user."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    resolved = resolve_dtype(options, device.platform, capability)
+    line = f"computing in {resolved.dtype} on {device.device_kind}"
+    if not has_bfloat16(device.platform, capability):
+        if resolved.dtype == "bfloat16":
+            line += ", which has no fast bfloat16: config.model.dtype=float32 may take less time"
+        elif options.dtype == "auto":
+            line += ", which has no fast bfloat16"
+    return resolved, line
+
+
+def has_bfloat16(platform: str, compute_capability: str | None) -> bool:
+    """Return whether XLA's programs for a device are faster in bfloat16 than in float32."""
+    if platform == "cpu":
+        return False
+    try:
+        return float(compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
+    except ValueError:
+        return True  # AMD's names, such as gfx942
