@@ -7,7 +7,6 @@ config.json is read.
 
 import json
 import sys
-from typing import NamedTuple
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
@@ -28,14 +27,6 @@ a lower bound of its time. Takes the same options as jax_ppo.train.
 """
 
 
-class PlanArguments(NamedTuple):
-    """A parsed command line: the options of the run, the machine, and the flags that are set."""
-
-    config: Config
-    topology: Topology
-    flags: set[str]
-
-
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`.
 
@@ -49,8 +40,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def read_plan_arguments(arguments: list[str]) -> PlanArguments:
-    """Parse a command line; the flags are --json and --arithmetic.
+def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
+    """Return the options, the machine, and which of --json and --arithmetic are set.
 
     Raises:
       UserError: the first problem, in one message.
@@ -69,7 +60,7 @@ def read_plan_arguments(arguments: list[str]) -> PlanArguments:
         raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
     topology = topologies.parse_topology(plan_flags.pop("--topology"))
     config, _ = command_line.read_command_line(train_arguments, "plan")
-    return PlanArguments(config=config, topology=topology, flags=set(plan_flags))
+    return config, topology, set(plan_flags)
 
 
 def _run(arguments: list[str]) -> None:

@@ -188,7 +188,6 @@ def update_actor(
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
     frozen = fixed_state.on_device()
-    start = placement.to_device((params, optimizer_state))
     teacher = None
     if options.teacher_coef:
         teacher = (nets["teacher"], frozen.role_params("teacher", nets))
@@ -200,15 +199,12 @@ def update_actor(
         teacher,
         reference_policy(nets, frozen),
     )
-    new_params, new_optimizer_state, metrics = learner.train(
-        start[0], start[1], rate, update_enabled, batches
+    params, optimizer_state, metrics = _train(
+        learner, params, optimizer_state, rate, update_enabled, batches
     )
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
-    new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
-    new_params = placement.to_memory_of(new_params, params)
-    new_optimizer_state = placement.to_memory_of(new_optimizer_state, optimizer_state)
-    return step + 1, new_params, new_optimizer_state, metrics
+    return step + 1, params, optimizer_state, metrics
 
 
 @_compiled
@@ -231,25 +227,31 @@ def update_critic(
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     # Only adapters need the base here, and with adapters it is on the device already.
     reference = placement.to_device(fixed_state.reference)
-    start = placement.to_device((params, optimizer_state))
     assert nets.critic is not None, "there is no separate critic"
     learner = critic_learner(options, nets.critic, experience, reference)
-    new_params, new_optimizer_state, metrics = learner.train(
-        start[0], start[1], rate, True, batches
+    params, optimizer_state, metrics = _train(learner, params, optimizer_state, rate, True, batches)
+    return params, optimizer_state, metrics | {"critic/lr": rate}
+
+
+def _train(
+    learner: Learner,
+    params: Params,
+    optimizer_state: optax.OptState,
+    rate: jax.Array,
+    update_enabled: jax.Array | bool,
+    batches: MiniBatches,
+) -> tuple[Params, optax.OptState, Metrics]:
+    """Train; return new parameters and optimizer state in the memory and layout of the old ones."""
+    start, start_state = placement.to_device((params, optimizer_state))
+    *trained, metrics = learner.train(start, start_state, rate, update_enabled, batches)
+    # Otherwise the compiler splits arrays that the table of rules replicates, and the next call
+    # would compile another program.
+    new_params, new_state = constrain_tree(tuple(trained), TRAIN_RULES)
+    return (
+        placement.to_memory_of(new_params, params),
+        placement.to_memory_of(new_state, optimizer_state),
+        metrics,
     )
-    new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
-    new_params = placement.to_memory_of(new_params, params)
-    new_optimizer_state = placement.to_memory_of(new_optimizer_state, optimizer_state)
-    return new_params, new_optimizer_state, metrics | {"critic/lr": rate}
-
-
-def _constrain_to_train_layout(*trees: Any) -> Any:
-    """Keep outputs in the layout of inputs.
-
-    Otherwise the compiler splits arrays that the table of rules replicates, and the next call would
-    compile another program.
-    """
-    return constrain_tree(trees, TRAIN_RULES)
 
 
 def actor_learner(

@@ -2,9 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -27,20 +27,6 @@ class Panel:
     title: str
     unit: str
     curves: dict[str, str]
-
-
-class Curve(NamedTuple):
-    """A line of a plot.
-
-    Attributes:
-      legend: its name.
-      is_evaluation: whether its points are evaluations, which are few.
-      points: (step, value), in order.
-    """
-
-    legend: str
-    is_evaluation: bool
-    points: list[tuple[int, float]]
 
 
 def plot_curves(
@@ -70,32 +56,18 @@ def plot_curves(
             continue
         axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
         axes.grid(alpha=0.3)
-        for curve in panel_points(panel, steps, evaluations):
-            axes.plot(
-                *zip(*curve.points, strict=True),
-                label=curve.legend,
-                marker="o" if curve.is_evaluation else None,
-                markersize=4,
-                linewidth=1.2,
-            )
+        for legend, metric in panel.curves.items():
+            is_evaluation = metric.startswith(_EVALUATION_PREFIX)
+            rows = evaluations if is_evaluation else steps
+            if points := _select_points(rows, metric.removeprefix(_EVALUATION_PREFIX)):
+                # Evaluations are few.
+                marker = "o" if is_evaluation else None
+                line = zip(*points, strict=True)
+                axes.plot(*line, label=legend, marker=marker, markersize=4, linewidth=1.2)
         if axes.lines:
             axes.legend(frameon=False)
     with replace_file(Path(png_path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
-
-
-def panel_points(
-    panel: Panel, rows: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
-) -> Iterator[Curve]:
-    """Yield the curves of a panel that have points."""
-    for legend, metric in panel.curves.items():
-        is_evaluation = metric.startswith(_EVALUATION_PREFIX)
-        if is_evaluation:
-            points = _select_points(evaluations, metric.removeprefix(_EVALUATION_PREFIX))
-        else:
-            points = _select_points(rows, metric)
-        if points:
-            yield Curve(legend=legend, is_evaluation=is_evaluation, points=points)
 
 
 def _select_points(rows: Sequence[dict[str, Any]], metric: str) -> list[tuple[int, float]]:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -86,26 +85,6 @@ LAYOUT = journal.ReportLayout(
 )
 
 
-class PendingStep(NamedTuple):
-    """Metrics of a step that may still be being computed.
-
-    Attributes:
-      step: the step, from 0.
-      on_mesh: scalars on the mesh, by name.
-      on_host: further scalars, by name.
-      flops: model FLOPs of the step; `None` if they were not counted.
-      samples: the step's samples, if some are to be logged.
-      misses: wrong responses, as `rewards.misses` describes them.
-    """
-
-    step: int
-    on_mesh: dict[str, jax.Array]
-    on_host: dict[str, float]
-    flops: float | None
-    samples: StepSamples | None
-    misses: tuple[str, ...]
-
-
 class Reporter(journal.Journal):
     """Writes the metrics of each step, one step late, and everything else that a run reports."""
 
@@ -156,15 +135,11 @@ class Reporter(journal.Journal):
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
         if not (self._logs_samples(step) or self._shows_samples(step)):
             samples = None
-        pending = PendingStep(
-            step=step,
-            on_mesh=on_mesh,
-            on_host={**rule_metrics, **(on_host or {})},
-            misses=rule_rewards.misses,
-            flops=flops,
-            samples=samples,
+        on_host = {**rule_metrics, **(on_host or {})}
+        misses = rule_rewards.misses
+        self.write_later(
+            functools.partial(self._write_pending, step, on_mesh, on_host, flops, samples, misses)
         )
-        self.write_later(functools.partial(self._write_pending, pending))
 
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
@@ -177,26 +152,34 @@ class Reporter(journal.Journal):
         """Return whether a step, numbered from 0, is shown token by token."""
         return step == 0 and self._run.config.trainer.show_first_step
 
-    def _write_pending(self, pending: PendingStep) -> None:
+    def _write_pending(
+        self,
+        step: int,
+        on_mesh: dict[str, jax.Array],
+        on_host: dict[str, float],
+        flops: float | None,
+        samples: StepSamples | None,
+        misses: tuple[str, ...],
+    ) -> None:
         """Fetch and write the metrics of a step."""
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
-            fetched = jax.device_get(pending.on_mesh)
+            fetched = jax.device_get(on_mesh)
         optimizer_steps = {
             name.removeprefix(OPTIMIZER_STEPS): fetched.pop(name)
             for name in list(fetched)
             if name.startswith(OPTIMIZER_STEPS)
         }
-        self._write_optimizer_steps(pending.step, optimizer_steps)
+        self._write_optimizer_steps(step, optimizer_steps)
         metrics = {name: float(value) for name, value in fetched.items()}
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
             actor_share = metrics.get(f"actor/{name}", 0.0)
             metrics[f"update/{name}"] = actor_share + metrics.get(f"critic/{name}", 0.0)
         # A metric of the loop wins over a rule's figure of the same name.
-        metrics = {**pending.on_host, **metrics}
+        metrics = {**on_host, **metrics}
         # What has no value is absent. NaN of an update that had responses is a divergence.
-        without_value = {"reward/accuracy", *pending.on_host}
+        without_value = {"reward/accuracy", *on_host}
         if self._run.config.learns_from_files:  # with log-probs that may not be known
             without_value |= {name for name in metrics if name.startswith("rollout/")}
         if nothing_is_left(metrics):
@@ -204,7 +187,7 @@ class Reporter(journal.Journal):
         for name in without_value:
             if np.isnan(metrics[name]):
                 del metrics[name]
-        completed_steps = pending.step + 1
+        completed_steps = step + 1
         config = self._run.config
         num_samples = config.data.train_batch_size * config.responses_per_prompt
         written = self.write_step(
@@ -212,18 +195,18 @@ class Reporter(journal.Journal):
             metrics,
             tokens=metrics["response_length/mean"] * num_samples,
             skipped=bool(metrics["update/skipped"]),
-            flops=pending.flops,
+            flops=flops,
         )
-        for kind, message in self._diagnosis.observe(written, pending.misses).items():
+        for kind, message in self._diagnosis.observe(written, misses).items():
             self.warn(f"step {completed_steps}, {kind}: {message}", kind)
-        if pending.samples is not None:
-            address = {"seed": config.seed, "stream": "training", "step": pending.step}
+        if samples is not None:
+            address = {"seed": config.seed, "stream": "training", "step": step}
             count = max(config.trainer.log_rollouts, 1)
-            records = describe_step(pending.samples, count, self._run.tokenizer, address)
-            if self._logs_samples(pending.step):
+            records = describe_step(samples, count, self._run.tokenizer, address)
+            if self._logs_samples(step):
                 self.write_samples("training", completed_steps, records)
-            if self._shows_samples(pending.step):
-                self._bar.print_line(format_first_step(pending.samples, records[0]))
+            if self._shows_samples(step):
+                self._bar.print_line(format_first_step(samples, records[0]))
 
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Write the metrics of a step's optimizer steps, if they are logged.
