@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config.schema import all_options, flatten_options
 from jax_ppo.errors import UserError
-from jax_ppo.reporting import lambda_table, sample_files
+from jax_ppo.reporting import files, lambda_table
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.files import collect_versions, replace_file, to_json_value
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -45,7 +45,7 @@ class RunSamples:
 
     def add_logged(self, workdir: Path) -> None:
         """Show the responses in a run's folder."""
-        for kind, step, records in sample_files.read_samples(workdir):
+        for kind, step, records in files.read_samples(workdir):
             self.add(kind, step, records)
 
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:

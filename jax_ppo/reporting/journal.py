@@ -17,7 +17,7 @@ import numpy as np
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import printable_lines, shorten
-from jax_ppo.reporting import console, sample_files
+from jax_ppo.reporting import console, files
 from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport
@@ -115,8 +115,8 @@ class Journal:
         # The other processes would read files while this one deletes them.
         if distributed.is_main():
             command_line.write_config(options, workdir)
-            work_directory.fetch_folder(workdir, sample_files.FOLDER)
-            sample_files.drop_samples_after(workdir, progress.step)
+            work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
+            files.drop_samples_after(workdir, progress.step)
             self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._pending: Callable[[], object] | None = None
@@ -326,7 +326,7 @@ class Journal:
           records: JSON objects.
         """
         if distributed.is_main():
-            sample_files.write_samples(self._workdir, kind, step, records)
+            files.write_samples(self._workdir, kind, step, records)
             self._report.samples.add(kind, step, records)
             self._write_report(step)
 

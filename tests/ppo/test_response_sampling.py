@@ -16,7 +16,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import response_sampling
 from jax_ppo.ppo.response_sampling import choose_groups, choose_responses, is_uniform
 from jax_ppo.ppo.step_parts import StepOptions
-from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.training.random_streams import sample_key, training_stream
 from llama_folder import write_llama

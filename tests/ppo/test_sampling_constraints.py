@@ -5,7 +5,7 @@ import pytest
 from jax_ppo.config import loading
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 

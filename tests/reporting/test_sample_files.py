@@ -2,7 +2,7 @@
 
 import json
 
-from jax_ppo.reporting.sample_files import drop_samples_after, read_samples, write_samples
+from jax_ppo.reporting.files import drop_samples_after, read_samples, write_samples
 
 
 def test_samples_are_read_as_they_were_written_in_the_order_of_steps(tmp_path):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.reporting import journal, sample_files
+from jax_ppo.reporting import files, journal
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
@@ -309,8 +309,8 @@ def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
 def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
     """The main process deletes records of later steps, perhaps while others start."""
     monkeypatch.setattr(journal.distributed, "is_main", lambda: False)
-    (tmp_path / sample_files.FOLDER).mkdir()
-    vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"
+    (tmp_path / files.SAMPLES_FOLDER).mkdir()
+    vanished = tmp_path / files.SAMPLES_FOLDER / "training_000001.jsonl"
     vanished.symlink_to(tmp_path / "deleted")
     report_steps(tmp_path, [{}])
 

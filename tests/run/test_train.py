@@ -30,7 +30,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.reporting.files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
