@@ -23,6 +23,7 @@ from jax_ppo.runtime import stragglers
 from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.roles import resolve_roles
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -250,6 +251,7 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
     config = tiny.config(trainer__export_dtype=dtype)
     run = types.SimpleNamespace(
         config=config,
+        states=types.SimpleNamespace(roles=resolve_roles(config)),
         total_steps=1,
         nets=tiny.networks(config),
         folders=Folders(actor=tmp_path / "no_source"),
