@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -82,6 +83,7 @@ HEAVY = {"jax", "flax", "transformers"}
 PRIVATE_PARTS = {"jax_ppo/runtime/compat.py", "jax_ppo/processes.py"}
 # Names that are public in spite of their underscore.
 PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
+MOST_TAKERS_OF_CONFIG = 40
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: a section of the options and what it configures,
 # the two implementations of models and of caches, PPO and supervised runs, and `main` of commands.
@@ -362,6 +364,23 @@ def test_every_file_that_may_split_arrays_does(path):
 def test_each_rule_catches_what_it_is_for(path, source, message):
     (only,) = violations(path, source)
     assert message in only
+
+
+def test_few_functions_take_all_options():
+    """Commands, builders and validation do; others take the sections or values that they read."""
+    takers = [taker for path in SOURCES for taker in _takers_of_all_options(path)]
+    assert len(takers) <= MOST_TAKERS_OF_CONFIG, takers
+
+
+def _takers_of_all_options(path):
+    if not path.startswith("jax_ppo/") or path.startswith("jax_ppo/models/hf/"):
+        return  # there, `Config` is the contents of a config.json
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            annotations = [ast.unparse(x.annotation) for x in parameters if x.annotation]
+            if any(re.search(r"\bConfig\b", text) for text in annotations):
+                yield f"{path}:{node.lineno}: {node.name}"
 
 
 def test_a_public_name_means_one_thing():
