@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +112,16 @@ def set_up_run(
 
     # 3. Prompts as tokens, which fix the number of steps.
     data = config.data
+    read_cache = functools.partial(
+        cache_training_prompts,
+        data,
+        config.model.tokenizer_path or str(models.folders.actor),
+        make_row_validation(config.reward, config.rewards_by_environment_alone),
+    )
     with heartbeat.activity("tokenizing prompts"):
-        training = PromptDataset((), (), data.max_prompt_length) if given is None else given
-        if given is None and trains and data.cache_dir:
-            training = cache_training_prompts(
-                data,
-                config.model.tokenizer_path or str(models.folders.actor),
-                make_row_validation(config.reward, config.rewards_by_environment_alone),
-            )
-        elif given is None and trains:
-            training = _tokenize(data, examples, models.tokenizer, "config.data.train_files")
-        held_out = None
-        if held_out_examples:
-            held_out = _tokenize(data, held_out_examples, models.tokenizer, "config.data.val_files")
-    prompts = RunPrompts(training, held_out)
+        prompts = _tokenize_prompts(
+            data, models.tokenizer, examples, held_out_examples, given, read_cache
+        )
     if environment_class is not None:
         prompts = set_up_environment(
             environment_class, config.rollout.multi_turn, models.tokenizer, prompts
@@ -147,11 +143,9 @@ def set_up_run(
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
 
     if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
+        folder, length = models.folders.actor, config.sequence_length
         engine_class = functools.partial(
-            engine_class,
-            options=config.rollout,
-            folder=models.folders.actor,
-            max_length=config.sequence_length,
+            engine_class, options=config.rollout, folder=folder, max_length=length
         )
     # The engine gets shapes only; `update_weights` brings the weights at each step.
     states = StateBuilder.from_config(config, models.nets, mesh)
@@ -245,6 +239,28 @@ def _resolve_rule(
     if isinstance(rule, BatchFunction):
         return RewardWorkers(options, 1, takes_batches=True)
     return RewardWorkers(options, workers, takes_batches=False)
+
+
+def _tokenize_prompts(
+    data: Data,
+    tokenizer: Any,
+    examples: list[Example],
+    held_out_examples: list[Example],
+    given: GivenResponses | None,
+    read_cache: Callable[[], PromptDataset],
+) -> RunPrompts:
+    """Return the prompts of a run as tokens, which given responses and a cache already have."""
+    training = PromptDataset((), (), data.max_prompt_length)
+    if given is not None:
+        training = given
+    elif examples and data.cache_dir:
+        training = read_cache()
+    elif examples:
+        training = _tokenize(data, examples, tokenizer, "config.data.train_files")
+    held_out = None
+    if held_out_examples:
+        held_out = _tokenize(data, held_out_examples, tokenizer, "config.data.val_files")
+    return RunPrompts(training, held_out)
 
 
 def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
