@@ -34,7 +34,10 @@ def train_notes(config: Config) -> list[str]:
         ),
         note_merged_adapters(config.rollout.engine, config.has_adapters),
         note_rows_taken_as_they_are(config.learns_from_files),
-        note_turns_without_environment(config),
+        note_turns_without_environment(
+            algorithm.adv_estimator,
+            bool(config.rollout.multi_turn.environment) or config.learns_from_files,
+        ),
     )
     ineffective = []
     for option in all_options():
@@ -152,12 +155,9 @@ def note_merged_adapters(engine: str, has_adapters: bool) -> str | None:
     return None
 
 
-def note_turns_without_environment(config: Config) -> str | None:
+def note_turns_without_environment(estimator: str, may_have_turns: bool) -> str | None:
     """Return a note if an estimator tells turns apart and every response is one turn."""
-    estimator = config.algorithm.adv_estimator
-    environment = config.rollout.multi_turn.environment
-    reads_turns = ADVANTAGE_ESTIMATORS.lookup(estimator).reads_turns
-    if reads_turns and not environment and not config.learns_from_files:
+    if ADVANTAGE_ESTIMATORS.lookup(estimator).reads_turns and not may_have_turns:
         return (
             f"config.algorithm.adv_estimator={estimator!r}: every response is one turn without a "
             "config.rollout.multi_turn.environment, so algorithm.turn_gamma and turn_lam do "
