@@ -31,7 +31,10 @@ from jax_ppo.registries import (
     AdvantageEstimator,
 )
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
+)
 STORED_DTYPES = ("float32", "bfloat16")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.kernels import vocabulary_chunks
+from jax_ppo.kernels.delta_rule import CHUNK
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import Fetched, fetched_by_phase
@@ -64,6 +65,9 @@ class PhaseMemory:
 # Measured with 30 layers (docs/scaling.md): 0.3 GiB when weights are loaded, the rest for compiled
 # programs and what malloc keeps. Where transformers finds torch and loads it, it takes 0.24 more.
 PROCESS_BYTES = 7 * 2**30 // 10
+# Arrays of a chunk's pairs of tokens that a Gated DeltaNet has at once: decays, the system, its
+# inverse and the products of queries and keys.
+_DELTA_PAIRS = 4
 
 
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
@@ -323,6 +327,11 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
     if not isinstance(architecture, DebertaArchitecture):
         heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
         width += heads // parts
+        if any(architecture.linear_layers):
+            # In float32, before and after the convolution, and by chunks, whose products of tokens
+            # are pairs of each with all.
+            pairs = _DELTA_PAIRS * CHUNK * architecture.delta_value_heads
+            width += (3 * sum(architecture.delta_widths) + pairs) * FLOAT32_BYTES // role.itemsize
         # Each expert of a token has its own copy of it, and its own output.
         copies = tokens_at_experts(architecture, mesh)
         width += 2 * copies * architecture.experts_per_token * architecture.hidden_size

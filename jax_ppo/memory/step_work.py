@@ -495,15 +495,32 @@ def count_forward_flops(
     D = architecture.hidden_size
     heads_width = architecture.num_heads * architecture.head_dim
     kv_width = architecture.num_kv_heads * architecture.head_dim
-    matrices = 2 * D * heads_width + 2 * D * kv_width
-    matrices += len(architecture.mlp_projections) * D * architecture.active_width
-    matrices += D * architecture.num_experts  # the router
-    flops = architecture.num_layers * 2 * matrices * lengths.sum()
-    for is_local in architecture.layers_are_local:
+    attention = (2 + architecture.output_gate) * D * heads_width + 2 * D * kv_width
+    mlp = len(architecture.mlp_projections) * D * architecture.active_width
+    mlp += D * architecture.num_experts  # the router
+    flops = 0.0
+    for is_local, is_linear in zip(
+        architecture.layers_are_local, architecture.layers_are_linear, strict=True
+    ):
+        mixer = _delta_net_products(architecture) if is_linear else attention
+        flops += 2 * (mixer + mlp) * lengths.sum()
+        if is_linear:
+            continue
         window = architecture.sliding_window if is_local else None
         # The products with keys and with values: two per pair and per number of a head.
         flops += 4 * heads_width * _visible_pairs(lengths, window)
     return float(flops + 2 * architecture.vocab_size * D * num_logits)
+
+
+def _delta_net_products(architecture: Architecture) -> int:
+    """Return the products of a Gated DeltaNet for a token, whose state is read twice and changed.
+
+    Chunks need more of them, as many as are fastest.
+    """
+    a = architecture
+    channels, values = sum(a.delta_widths), a.delta_widths[2]
+    projections = a.hidden_size * (channels + 2 * values + 2 * a.delta_value_heads)
+    return projections + 3 * values * a.delta_key_dim
 
 
 def _visible_pairs(lengths: np.ndarray, window: int | None) -> float:

@@ -26,7 +26,11 @@ BLOCKS = {
     "gated": Block(("scale",), ("gate_proj", "up_proj")),
     # That of the first decoders: LayerNorm and an MLP without a gate.
     "ungated": Block(("scale", "bias"), ("up_proj",)),
+    # Llama's with a Gated DeltaNet in place of attention in some layers (delta_net.py).
+    "delta": Block(("scale",), ("gate_proj", "up_proj")),
 }
+# The projections of a Gated DeltaNet.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # Kinds of rotary position embeddings (rope.py), and the parameters that each one requires.
 ROPE_KINDS = {
     "default": (),
@@ -85,8 +89,17 @@ class Architecture:
         belongs to no key.
       attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
       logit_softcap: the same for the final logits.
+      output_gate: whether the output of attention is multiplied by the sigmoid of a gate, which
+        q_proj computes beside the queries of each head.
       sliding_window: number of tokens that a token attends to in local layers, itself included.
       local_layers: which layers are local, one bool per layer; (): none.
+      linear_layers: which layers have a Gated DeltaNet in place of attention, one bool per layer;
+        (): none.
+      delta_key_heads: number of heads of queries and keys of a Gated DeltaNet.
+      delta_value_heads: number of heads of its values; `delta_key_heads` divides it.
+      delta_key_dim: width of its queries and keys.
+      delta_value_dim: width of its values.
+      delta_window: number of tokens of its convolution, the current one included.
       rope_theta: base of the rotary frequencies.
       rope_scaling: sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
         with lists as tuples.
@@ -138,8 +151,15 @@ class Architecture:
     attention_sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    output_gate: bool = False
     sliding_window: int | None = None
     local_layers: tuple[bool, ...] = ()
+    linear_layers: tuple[bool, ...] = ()
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_window: int = 0
     rope_theta: float = 10_000.0
     rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
     local_rope_theta: float | None = None
@@ -158,6 +178,14 @@ class Architecture:
     def mlp_projections(self) -> tuple[str, ...]:
         """Return the names of the MLP's projections."""
         return (*BLOCKS[self.block].mlp_inputs, "down_proj")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Return the names of the projections that may have adapters: not those of experts."""
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+        if not self.num_experts:
+            names += self.mlp_projections
+        return names + DELTA_PROJECTIONS if self.linear_layers else names
 
     @property
     def active_width(self) -> int:
@@ -180,6 +208,17 @@ class Architecture:
     def layers_are_rotated(self) -> tuple[bool, ...]:
         """Return whether each layer has a rotary embedding."""
         return tuple(not bare for bare in self.unrotated_layers) or (True,) * self.num_layers
+
+    @property
+    def layers_are_linear(self) -> tuple[bool, ...]:
+        """Return `linear_layers` with one entry per layer, also where no layer is linear."""
+        return self.linear_layers or (False,) * self.num_layers
+
+    @property
+    def delta_widths(self) -> tuple[int, int, int]:
+        """Return the widths of all heads of a Gated DeltaNet's queries, keys and values."""
+        keys = self.delta_key_heads * self.delta_key_dim
+        return keys, keys, self.delta_value_heads * self.delta_value_dim
 
     @property
     def query_growth(self) -> float:

@@ -1,7 +1,8 @@
-"""Cache of keys and values, and the attention of one new token per row to it.
+"""What layers remember of a sequence, and the attention of one new token per row to it.
 
-The token at position i of a sequence is in column i of its row. The cache of a layer is (keys,
-values), in the layout that the program reads without rearranging it:
+A layer with attention has a column of keys and values for each token, a recurrent one a state of
+fixed size (`RecurrentState`). The token at position i of a sequence is in column i of its row. The
+columns of a layer are (keys, values), in the layout that the program reads without rearranging it:
 
     cpu    keys [B, K, d, S], values [B, K, S, d]; reads an eighth, a quarter, a half or all of S,
            the least that holds every row's sequence
@@ -15,6 +16,7 @@ each layer until the host has chosen the part.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,25 @@ from jax_ppo.runtime.parallelism.heads import split_heads
 TRANSPOSED = ("cpu", "gpu")
 MIN_READ_WIDTH = 128  # least number of columns that a CPU reads
 
-LayerCache = tuple[jax.Array, jax.Array]
+Columns = tuple[jax.Array, jax.Array]
+
+
+class RecurrentState(NamedTuple):
+    """What a Gated DeltaNet (delta_net.py) remembers of the tokens of each row.
+
+    It has no columns: a token must be run exactly once.
+
+    Attributes:
+      matrix: float32 [B, H, K, V], the state of each head.
+      window: [B, W - 1, C], the inputs of the convolution of the last tokens; zeros before the
+        first one.
+    """
+
+    matrix: jax.Array
+    window: jax.Array
+
+
+LayerCache = Columns | RecurrentState
 
 
 def select_cache_program(
@@ -78,26 +98,55 @@ def select_cache_program(
     return "cudnn"
 
 
+def empty_state(architecture: Architecture, rows: int, dtype: DTypeLike) -> RecurrentState:
+    """Return the state of a Gated DeltaNet before the first token."""
+    a = architecture
+    heads = (rows, a.delta_value_heads, a.delta_key_dim, a.delta_value_dim)
+    window = (rows, a.delta_window - 1, sum(a.delta_widths))
+    return RecurrentState(jnp.zeros(heads, jnp.float32), jnp.zeros(window, dtype))
+
+
+def keep_states(
+    cache: tuple[LayerCache, ...], before: tuple[LayerCache, ...], is_kept_b: Bool[Array, " b"]
+) -> tuple[LayerCache, ...]:
+    """Return the cache with the recurrent states of some of its rows as they were before."""
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        is_kept_B = pad_rows(is_kept_b, len(new) - len(is_kept_b))
+        return jnp.where(is_kept_B.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+    return tuple(
+        jax.tree.map(keep, layer, old) if isinstance(layer, RecurrentState) else layer
+        for layer, old in zip(cache, before, strict=True)
+    )
+
+
 def empty_cache(
     program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> LayerCache:
-    """Return the cache of a layer, filled with zeros, with `length` columns (S)."""
+) -> Columns:
+    """Return the columns of a layer, filled with zeros, `length` (S) of them."""
     zeros = jnp.zeros((rows, length, kv_heads, head_dim), dtype)
     return cache_layout(program, zeros, zeros)
 
 
 def cache_layout(
     program: str, k_BxTxKxd: Float[Array, "B T K d"], v_BxTxKxd: Float[Array, "B T K d"]
-) -> LayerCache:
+) -> Columns:
     """Return keys and values in the program's layout: a cache of T columns."""
     if program in TRANSPOSED:
         return k_BxTxKxd.transpose(0, 2, 3, 1), v_BxTxKxd.swapaxes(1, 2)
     return k_BxTxKxd, v_BxTxKxd
 
 
-def num_columns(program: str, layer: LayerCache) -> int:
+def num_columns(program: str, layer: Columns) -> int:
     """Return S, the number of columns."""
     return layer[0].shape[column_axes(program)[0]]
+
+
+def cache_length(program: str, cache: tuple[LayerCache, ...]) -> int:
+    """Return S, the number of columns of the layers that have some."""
+    columns = (layer for layer in cache if not isinstance(layer, RecurrentState))
+    return num_columns(program, next(columns))
 
 
 def column_axes(program: str) -> tuple[int, int]:
@@ -108,7 +157,7 @@ def column_axes(program: str) -> tuple[int, int]:
 def write_rows(
     program: str, layer: LayerCache, rows_g: Int[Array, " g"], new_rows: LayerCache
 ) -> LayerCache:
-    """Write rows into the first columns of the cache.
+    """Write rows into the first columns of the cache, or whole states.
 
     Args:
       program: the program, which determines the layout.
@@ -122,6 +171,8 @@ def write_rows(
         place = (rows_g, *[slice(None)] * (axis - 1), slice(new.shape[axis]))
         return cache.at[place].set(new, mode="drop")
 
+    if isinstance(layer, RecurrentState):
+        return jax.tree.map(lambda x, new: x.at[rows_g].set(new, mode="drop"), layer, new_rows)
     keys_axis, values_axis = column_axes(program)
     keys = write(layer[0], new_rows[0], keys_axis)
     return keys, write(layer[1], new_rows[1], values_axis)
@@ -129,12 +180,12 @@ def write_rows(
 
 def write_tokens(
     program: str,
-    layer: LayerCache,
+    layer: Columns,
     k_bx1xKxd: Float[Array, "b 1 K d"],
     v_bx1xKxd: Float[Array, "b 1 K d"],
     columns_b: Int[Array, " b"],
     mode: str = "promise_in_bounds",
-) -> LayerCache:
+) -> Columns:
     """Write one token per row into that row's column; rows from the b-th on are left alone.
 
     `mode` decides what happens to columns outside the cache, as for JAX's indexed updates.
@@ -154,7 +205,7 @@ def write_tokens(
 def attend_to_cache(
     program: str,
     q_bx1xHxd: Float[Array, "b 1 H d"],
-    layer: LayerCache,
+    layer: Columns,
     columns_b: Int[Array, " b"],
     *,
     sliding_window: int | None = None,

@@ -15,7 +15,7 @@ from jax_ppo.models import rope, split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
-from jax_ppo.models.cache import LayerCache, cache_layout
+from jax_ppo.models.cache import Columns, LayerCache, cache_layout
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
@@ -41,16 +41,18 @@ class LayerKind(NamedTuple):
     Attributes:
       is_local: whether the layer has a sliding window.
       is_rotated: whether it has a rotary embedding.
+      is_linear: whether it has a Gated DeltaNet in place of attention; always a bool.
     """
 
     is_local: Flag
     is_rotated: Flag
+    is_linear: Flag = False
 
 
 def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
     a = architecture
-    return tuple(map(LayerKind, a.layers_are_local, a.layers_are_rotated))
+    return tuple(map(LayerKind, a.layers_are_local, a.layers_are_rotated, a.layers_are_linear))
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
@@ -143,12 +145,12 @@ class Attention(nn.Module):
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
-        cache: LayerCache | None,
+        cache: Columns | None,
         columns_B: jax.Array | None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, Columns]:
         """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
         a = self.architecture
-        q, k, v = self._project(x_BxTxD)
+        q, k, v, gate = self._project(x_BxTxD)
         cos, sin = self._rotation(kind, rotations)
         of_queries = rotations[1] if a.query_growth else (cos, sin)
         q = rope.rotate(q, *of_queries, a.rope_interleaved)
@@ -179,32 +181,42 @@ class Attention(nn.Module):
             )
         out = drop_padded_heads(out, a.num_heads, a.num_kv_heads)
         out = checkpoint_name(out, ATTENTION_OUTPUT)
+        if gate is not None:
+            out *= nn.sigmoid(gate)
         out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * a.head_dim)
         project = Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")
         return project(out), cache
 
-    def _project(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, T, H, d], keys and values [B, T, K, d].
+    def _project(
+        self, x_BxTxD: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return queries [B, T, H, d], keys and values [B, T, K, d], and gates like queries.
 
-        If the mesh cannot split the query heads, there are more of them, of zeros.
+        If the mesh cannot split the query heads, there are more of them, of zeros; not of gates,
+        which are `None` if the architecture has none.
         """
         a = self.architecture
+        gate = None
 
-        def project(name: str, heads: int, norm: str = "") -> jax.Array:
-            dense = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)
+        def project(name: str, heads: int, norm: str = "", width: int = a.head_dim) -> jax.Array:
+            dense = Dense(heads * width, a.qkv_bias, self.dtype, self.lora_scale, name=name)
             out = dense(x_BxTxD)
             if norm and a.qk_norm_over_heads:
                 out = RMSNorm(a, name=norm)(out)
-            return out.reshape(*x_BxTxD.shape[:2], heads, a.head_dim)
+            return out.reshape(*x_BxTxD.shape[:2], heads, width)
 
+        if a.output_gate:
+            q, gate = jnp.split(project("q_proj", a.num_heads, width=2 * a.head_dim), 2, axis=-1)
+        else:
+            q = project("q_proj", a.num_heads, "q_norm")
         # Before a norm per head and the rotation, which then run on each device's own heads.
-        q = pad_query_heads(project("q_proj", a.num_heads, "q_norm"), a.num_kv_heads)
+        q = pad_query_heads(q, a.num_kv_heads)
         k = project("k_proj", a.num_kv_heads, "k_norm")
         v = project("v_proj", a.num_kv_heads)
         if a.qk_norm and not a.qk_norm_over_heads:
             q = RMSNorm(a, name="q_norm")(q)
             k = RMSNorm(a, name="k_norm")(k)
-        return q, k, v
+        return q, k, v, gate
 
     def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
         """Return cos and sin for a layer of this kind."""
@@ -325,8 +337,8 @@ class Layer(nn.Module):
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
-        """Return the hidden states after this layer, its keys and values, and other outputs."""
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """Return the hidden states after this layer, what it remembers, and other outputs."""
         a = self.architecture
 
         def norm(name: str, x: jax.Array) -> jax.Array:
@@ -363,7 +375,7 @@ class Layer(nn.Module):
             out = norm("post_feedforward_norm", out)
         return x + multiply(out, a.residual_multiplier), cache, auxiliary
 
-    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache]:
+    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         """Return the output of the layer's attention; `inputs` are those of `Attention`."""
         attention = Attention(
             architecture=self.architecture,

@@ -2,8 +2,8 @@
 
 A column w of a kernel [in, out] is stored as round(w / s) with s = max |w| / 127. The product is
 computed in the type of the computation, which represents int8 exactly, and multiplied with s
-afterwards. Embeddings, heads, norms, biases, routers and adapters keep their type. The columns of
-experts [E, in, out] have scales [E, out].
+afterwards. Embeddings, heads, norms, biases, routers, rates and adapters keep their type. The
+columns of experts [E, in, out] have scales [E, out].
 """
 
 import jax
@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from jax_ppo.types import Params
 
 MAX_INT8 = 127
+# A rounded router would choose other experts; the rates and decays of a recurrent state add up.
+EXACT_MODULES = ("router", "in_proj_a", "in_proj_b")
 
 
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
@@ -26,8 +28,7 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     def convert(tree: Params) -> Params:
         converted: Params = {}
         for name, value in tree.items():
-            if name == "router":
-                # A rounded router would choose other experts.
+            if name in EXACT_MODULES:
                 converted[name] = cast(value)
             elif isinstance(value, dict):
                 converted[name] = convert(value)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_ppo.models import cache as whole
-from jax_ppo.models.cache import LayerCache
+from jax_ppo.models.cache import Columns
 from jax_ppo.runtime.meshes import COLUMNS
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts, on_cache_parts, split_cache
 
@@ -31,7 +31,7 @@ def _layer_axes(program: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def empty_cache(
     program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> LayerCache:
+) -> Columns:
     """Return the cache of a layer; `length` is rounded up to equally many columns per device."""
     length += -length % num_cache_parts()
     layer = whole.empty_cache(program, rows, length, kv_heads, head_dim, dtype)
@@ -40,8 +40,8 @@ def empty_cache(
 
 
 def write_rows(
-    program: str, layer: LayerCache, rows_g: Int[Array, " g"], new_rows: LayerCache
-) -> LayerCache:
+    program: str, layer: Columns, rows_g: Int[Array, " g"], new_rows: Columns
+) -> Columns:
     """Write rows into the first columns of the cache; see cache.py."""
     parts = num_cache_parts()
     keys_axes, values_axes = _layer_axes(program)
@@ -54,7 +54,7 @@ def write_rows(
         new = new.reshape(*new.shape[:axis], -1, parts, *new.shape[axis + 1 :])
         return jax.lax.dynamic_index_in_dim(new, part, axis + 1, keepdims=False)
 
-    def write(part: jax.Array, layer: LayerCache, rows_g: jax.Array, new: LayerCache) -> LayerCache:
+    def write(part: jax.Array, layer: Columns, rows_g: jax.Array, new: Columns) -> Columns:
         keys = local_columns(new[0], keys_axes[1], part)
         values = local_columns(new[1], values_axes[1], part)
         return whole.write_rows(program, layer, rows_g, (keys, values))
@@ -62,7 +62,7 @@ def write_rows(
     # The new rows have all columns on each device.
     new_axes = ((keys_axes[0], None), (values_axes[0], None))
     layer_axes = (keys_axes, values_axes)
-    written: LayerCache = on_cache_parts(write, (layer_axes, None, new_axes), layer_axes)(
+    written: Columns = on_cache_parts(write, (layer_axes, None, new_axes), layer_axes)(
         layer, rows_g, new_rows
     )
     return written
@@ -70,24 +70,24 @@ def write_rows(
 
 def write_tokens(
     program: str,
-    layer: LayerCache,
+    layer: Columns,
     k_bx1xKxd: Float[Array, "b 1 K d"],
     v_bx1xKxd: Float[Array, "b 1 K d"],
     columns_b: Int[Array, " b"],
-) -> LayerCache:
+) -> Columns:
     """Write one token per row into that row's column; see cache.py."""
     parts = num_cache_parts()
 
     def write(
-        part: jax.Array, layer: LayerCache, k: jax.Array, v: jax.Array, columns: jax.Array
-    ) -> LayerCache:
+        part: jax.Array, layer: Columns, k: jax.Array, v: jax.Array, columns: jax.Array
+    ) -> Columns:
         # Other devices' tokens go to a column that does not exist, and are dropped.
         size = whole.num_columns(program, layer)
         columns = jnp.where(columns % parts == part, columns // parts, size)
         return whole.write_tokens(program, layer, k, v, columns, mode="drop")
 
     layer_axes = _layer_axes(program)
-    written: LayerCache = on_cache_parts(write, (layer_axes, _TOKEN, _TOKEN, None), layer_axes)(
+    written: Columns = on_cache_parts(write, (layer_axes, _TOKEN, _TOKEN, None), layer_axes)(
         layer, k_bx1xKxd, v_bx1xKxd, columns_b
     )
     return written
@@ -96,7 +96,7 @@ def write_tokens(
 def attend_to_cache(
     program: str,
     q_bx1xHxd: Float[Array, "b 1 H d"],
-    layer: LayerCache,
+    layer: Columns,
     columns_b: Int[Array, " b"],
     *,
     sliding_window: int | None = None,
@@ -107,7 +107,7 @@ def attend_to_cache(
     parts = num_cache_parts()
     rows = len(q_bx1xHxd)
 
-    def attend(part: jax.Array, q: jax.Array, layer: LayerCache, columns: jax.Array) -> jax.Array:
+    def attend(part: jax.Array, q: jax.Array, layer: Columns, columns: jax.Array) -> jax.Array:
         keys, values = layer
         held_S = jnp.arange(whole.num_columns(program, layer)) * parts + part
         readable_BxS = whole.readable_columns(columns, held_S, sliding_window)

@@ -1,4 +1,4 @@
-"""The decoder of all families: an embedding, layers of one type and a norm.
+"""The decoder of all families: an embedding, layers and a norm.
 
 The layers are Flax modules; the decoder is a function that scans over their `apply`.
 
@@ -15,6 +15,9 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     or, with experts (experts.py), layers/mlp/router/kernel [L, D, E] and
     layers/mlp/experts/{gate_proj, up_proj, down_proj}/kernel [L, E, in, out]
     norm/scale [D]
+
+Where some layers have a Gated DeltaNet (delta_net.py), `layers/delta_net` has the parameters of
+these alone, and `layers/attention` those of the others.
 
 An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
 
@@ -33,13 +36,15 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, UInt
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.cache import LayerCache, num_columns
-from jax_ppo.models.gradient_sums import GRADIENT_SUM, scan_layers
+from jax_ppo.models.cache import LayerCache, cache_length
+from jax_ppo.models.delta_net import DeltaLayer
+from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum, scan_layers
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
     Auxiliary,
@@ -64,7 +69,11 @@ MAX_UNROLLED_LAYERS = 8
 MODULES: dict[str, tuple[type[Layer], type[nn.Module]]] = {
     "gated": (Layer, RMSNorm),
     "ungated": (UngatedLayer, LayerNorm),
+    "delta": (DeltaLayer, RMSNorm),
 }
+
+# The parameters that only some layers have, if layers differ in them.
+MIXERS = ("attention", "delta_net")
 
 # What the forward pass keeps of each layer for the backward pass besides the layer's input, fewest
 # bytes first; everything else is computed again.
@@ -85,7 +94,7 @@ class TransformerOutput(NamedTuple):
 
     Attributes:
       hidden: hidden states after the last norm, [B, T, D] in the type of the computation.
-      cache: keys and values of each layer (cache.py) in the unrolled form, `None` otherwise.
+      cache: what each layer remembers (cache.py) in the unrolled form, `None` otherwise.
       auxiliary: further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
         [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
         [L, B, T, k] (experts.select_experts).
@@ -137,7 +146,10 @@ class Transformer:
     def init(self, key: jax.Array) -> Params:
         """Return random parameters with stacked layers."""
         # Splash attention refuses a row of one token.
-        return dict(_Parameters(self.clone(attention="xla")).init(key)["params"])
+        params = dict(_Parameters(self.clone(attention="xla")).init(key)["params"])
+        if self.architecture.linear_layers:
+            params["layers"] = _drop_unused(self.architecture, params["layers"])
+        return params
 
     def apply(
         self,
@@ -148,6 +160,7 @@ class Transformer:
         *,
         cache: tuple[LayerCache, ...] | None = None,
         routed_experts: UInt[Array, "B T L k"] | None = None,
+        ends_B: Int[Array, " B"] | None = None,
     ) -> TransformerOutput:
         """Compute the hidden states of tokens.
 
@@ -159,11 +172,13 @@ class Transformer:
             with a cache).
           segments_BxT: A token attends to the earlier tokens in its row that have the same
             segment. `None`: each row is one segment. Not used with a cache.
-          cache: keys and values of each layer (cache.py), for one new token per row (T = 1,
+          cache: what each layer remembers (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.
           routed_experts: the experts of each token, recorded in another pass
             (experts.select_experts); `None`: the routers select them.
+          ends_B: without a cache, the number of tokens of each row that returned recurrent states
+            include; all are of the row's first segment. `None`: all T.
 
         Returns:
           Hidden states and, if unrolled, the cache: that of these tokens with S = T, or the one
@@ -174,7 +189,10 @@ class Transformer:
         rows = (positions_BxT, segments_BxT, routed_experts)
         new_cache = None
         if self.unrolled:
-            x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache)
+            x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache, ends_B)
+        elif self.architecture.linear_layers:
+            gradient_sum = params.get(GRADIENT_SUM)
+            x, auxiliary = self._run_periods(params["layers"], x, rows, gradient_sum)
         else:
             run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
             layers = (params["layers"], _kind_of_each(self.architecture))
@@ -240,12 +258,57 @@ class Transformer:
         num_layers = len(jax.tree.leaves(params)[0])
         is_loop = num_layers > MAX_UNROLLED_LAYERS
         if self.remat:
-            # Inside a loop XLA cannot merge the second computation of a layer with the first.
-            policy = REMAT_POLICIES[self.remat_policy]
-            run_layer = jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
+            run_layer = self._rematerialize(run_layer, is_loop)
         inputs = (kind_of_each, _layers_first(routed_experts_BxTxLxk))
         unroll = 1 if is_loop else num_layers
         return scan_layers(run_layer, params, x, inputs, gradient_sum, unroll)
+
+    def _rematerialize(self, run_layer: Callable[..., Any], is_loop: bool) -> Callable[..., Any]:
+        """Return a function that computes again what the policy does not keep."""
+        # Inside a loop XLA cannot merge the second computation of a layer with the first.
+        policy = REMAT_POLICIES[self.remat_policy]
+        return jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
+
+    def _run_periods(
+        self, layers: Params, x: jax.Array, rows: Rows, gradient_sum: GradientSum | None
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Run layers of which some have other parameters, as a scan over their repeated pattern."""
+        positions, segments, routed_experts_BxTxLxk = rows
+        rotations = self._rotations(positions, positions.shape[1])
+        kinds = layer_kinds(self.architecture)
+        size = _period(kinds)
+        is_loop = len(kinds) > max(MAX_UNROLLED_LAYERS, size)
+
+        def split(stacked: Any) -> Any:
+            return jax.tree.map(lambda x: x.reshape(len(kinds) // size, -1, *x.shape[1:]), stacked)
+
+        def run_period(params: Params, x: jax.Array, routed: Any) -> tuple[jax.Array, Auxiliary]:
+            auxiliary = []
+            for i, kind in enumerate(kinds[:size]):
+
+                def run_layer(
+                    params: Params, x: jax.Array, routed: Any, kind: LayerKind = kind
+                ) -> tuple[jax.Array, Auxiliary]:
+                    layer = self._layer()
+                    output: Any = layer.apply(
+                        {"params": params}, x, kind, rotations, segments, routed
+                    )
+                    return output[0], output[2]
+
+                run = self._rematerialize(run_layer, is_loop) if self.remat else run_layer
+                layer = layer_params(params, i, self.architecture.linear_layers[:size])
+                x, own = run(layer, x, None if routed is None else routed[i])
+                auxiliary.append(own)
+            return x, jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
+
+        if gradient_sum is not None:
+            gradient_sum = dataclasses.replace(
+                gradient_sum, slot=split(gradient_sum.slot), total=split(gradient_sum.total)
+            )
+        unroll = 1 if is_loop else len(kinds) // size
+        routed = split(_layers_first(routed_experts_BxTxLxk))
+        x, auxiliary = scan_layers(run_period, split(layers), x, routed, gradient_sum, unroll)
+        return x, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_in_stages(
         self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: None = None
@@ -269,18 +332,25 @@ class Transformer:
         return run_stages(run_stage, layers, x, rows)
 
     def _run_unrolled(
-        self, params: Params, x: jax.Array, rows: Rows, cache: tuple[LayerCache, ...] | None
+        self,
+        params: Params,
+        x: jax.Array,
+        rows: Rows,
+        cache: tuple[LayerCache, ...] | None,
+        ends_B: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
         """Run the layers unrolled, each with separate code."""
         positions_BxT, segments_BxT, routed_experts_BxTxLxk = rows
+        B, T = positions_BxT.shape
         if cache is None:
-            length = positions_BxT.shape[1] * num_row_parts()
+            length = T * num_row_parts()
+            columns_B = jnp.full(B, T) if ends_B is None else ends_B
         else:
             # While decoding, positions reach up to the cache's last column, not to T.
-            length = num_columns(self.decoding, cache[0])
+            length = cache_length(self.decoding, cache)
+            # The token at position i belongs in column i of its row.
+            columns_B = positions_BxT[:, 0]
         rotations = self._rotations(positions_BxT, length)
-        # The token at position i belongs in column i of its row.
-        columns_B = positions_BxT[:, 0]
         layer = self._layer()
         new_cache = []
         auxiliary = []
@@ -318,10 +388,14 @@ class _Parameters(nn.Module):
         if a.learned_positions:
             self.param("positions", _init_embedding, a.max_position_embeddings, a.hidden_size)
         x = jnp.zeros((1, 1, a.hidden_size), self.decoder.dtype)
+        kinds = layer_kinds(a)
         rotations = self.decoder._rotations(jnp.zeros((1, 1), jnp.int32), 1)
 
         def run_layer(layer: Layer, x: jax.Array) -> tuple[jax.Array, None]:
-            output, *_ = layer(x, layer_kinds(a)[0], rotations, None)
+            output, *_ = layer(x, kinds[0], rotations, None)
+            if a.linear_layers:
+                # Each layer gets the parameters of both kinds; `_drop_unused` drops one of them.
+                layer(x, kinds[0]._replace(is_linear=not kinds[0].is_linear), rotations, None)
             return output, None
 
         create = nn.scan(
@@ -355,19 +429,67 @@ def _init_embedding(key: jax.Array, rows: int, width: int) -> Params:
     return {"embedding": nn.initializers.normal(0.02)(key, (rows, width), jnp.float32)}
 
 
-def unroll_params(params: Params, dtype: DTypeLike | None = None) -> Params:
+def _period(kinds: tuple[LayerKind, ...]) -> int:
+    """Return the number of layers after which the kinds of layers repeat."""
+    for size in range(1, len(kinds)):
+        if len(kinds) % size == 0 and kinds[:size] * (len(kinds) // size) == kinds:
+            return size
+    return len(kinds)
+
+
+def layer_stacks(layers: Params, is_linear: bool) -> Params:
+    """Return the stacked parameters that a linear layer, or any other one, has a part of."""
+    unused = "attention" if is_linear else "delta_net"
+    return {name: value for name, value in layers.items() if name != unused}
+
+
+def stack_places(linear_layers: tuple[bool, ...]) -> list[int]:
+    """Return the index of each layer among those of its kind, which share `MIXERS`."""
+    return [linear_layers[:i].count(is_linear) for i, is_linear in enumerate(linear_layers)]
+
+
+def layer_params(layers: Params, i: int, linear_layers: tuple[bool, ...] = ()) -> Params:
+    """Return the parameters of layer i of stacked ones.
+
+    Args:
+      layers: stacked parameters.
+      i: index of the layer.
+      linear_layers: which layers have a Gated DeltaNet; (): none.
+    """
+    if not linear_layers:
+        return jax.tree.map(lambda x: x[i], layers)
+    place = stack_places(linear_layers)[i]
+    return {
+        name: jax.tree.map(lambda x, at=place if name in MIXERS else i: x[at], stacked)
+        for name, stacked in layer_stacks(layers, linear_layers[i]).items()
+    }
+
+
+def _drop_unused(architecture: Architecture, layers: Params) -> Params:
+    """Return stacked layers without the attention of linear ones and the DeltaNet of others."""
+    is_linear = np.array(architecture.linear_layers)
+    owners = {"attention": ~is_linear, "delta_net": is_linear}
+    return {
+        name: jax.tree.map(lambda x, name=name: x[owners[name]], value) if name in owners else value
+        for name, value in layers.items()
+    }
+
+
+def unroll_params(
+    params: Params, dtype: DTypeLike | None = None, linear_layers: tuple[bool, ...] = ()
+) -> Params:
     """Return the parameters of `Transformer(unrolled=True)` for stacked ones.
 
     Args:
       params: parameters with stacked layers; heads are kept.
       dtype: type of the result; `None`: unchanged.
+      linear_layers: the architecture's.
     """
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype), params)
     layers = params["layers"]
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    num_layers = len(linear_layers) or jax.tree.leaves(layers)[0].shape[0]
     unrolled = {name: value for name, value in params.items() if name != "layers"}
     for i in range(num_layers):
-        # `i=i` binds the present layer: a closure would see the last one.
-        unrolled[f"layer_{i}"] = jax.tree.map(lambda x, i=i: x[i], layers)
+        unrolled[f"layer_{i}"] = layer_params(layers, i, linear_layers)
     return unrolled

@@ -75,8 +75,8 @@ class UngatedLayer(Layer):
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
-        """Return the hidden states after this layer, its keys and values, and other outputs."""
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """Return the hidden states after this layer, what it remembers, and other outputs."""
         a = self.architecture
         normed = LayerNorm(a, name="input_norm")(x)
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)

@@ -208,6 +208,14 @@ def validate_architecture(
                 f"{option}.context={parts}: must be 1, as the model has attention sinks, which are "
                 "only computed for whole sequences"
             )
+        if any(architecture.linear_layers):
+            for axis, size in (("context", parts), ("stage", mesh.shape.get("stage", 1))):
+                if size > 1:
+                    raise UserError(
+                        f"{option}.{axis}={size}: must be 1, as the model has layers with a "
+                        "recurrent state, which are only computed for whole sequences and whole "
+                        "models"
+                    )
     for axis, dimensions in sizes.items():
         factors = [axis]
         if axis == "fsdp":

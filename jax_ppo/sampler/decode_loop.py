@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models import heads
+from jax_ppo.models.cache import keep_states
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import dialogues, routing, sampling, text_search
@@ -194,7 +195,13 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
         # An earlier stage has run these tokens: they pass through the same experts again.
         replayed = routing.recorded_prompts(record, state.staged)
     prefilled: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP, routed_experts=replayed
+        {"params": job.params},
+        tokens_GxP,
+        columns_GxP,
+        is_prompt_GxP,
+        routed_experts=replayed,
+        # The decode step runs a prompt's last token.
+        ends_B=lengths_G - 1,
     )
     # Shards whose loops run in step with this one may need the prefill when this one does not.
     used_up = needs_prefill(job, state)
@@ -239,6 +246,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     assert decoded.cache is not None
+    cache = decoded.cache
     # Only one token per slot is run, so these are logits [B, V], never [B, T, V].
     hidden_BxD = decoded.hidden[:, 0]
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
@@ -252,7 +260,10 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         is_observed_B = dialogues.runs_observation(state, sample_B)
         tokens_B = jnp.where(is_observed_B, state.responses[sample_B, slots.drawn], tokens_B)
         logprobs_B = jnp.where(is_observed_B, 0.0, logprobs_B)
-        written_B = jnp.where(dialogues.waiting_slots(job, state), job.samples, written_B)
+        waits_B = dialogues.waiting_slots(job, state)
+        written_B = jnp.where(waits_B, job.samples, written_B)
+        # A slot that waits will run its token again.
+        cache = keep_states(cache, slots.cache, waits_B)
     # A response ends with an EOS, a stop string, or at the limit, which alone is not `finished`.
     finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
@@ -266,7 +277,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     ended_B = finishes_B | (drawn_B == job.limit)
     # An idle slot's sample is N, past the end of these arrays.
     recorded = state._replace(
-        slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=decoded.cache),
+        slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
         responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),
         logprobs=state.logprobs.at[written_B, slots.drawn].set(logprobs_B, mode="drop"),
         lengths=state.lengths.at[written_B].set(drawn_B, mode="drop"),

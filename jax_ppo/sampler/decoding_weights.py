@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import (
+    MIXERS,
+    Transformer,
+    layer_stacks,
+    stack_places,
+    unroll_params,
+)
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.types import Params
@@ -20,7 +26,12 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
       actor: the policy's model, as it is trained.
       params: its parameters, or their shapes.
     """
-    shapes = jax.eval_shape(functools.partial(_to_decoding_form, actor), params)
+
+    def make_weights(params: Params) -> Params:
+        linear_layers = actor.architecture.linear_layers
+        return _to_decoding_form(actor, unroll_params(params, linear_layers=linear_layers))
+
+    shapes = jax.eval_shape(make_weights, params)
     # Decoding reads every weight per token, so it has a layout of its own.
     rules = sharding.decode_rules(mesh, actor.architecture.num_kv_heads)
     return jax.tree.map(
@@ -31,11 +42,11 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
 
 
 def _to_decoding_form(actor: Transformer, params: Params) -> Params:
-    """Return stacked parameters as decoding reads them."""
+    """Return unrolled parameters as decoding reads them."""
     if actor.quantized:
         # Rounded once, from what is trained.
-        return quantize_kernels(unroll_params(params), actor.dtype)
-    return unroll_params(params, dtype=actor.dtype)
+        return quantize_kernels(params, actor.dtype)
+    return jax.tree.map(lambda x: x.astype(actor.dtype), params)
 
 
 class WeightPreparation:
@@ -50,36 +61,42 @@ class WeightPreparation:
         """Prepare the programs; the arguments are those of `shape_decoding_weights`."""
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
-        self._num_layers = sum(name.startswith("layer_") for name in weights)
-        others = {name: layout for name, layout in layouts.items() if name not in self._layer_names}
+        self._is_linear = {
+            f"layer_{i}": is_linear
+            for i, is_linear in enumerate(actor.architecture.layers_are_linear)
+        }
+        others = {name: layout for name, layout in layouts.items() if name not in self._is_linear}
         index = sharding.replicated(mesh)
         self._others = jax.jit(
             functools.partial(_others_in_decoding_form, actor), out_shardings=(others, index)
         )
-        self._layer = jax.jit(
-            functools.partial(_layer_in_decoding_form, actor),
-            static_argnums=2,  # stages
-            out_shardings=(layouts["layer_0"], index),
-        )
+        # One for each kind of layers.
+        self._layer = {
+            is_linear: jax.jit(
+                functools.partial(_layer_in_decoding_form, actor, is_linear),
+                static_argnums=2,  # stages
+                out_shardings=(layouts[name], index),
+            )
+            for name, is_linear in self._is_linear.items()
+        }
 
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
         weights, index = self._others(_without_layers(params))
         stages = _count_stages(params["layers"])
-        for name in self._layer_names:
-            weights[name], index = self._layer(params["layers"], index, stages)
+        for name, is_linear in self._is_linear.items():
+            weights[name], index = self._layer[is_linear](params["layers"], index, stages)
         return weights
 
     def compile(self, params: Params) -> Params:
         """Compile the programs for parameters or their shapes, and return the copy's shapes."""
         weights, index = compile_ahead(self._others, _without_layers(params))
         stages = _count_stages(params["layers"])
-        layer, _ = compile_ahead(self._layer, params["layers"], index, stages)
-        return weights | dict.fromkeys(self._layer_names, layer)
-
-    @property
-    def _layer_names(self) -> list[str]:
-        return [f"layer_{i}" for i in range(self._num_layers)]
+        layers = {
+            is_linear: compile_ahead(program, params["layers"], index, stages)[0]
+            for is_linear, program in self._layer.items()
+        }
+        return weights | {name: layers[is_linear] for name, is_linear in self._is_linear.items()}
 
 
 def _without_layers(params: Params) -> Params:
@@ -100,14 +117,18 @@ def _count_stages(layers: Params) -> int:
 
 
 def _layer_in_decoding_form(
-    actor: Transformer, layers: Params, index: jax.Array, stages: int
+    actor: Transformer, is_linear: bool, layers: Params, index: jax.Array, stages: int
 ) -> tuple[Params, jax.Array]:
     """Return a layer of the stack as decoding reads it, and the index of the next one.
 
     The index stays on the devices: nothing is sent from the host for a layer.
     """
-    one = jax.tree.map(lambda x: _take_layer(x, index, stages)[None], layers)
-    return _to_decoding_form(actor, {"layers": one})["layer_0"], index + 1
+    one = {}
+    places = stack_places(actor.architecture.linear_layers)
+    for name, stacked in layer_stacks(layers, is_linear).items():
+        at = jnp.array(places)[index] if places and name in MIXERS else index
+        one[name] = jax.tree.map(lambda x, at=at: _take_layer(x, at, stages), stacked)
+    return _to_decoding_form(actor, {"layer_0": one})["layer_0"], index + 1
 
 
 def _take_layer(x: jax.Array, index: jax.Array, stages: int) -> jax.Array:

@@ -6,8 +6,9 @@ stage, from where each of their n samples copies keys and values into its slot.
 
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
 When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
-draws the first token of the response. In a later stage (`stages.py`) the prompt includes the tokens
-that earlier stages have drawn, and S has the room of that stage.
+draws the first token of the response. The prefill has run it too, but recurrent states do not
+include it: a token must not change them twice. In a later stage (`stages.py`) the prompt includes
+the tokens that earlier stages have drawn, and S has the room of that stage.
 """
 
 import dataclasses
@@ -224,7 +225,9 @@ def initial_state(job: DecodeJob) -> DecodeState:
 
     def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
         return tuple(
-            layout.empty_cache(
+            whole_cache.empty_state(architecture, rows, job.model.dtype)
+            if is_linear
+            else layout.empty_cache(
                 job.model.decoding,
                 rows,
                 columns,
@@ -232,7 +235,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
                 architecture.head_dim,
                 job.model.dtype,
             )
-            for _ in range(architecture.num_layers)
+            for is_linear in architecture.layers_are_linear
         )
 
     routing = None

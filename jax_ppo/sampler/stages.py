@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_ppo.models.cache import RecurrentState
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions
@@ -138,15 +139,19 @@ def cache_shapes(
 def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
     """Return the bytes per device of the caches of a stage, as `cache_shapes` returns them.
 
-    Heads are split over `model`, and the slots' columns perhaps further.
+    Heads are split over `model`, and the slots' columns perhaps further; recurrent states are not.
     """
 
     def count_bytes(caches: Cache) -> int:
         return sum(int(x.size) * int(x.dtype.itemsize) for x in jax.tree.leaves(caches))
 
-    slots, prompts = stage
-    slot_bytes = count_bytes(slots) // meshes.cache_parts(mesh)
-    return (slot_bytes + count_bytes(prompts)) // int(mesh.shape["model"])
+    states = [layer for layer in sum(stage, ()) if isinstance(layer, RecurrentState)]
+    slots, prompts = (
+        count_bytes(tuple(layer for layer in cache if not isinstance(layer, RecurrentState)))
+        for cache in stage
+    )
+    columns = slots // meshes.cache_parts(mesh) + prompts
+    return columns // int(mesh.shape["model"]) + count_bytes(tuple(states))
 
 
 def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:

@@ -43,47 +43,33 @@ def read_actor_lora(
             base_folder=base_folder,
             base_path=options.path,
         )
-    if architecture.num_experts:
-        targets = targets_beside_experts(options.lora.targets)
-    else:
-        targets = existing_targets(options.lora.targets, architecture)
+    targets = existing_targets(options.lora.targets, architecture)
     return Lora(rank=options.lora.rank, alpha=options.lora.alpha, targets=targets)
 
 
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
     """Return the projections that `model.lora.targets` names; all-linear names all of the model's.
 
+    As in PEFT, all-linear does not include experts.
+
     Raises:
-      UserError: the model lacks a projection that is named.
+      UserError: the model lacks a projection that is named, or it is one of experts.
     """
     targets = parsing.parse_lora_targets(text)
-    existing = ("q_proj", "k_proj", "v_proj", "o_proj", *architecture.mlp_projections)
+    existing = architecture.projections
     missing = [name for name in targets if name not in existing]
     if missing and text.strip() != "all-linear":
+        if architecture.num_experts and not set(missing) - set(EXPERT_PROJECTIONS):
+            raise UserError(
+                f"config.model.lora.targets={text!r}: this model's "
+                f"{', '.join(EXPERT_PROJECTIONS)} are experts', which have no adapters; leave them "
+                "out, as all-linear does"
+            )
         raise UserError(
             f"config.model.lora.targets={text!r}: this model has no {', '.join(missing)}, only "
             f"{', '.join(existing)}"
         )
     return tuple(name for name in targets if name in existing)
-
-
-def targets_beside_experts(text: str) -> tuple[str, ...]:
-    """Return the projections that `model.lora.targets` names in a model with experts.
-
-    As in PEFT, all-linear does not include experts.
-
-    Raises:
-      UserError: a projection of the experts is named.
-    """
-    targets = parsing.parse_lora_targets(text)
-    attention = tuple(name for name in targets if name not in EXPERT_PROJECTIONS)
-    if attention != targets and text.strip() != "all-linear":
-        raise UserError(
-            f"config.model.lora.targets={text!r}: this model's "
-            f"{', '.join(EXPERT_PROJECTIONS)} are experts', which have no adapters; leave them "
-            "out, as all-linear does"
-        )
-    return attention
 
 
 def read_adapters(

@@ -28,6 +28,7 @@ CLASS_PREFIXES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_5_text": "Qwen3_5",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
@@ -54,6 +55,7 @@ CLASSES = {
     "GPT2ForCausalLM": "GPT2LMHeadModel",
     # The classifier without "Text" is multimodal.
     "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
 }
 FIELDS = {
     "gpt2": {

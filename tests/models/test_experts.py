@@ -28,7 +28,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh, validate_architecture
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.adapters import targets_beside_experts
+from jax_ppo.training.adapters import existing_targets
 from jax_ppo.types import Prompts
 
 ARCHITECTURE = Architecture(
@@ -211,10 +211,10 @@ def test_attention_sinks_need_whole_sequences():
 
 def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert targets_beside_experts("all-linear") == attention
-    assert targets_beside_experts("v_proj, q_proj") == ("q_proj", "v_proj")
+    assert existing_targets("all-linear", ARCHITECTURE) == attention
+    assert existing_targets("v_proj, q_proj", ARCHITECTURE) == ("q_proj", "v_proj")
     with pytest.raises(UserError, match=r"lora\.targets='q_proj,up_proj': .* are experts'"):
-        targets_beside_experts("q_proj,up_proj")
+        existing_targets("q_proj,up_proj", ARCHITECTURE)
     rows = adapter_tensor_table(ARCHITECTURE, 2, attention, "lm")
     assert {path[2] for path in rows} == set(attention)
 
@@ -223,7 +223,7 @@ def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
     """Logits with separate adapters equal the merged export's."""
     reference.save(tmp_path / "base", "qwen3_moe", **EXPERTS)
     architecture, params = reference.load(tmp_path / "base")
-    lora = Lora(3, 6.0, targets_beside_experts("all-linear"))
+    lora = Lora(3, 6.0, existing_targets("all-linear", architecture))
     shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)

@@ -21,6 +21,7 @@ import recorded
 import tiny
 from jax_ppo.kernels.logprobs import token_logprobs
 from jax_ppo.models import heads, rope
+from jax_ppo.models.cache import RecurrentState, keep_states
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.families import FAMILIES
@@ -56,6 +57,22 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 2.0,
 }
+QWEN_3_5 = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 300.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -80,6 +97,23 @@ VARIANTS = {
             "sliding_window": WINDOW,
             "max_window_layers": 1,
         },
+    ),
+    "qwen3_5": ("qwen3_5_text", QWEN_3_5),
+    "qwen3_5, as many key heads": (
+        "qwen3_5_text",
+        QWEN_3_5
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5, in a loop": (
+        "qwen3_5_text",
+        QWEN_3_5 | {"num_hidden_layers": 12, "layer_types": None},
     ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
@@ -284,6 +318,8 @@ SLOW = (
     "gemma3, in a loop",
     "mistral, in a loop",
     "mixtral, in a loop",
+    "qwen3_5, as many key heads",
+    "qwen3_5, in a loop",
     "qwen3_moe, weights as they are",
     "gpt_oss, in a loop",
     "qwen3, local layers",
@@ -306,6 +342,7 @@ REPRESENTATIVES = (
     "llama",
     "qwen2, local layers",
     "qwen3_moe",
+    "qwen3_5",
     "phi3, part of each head",
     "smollm3",
     "gemma2, in a loop",
@@ -518,32 +555,42 @@ def test_cached_decode(representative):
     model, _, architecture, params = representative
     ids, prompts = reference.tokens(length=16), np.array([9, 6])
     expected = reference.their_logits(model, ids, every=4)
-    flat = unroll_params(params)
+    flat = unroll_params(params, linear_layers=architecture.linear_layers)
     decoder = Transformer(architecture, unrolled=True)
     longest = prompts.max()
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def prefill(tokens, segments):
         hidden, cache, _ = decoder.apply(
-            {"params": flat}, tokens, jnp.broadcast_to(jnp.arange(longest), tokens.shape), segments
+            {"params": flat},
+            tokens,
+            jnp.broadcast_to(jnp.arange(longest), tokens.shape),
+            segments,
+            ends_B=prompts,
         )
         room = ids.shape[1] - longest
         keys, values = [(0, 0)] * 3 + [(0, room)], [(0, 0)] * 2 + [(0, room), (0, 0)]
         return heads.compute_logits(architecture, flat, hidden)[..., ::4], tuple(
-            (jnp.pad(k, keys), jnp.pad(v, values)) for k, v in cache
+            layer
+            if isinstance(layer, RecurrentState)
+            else (jnp.pad(layer[0], keys), jnp.pad(layer[1], values))
+            for layer in cache
         )
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def step(tokens, columns, cache):
-        hidden, cache, _ = decoder.apply({"params": flat}, tokens, columns, cache=cache)
-        return heads.compute_logits(architecture, flat, hidden)[:, 0, ::4], cache
+    def step(tokens, columns, cache, is_over):
+        hidden, new, _ = decoder.apply({"params": flat}, tokens, columns, cache=cache)
+        logits = heads.compute_logits(architecture, flat, hidden)[:, 0, ::4]
+        return logits, keep_states(new, cache, is_over)
 
     is_prompt = np.arange(longest) < prompts[:, None]
     logits, cache = prefill(np.where(is_prompt, ids[:, :longest], 0), is_prompt.astype(np.int32))
     assert_close(logits[is_prompt], expected[:, :longest][is_prompt])
     for i in range(ids.shape[1] - prompts.min()):
+        # A row that is over runs its last token again.
         columns = np.minimum(prompts + i, ids.shape[1] - 1)[:, None]
-        logits, cache = step(np.take_along_axis(ids, columns, 1), columns, cache)
+        is_over = prompts + i >= ids.shape[1] - 1
+        logits, cache = step(np.take_along_axis(ids, columns, 1), columns, cache, is_over)
         assert_close(logits, np.take_along_axis(expected, columns[..., None], 1)[:, 0], f"step {i}")
 
 
@@ -627,14 +674,16 @@ def test_a_critic_is_a_sequence_classifier(representative, tmp_path):
     assert_close(values, reference.their_logits(theirs, ids)[:, 0])
 
 
-def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(tmp_path):
+@pytest.mark.parametrize(("family", "changes"), [("gemma2", GEMMA), ("qwen3_5_text", QWEN_3_5)])
+def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, changes, tmp_path):
     """Prompts reach and exceed the window; two samples each use fewer slots than samples."""
-    reference.save(tmp_path, "gemma2", **GEMMA)
+    reference.save(tmp_path, family, **changes)
     architecture, params = reference.load(tmp_path)
     prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
     options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
     rollout = Sampler(Transformer(architecture, unrolled=True), options)(
-        unroll_params(params), prompts, jax.random.key(0)
+        unroll_params(params, linear_layers=architecture.linear_layers),
+        *(prompts, jax.random.key(0)),
     )
     for i in range(6):
         prompt = prompts.tokens[i // 2, : prompts.lengths[i // 2]]
@@ -650,6 +699,7 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(tmp_path)
     [
         "qwen3, local layers",
         "qwen3_moe",
+        "qwen3_5",
         "gpt_oss",
         "gemma3, in a loop",
         "gpt_neox",
@@ -678,7 +728,10 @@ def test_every_parameter_has_its_place(checkpoint):
     architecture, params = checkpoint[2:]
     for tree, rules in (
         (params, sharding.TRAIN_RULES),
-        (unroll_params(params), sharding.DECODE_RULES),
+        (
+            unroll_params(params, linear_layers=architecture.linear_layers),
+            sharding.DECODE_RULES,
+        ),
     ):
         sharding.tree_shardings(tiny.make_mesh(), tree, rules)
     own = jax.eval_shape(

@@ -1,4 +1,4 @@
-"""Two steps from folders of GPT-2 and Pythia as transformers writes them, and back."""
+"""Two steps from folders as transformers writes them, and back: other blocks than Llama's."""
 
 import json
 import os
@@ -81,6 +81,13 @@ def write_model(folder, family, vocab_size):
         return
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 80}
+    if family == "qwen3_5_text":
+        sizes |= {"head_dim": 16, "num_key_value_heads": 2}
+        sizes |= {"layer_types": ["linear_attention", "full_attention"]}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+        recorded.write_checkpoint(folder, "Qwen3_5ForCausalLM", sizes | ids, std=0.2)
+        return
     recorded.write_checkpoint(folder, "GPTNeoXForCausalLM", sizes | ids, std=0.2)
 
 
@@ -99,6 +106,7 @@ def our_logits(folder, ids):
     [
         pytest.param("gpt2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_neox", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parity

@@ -14,7 +14,7 @@ from jax_ppo.models.hf.fields import (
     require_divisor,
 )
 from jax_ppo.models.hf.json_files import quote_value
-from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
+from jax_ppo.models.hf.rope_config import FULL, LINEAR, LOCAL, read_rope
 
 # Beginnings of fields that describe media in the description of a decoder.
 MEDIA_FIELDS = ("vision_", "image_", "video_")
@@ -39,6 +39,7 @@ def from_hf_config(config: Config) -> Architecture:
     vocab_size = reader.integer("vocab_size")
     head_dim = _read_head_dim(reader, family, hidden_size, num_heads)
     _refuse_unsupported(reader, kind, family)
+    linear_layers = _read_linear_layers(reader, family, num_layers)
     sliding_window, local_layers = _read_windows(reader, family, num_layers)
     rope = read_rope(reader, family, head_dim)
     architecture = Architecture(
@@ -53,6 +54,7 @@ def from_hf_config(config: Config) -> Architecture:
         norm_epsilon=reader.fraction("rms_norm_eps"),
         sliding_window=sliding_window,
         local_layers=local_layers,
+        linear_layers=linear_layers,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         local_rope_theta=rope.local_theta,
@@ -157,6 +159,10 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
             values[field] = reader.optional_integer(name, nullable=is_nullable)
         else:
             values[field] = reader.optional_number(name, nullable=is_nullable)
+    if family.linear_period:
+        heads = [f"linear_num_{kind}_heads" for kind in ("key", "value")]
+        key_heads, value_heads = (values[family.fields[name]] for name in heads)
+        require_divisor(heads[0], key_heads, heads[1], value_heads)
     for name, biases in family.bias_fields.items():
         has_bias = reader.boolean(name)
         values |= dict.fromkeys(biases, has_bias)
@@ -231,6 +237,8 @@ def _read_windows(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
     """Return `sliding_window` and `local_layers` of `Architecture`."""
+    if family.linear_period:
+        return None, ()
     window = None
     if family.sliding_windows != "none":
         window = reader.optional_integer("sliding_window")
@@ -252,23 +260,48 @@ def _read_local_layers(
     reader: ConfigReader, family: Family, num_layers: int, window: int | None
 ) -> tuple[bool, ...]:
     """Return which layers have a sliding window, where layers differ."""
-    types = reader.strings("layer_types")
     first_local = 0
     if family.sliding_windows == "last":
         first_local = reader.integer("max_window_layers", minimum=0)
     period = family.window_period
     if family.window_period_field in reader:
         period = reader.integer(family.window_period_field)
-    if types is not None:
-        if len(types) != num_layers or set(types) - {FULL, LOCAL}:
-            raise reader.error(
-                f"layer_types {quote_value(types)} must be num_hidden_layers={num_layers} words, "
-                f"{FULL} or {LOCAL}"
-            )
-        return tuple(name == LOCAL for name in types)
+    if (listed := _read_layer_types(reader, num_layers, LOCAL)) is not None:
+        return listed
     if family.sliding_windows == "pattern":
         return tuple((layer + 1) % period > 0 for layer in range(num_layers))
     return tuple(window is not None and layer >= first_local for layer in range(num_layers))
+
+
+def _read_layer_types(reader: ConfigReader, num_layers: int, word: str) -> tuple[bool, ...] | None:
+    """Return which layers `layer_types` calls by a word; `None` if it is missing or null."""
+    types = reader.strings("layer_types")
+    if types is None:
+        return None
+    if len(types) != num_layers or set(types) - {FULL, word}:
+        raise reader.error(
+            f"layer_types {quote_value(types)} must be num_hidden_layers={num_layers} words, "
+            f"{FULL} or {word}"
+        )
+    return tuple(name == word for name in types)
+
+
+def _read_linear_layers(reader: ConfigReader, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have a Gated DeltaNet."""
+    if not family.linear_period:
+        return ()
+    period = reader.optional_integer("full_attention_interval", nullable=False)
+    linear = _read_layer_types(reader, num_layers, LINEAR)
+    if linear is None:
+        period = period or family.linear_period
+        linear = tuple((layer + 1) % period > 0 for layer in range(num_layers))
+    if all(linear):
+        raise reader.error(
+            f"layer_types must have {FULL} for at least one of num_hidden_layers={num_layers}"
+        )
+    if not any(linear):
+        return ()
+    return linear
 
 
 def _read_uniform_layers(

@@ -27,6 +27,22 @@ _MISTRAL_DEFAULTS = {
     "sliding_window": 4096,
     "max_position_embeddings": 131_072,
 }
+_DELTA_FIELDS = {
+    "linear_num_key_heads": "delta_key_heads",
+    "linear_num_value_heads": "delta_value_heads",
+    "linear_key_head_dim": "delta_key_dim",
+    "linear_value_head_dim": "delta_value_dim",
+    "linear_conv_kernel_dim": "delta_window",
+}
+_DELTA_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+}
 _GRANITE_FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "attention_multiplier": "attention_multiplier",
@@ -94,6 +110,19 @@ FAMILIES = {
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
         nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="last",
+        rope_aliases=_ROPE_OF_TEXT,
+    ),
+    "qwen3_5_text": Family(
+        class_prefix="Qwen3_5",
+        classifier_prefix="Qwen3_5Text",
+        has_token_classifier=False,
+        fixed={"block": "delta", "qk_norm": True, "norm_plus_one": True, "output_gate": True},
+        fields=_DELTA_FIELDS,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
+        integers=frozenset(_DELTA_FIELDS),
+        linear_period=4,
+        partial_rotary_factor=0.25,
         rope_aliases=_ROPE_OF_TEXT,
     ),
     "mistral": Family(
@@ -444,6 +473,7 @@ MULTIMODAL = {
     "mistral3": dataclasses.replace(_LLAVA, tied=True),
     "qwen2_vl": _QWEN_2_VL,
     "qwen2_5_vl": _QWEN_2_VL,
+    "qwen3_5": Multimodal(),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
         defaults={"qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}},

@@ -54,6 +54,8 @@ class Family:
       unrotated_period: with n, every n-th layer has no rotary embedding unless config.json lists
         others in `no_rope_layers`; 0: all layers have one.
       rope_aliases: the family's names of rotary embeddings, and the usual names.
+      linear_period: with n, all layers but every n-th one have a Gated DeltaNet, unless config.json
+        has another `full_attention_interval` or lists `layer_types`; 0: no layer has one.
       local_rope_theta: base of layers with a sliding window, where these have rotary parameters
         of their own, unless config.json has one; `None`: they have those of all layers.
       rope_numbers: further numbers among the rotary parameters, which are then those of YaRN.
@@ -96,6 +98,7 @@ class Family:
     partial_rotary_factor: float | None = None
     unrotated_period: int = 0
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear_period: int = 0
     local_rope_theta: float | None = None
     rope_numbers: tuple[str, ...] = ()
     rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)

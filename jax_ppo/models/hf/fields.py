@@ -26,6 +26,7 @@ HARMLESS_FIELDS = frozenset(
     cache_implementation chunk_size_feed_forward dtype finetuning_task gradient_checkpointing
     hidden_act hidden_activation id2label initializer_range is_decoder is_llama_config label2id
     max_sequence_length max_window_layers model_max_length name_or_path num_labels
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings
     output_attentions output_hidden_states output_past output_router_logits prefix pretraining_tp
     problem_type return_dict router_aux_loss_coef router_jitter_noise sliding_window_pattern
     sliding_window_size task_specific_params tf_legacy_loss
@@ -57,6 +58,7 @@ HARMLESS_FIELDS = frozenset(
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
+    "attn_output_gate": (True,),
     "attention_chunk_size": (None,),
     "cross_attention_hidden_size": (None,),
     "decoder_sparse_step": (1,),
@@ -65,6 +67,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "lm_head_bias": (False,),
+    "mamba_ssm_dtype": ("float32",),
     "mlp_bias": (False,),
     "mlp_only_layers": ([], None),
     "per_layer_config": (None,),

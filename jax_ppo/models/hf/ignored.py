@@ -19,6 +19,8 @@ ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 # take part, and the attention score of the others.
 CAUSAL_MASKS = (".attn.bias", ".attention.bias")
 MASKED_SCORES = (".attn.masked_bias", ".attention.masked_bias")
+# Layers that predict further tokens than the next, from the hidden states of all others.
+MULTI_TOKEN_HEADS = "mtp."
 # Any score below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
 LARGEST_MASKED_SCORE = -9e3
 
@@ -55,7 +57,7 @@ def is_ignorable(
         # `read_architecture` unties a model whose output embedding differs.
         embedding = tensor_table(architecture, head)["embed", "embedding"].name
         return architecture.tied and checkpoint.are_equal(name, embedding)
-    if name == "score.weight":
+    if name == "score.weight" or name.startswith(MULTI_TOKEN_HEADS):
         return True
     if name in SCORE_BIASES:
         return head != "reward" or not np.any(checkpoint.read(name))

@@ -12,6 +12,7 @@ from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
 ATTENTION = "self_attn"
+DELTA_NET = "linear_attn"
 MLP = "mlp"
 # The same names as those of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -46,11 +47,13 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a) | _attention(a)
+    rows |= _norms(a) | _attention(a) | _delta_net(a)
     if a.num_experts:
         rows |= _experts(a)
     else:
         rows |= _mlp(a)
+    if a.linear_layers:
+        rows = {path: _of_some_layers(a, path, row) for path, row in rows.items()}
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
@@ -82,7 +85,11 @@ def adapter_tensor_table(
             prefix = PEFT_PREFIX + row.name.removesuffix("weight")
             inputs, outputs = row.shape
             rows[*path[:-1], "lora_a"] = TensorMapping(
-                f"{prefix}lora_A.weight", (inputs, rank), transposed=True, layers=row.layers
+                f"{prefix}lora_A.weight",
+                (inputs, rank),
+                transposed=True,
+                layers=row.layers,
+                layer_numbers=row.layer_numbers,
             )
             rows[*path[:-1], "lora_b"] = TensorMapping(
                 f"{prefix}lora_B.weight",
@@ -90,6 +97,7 @@ def adapter_tensor_table(
                 transposed=True,
                 layers=row.layers,
                 fused=row.fused,
+                layer_numbers=row.layer_numbers,
             )
     return rows
 
@@ -163,7 +171,8 @@ def _norm(
 def _attention(a: Architecture) -> TensorTable:
     queries = a.num_heads * a.head_dim
     keys = a.num_kv_heads * a.head_dim
-    widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    # A gate follows the queries of each head.
+    widths = {"q_proj": queries * (1 + a.output_gate), "k_proj": keys, "v_proj": keys}
     inputs = _shared_input_projections(a, "attention", ATTENTION, widths, a.qkv_bias)
     output = _dense(
         a,
@@ -179,6 +188,51 @@ def _attention(a: Architecture) -> TensorTable:
             _layer_name(a, f"{ATTENTION}.sinks"), (a.num_heads,), layers=a.num_layers
         )
     return rows
+
+
+def _delta_net(a: Architecture) -> TensorTable:
+    if not a.linear_layers:
+        return {}
+    channels = sum(a.delta_widths)
+    values = a.delta_widths[2]
+    widths = {
+        "in_proj_qkv": channels,
+        "in_proj_z": values,
+        "in_proj_b": a.delta_value_heads,
+        "in_proj_a": a.delta_value_heads,
+    }
+    rows: TensorTable = {}
+    for name, (inputs, outputs) in {
+        **{name: (a.hidden_size, width) for name, width in widths.items()},
+        "out_proj": (values, a.hidden_size),
+    }.items():
+        rows |= _dense(
+            a,
+            path=("delta_net", name),
+            hf_name=f"{DELTA_NET}.{name}",
+            inputs=inputs,
+            outputs=outputs,
+            bias=False,
+        )
+    for path, hf_name, shape in (
+        (("conv_filter",), "conv1d.weight", (a.delta_window, 1, channels)),
+        (("log_rate",), "A_log", (a.delta_value_heads,)),
+        (("step_bias",), "dt_bias", (a.delta_value_heads,)),
+        (("norm", "scale"), "norm.weight", (a.delta_value_dim,)),
+    ):
+        rows["layers", "delta_net", *path] = TensorMapping(
+            _layer_name(a, f"{DELTA_NET}.{hf_name}"), shape, transposed=True, layers=a.num_layers
+        )
+    return rows
+
+
+def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) -> TensorMapping:
+    """Return the entry of a parameter that, if it is a mixer's, only some layers have."""
+    if path[:2] not in (("layers", "attention"), ("layers", "delta_net")):
+        return row
+    is_linear = path[1] == "delta_net"
+    numbers = tuple(i for i, linear in enumerate(a.linear_layers) if linear == is_linear)
+    return dataclasses.replace(row, layers=len(numbers), layer_numbers=numbers)
 
 
 def _mlp(a: Architecture) -> TensorTable:

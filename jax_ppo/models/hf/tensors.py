@@ -37,6 +37,8 @@ class TensorMapping:
         [in, out].
       layers: number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
+      layer_numbers: the index of each of these layers among all layers of the model; (): they are
+        all of them.
       fused: where the parameter is in a checkpoint's tensor that holds several of ours.
       experts: number of experts of a layer, stacked along the axis after that of the layers;
         the checkpoint has a tensor for each. `None` if the parameter does not belong to an expert.
@@ -48,6 +50,7 @@ class TensorMapping:
     layers: int | None = None
     fused: Fused | None = None
     experts: int | None = None
+    layer_numbers: tuple[int, ...] = ()
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -145,7 +148,9 @@ class TensorMapping:
         return [name for layer in range(self.layers) for name in self.layer_names(layer)]
 
     def layer_names(self, layer: int) -> list[str]:
-        """Return the names of the tensors of one layer: one, or one per expert."""
+        """Return the names of the tensors of one of `layers`: one, or one per expert."""
+        if self.layer_numbers:
+            layer = self.layer_numbers[layer]
         if self.experts is None:
             return [self.name.format(layer)]
         return [self.name.format(layer, expert) for expert in range(self.experts)]

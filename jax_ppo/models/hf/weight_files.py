@@ -20,7 +20,7 @@ from jax_ppo.models.hf.files import (
     write_safetensors,
 )
 from jax_ppo.models.hf.json_files import write_json
-from jax_ppo.models.hf.tensors import TensorTable
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory
 from jax_ppo.storage import disk_space
@@ -187,15 +187,25 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
         paths_by_name.setdefault(row.name, []).append(path)
     for name, paths in outside.items():
         yield ExportedTensor(name, paths, layer=None)
-    for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
+    for number in range(max(map(_num_layers, rows.values()))):
         for paths in stacked.values():
             row = rows[paths[0]]
+            layer = number
+            if row.layer_numbers:
+                if number not in row.layer_numbers:
+                    continue
+                layer = row.layer_numbers.index(number)
             names = row.layer_names(layer)
             if row.experts is None:
                 yield ExportedTensor(names[0], paths, layer)
                 continue
             for expert, name in enumerate(names):
                 yield ExportedTensor(name, paths, layer, expert)
+
+
+def _num_layers(row: TensorMapping) -> int:
+    """Return the number of layers up to the last one that has this parameter."""
+    return max(row.layer_numbers, default=(row.layers or 0) - 1) + 1
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -31,6 +31,7 @@ MODELS = {
     "llama": {"head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "rope_parameters": YARN},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
     "mistral": {"sliding_window": 5},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "head_dim": 8},

@@ -1,0 +1,181 @@
+"""Layers with a Gated DeltaNet in place of attention (Yang et al. 2024, arXiv 2412.06464).
+
+Queries, keys and values are projections that a short convolution and a SiLU have passed over; the
+gated delta rule (kernels/delta_rule.py) combines them, and its output is normalized per head and
+multiplied by the SiLU of a gate. What a layer remembers of a sequence is a `cache.RecurrentState`.
+Its parameters are, per layer,
+
+    delta_net/{in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj}/kernel [in, out]
+    delta_net/conv_filter [W, 1, C], log_rate [H], step_bias [H], norm/scale [V]
+
+The devices of `model` each compute all heads.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jax_ppo.kernels.delta_rule import delta_chunks, delta_step
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.cache import LayerCache, RecurrentState
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer
+
+EPSILON = 1e-6  # of the norms of queries and keys, as in transformers
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm over the last axis, then a product with the SiLU of a gate."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normalize `x`, rounding to its type at the same points as transformers."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        normed = scale.astype(x.dtype) * wide.astype(x.dtype)
+        return (normed * nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class DeltaNet(nn.Module):
+    """A Gated DeltaNet.
+
+    Attributes:
+      architecture: the architecture.
+      dtype: type of the computation; the delta rule is in float32.
+      lora_scale: scale of the adapters, if there are any.
+    """
+
+    architecture: Architecture
+    dtype: DTypeLike
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        segments_BxT: jax.Array | None,
+        cache: RecurrentState | None,
+        ends_B: jax.Array | None,
+    ) -> tuple[jax.Array, RecurrentState | None]:
+        """Return the output [B, T, D], and the state after these tokens.
+
+        Args:
+          x_BxTxD: inputs; T = 1 with a cache.
+          segments_BxT: see `Transformer.apply`.
+          cache: the state before the tokens; its rows beyond B are left alone.
+          ends_B: without a cache, the numbers of tokens that the state includes; `None`: no state
+            is returned.
+        """
+        a = self.architecture
+        B, T, _ = x_BxTxD.shape
+
+        def project(name: str, width: int, x: jax.Array) -> jax.Array:
+            return Dense(width, False, self.dtype, self.lora_scale, name=name)(x)
+
+        inputs = project("in_proj_qkv", sum(a.delta_widths), x_BxTxD)
+        gate = project("in_proj_z", a.delta_widths[2], x_BxTxD)
+        rate = nn.sigmoid(project("in_proj_b", a.delta_value_heads, x_BxTxD).astype(jnp.float32))
+        decay = self._decay(project("in_proj_a", a.delta_value_heads, x_BxTxD))
+        shape = (a.delta_window, 1, inputs.shape[-1])
+        weights = self.param("conv_filter", nn.initializers.normal(shape[0] ** -0.5), shape)
+        weights_WxC = weights.astype(self.dtype)[:, 0]
+        if cache is None:
+            q, k, v = self._heads(convolve(inputs, weights_WxC, segments_BxT))
+            out, matrix = delta_chunks(q, k, v, decay, rate, segments_BxT, ends_B)
+            state = None
+            if matrix is not None and ends_B is not None:
+                state = RecurrentState(matrix, last_inputs(inputs, ends_B, a.delta_window - 1))
+        else:
+            window = jnp.concatenate([cache.window[:B], inputs], axis=1)
+            q, k, v = self._heads(convolve(window, weights_WxC)[:, -1:])
+            token = (x[:, 0] for x in (q, k, v, decay, rate))
+            out, matrix = delta_step(cache.matrix[:B], *token)
+            out = out[:, None]
+            state = RecurrentState(
+                cache.matrix.at[:B].set(matrix), cache.window.at[:B].set(window[:, 1:])
+            )
+        gate = gate.reshape(out.shape)
+        out = GatedNorm(a.norm_epsilon, name="norm")(out.astype(self.dtype), gate)
+        out = checkpoint_name(out, ATTENTION_OUTPUT)
+        return project("out_proj", a.hidden_size, out.reshape(B, T, -1)), state
+
+    def _decay(self, projected: jax.Array) -> jax.Array:
+        """Return the logarithms of the factors on the states, float32 [B, T, H]."""
+        shape = (self.architecture.delta_value_heads,)
+        bias = self.param("step_bias", nn.initializers.ones, shape, jnp.float32)
+        log_rate = self.param("log_rate", _init_log_rate, shape, jnp.float32)
+        # Decoding has rounded them already: whole sequences take the same numbers.
+        bias, log_rate = (x.astype(self.dtype).astype(jnp.float32) for x in (bias, log_rate))
+        return -jnp.exp(log_rate) * nn.softplus(projected.astype(jnp.float32) + bias)
+
+    def _heads(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values, float32 [B, T, H, K or V]."""
+        a = self.architecture
+        keys, _, _ = a.delta_widths
+        parts = jnp.split(convolved.astype(jnp.float32), (keys, 2 * keys), axis=-1)
+        shapes = (
+            (a.delta_key_heads, a.delta_key_dim),
+            (a.delta_key_heads, a.delta_key_dim),
+            (a.delta_value_heads, a.delta_value_dim),
+        )
+        q, k, v = (x.reshape(*x.shape[:2], *shape) for x, shape in zip(parts, shapes, strict=True))
+        # Each head of queries and keys serves several heads of values, which are adjacent.
+        copies = a.delta_value_heads // a.delta_key_heads
+        q, k = (jnp.repeat(_unit_length(x), copies, axis=2) for x in (q, k))
+        return q * a.delta_key_dim**-0.5, k, v
+
+
+class DeltaLayer(Layer):
+    """A layer with either attention or a Gated DeltaNet, as its kind says."""
+
+    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
+        """Return the output of the layer's own mixer; `inputs` are those of `Attention`."""
+        kind, _, segments_BxT, cache, columns_B = inputs
+        if not kind.is_linear:
+            return super()._attend(x, *inputs)
+        net = DeltaNet(self.architecture, self.dtype, self.lora_scale, name="delta_net")
+        return net(x, segments_BxT, cache, columns_B)
+
+
+def convolve(
+    x_BxTxC: jax.Array, weights_WxC: jax.Array, segments_BxT: jax.Array | None = None
+) -> jax.Array:
+    """Return the SiLU of the causal convolution of each channel, [B, T, C], within segments.
+
+    Args:
+      x_BxTxC: inputs.
+      weights_WxC: weights; the last one belongs to the token itself.
+      segments_BxT: the sequence of each token; `None`: each row is one.
+    """
+    T = x_BxTxC.shape[1]
+    W = len(weights_WxC)
+    out = jnp.zeros(x_BxTxC.shape, jnp.float32)
+    for distance in range(min(W, T)):
+        earlier = jnp.pad(x_BxTxC, ((0, 0), (distance, 0), (0, 0)))[:, :T]
+        if segments_BxT is not None and distance:
+            # The first tokens of a row meet zeros, whatever their segment.
+            segments = jnp.pad(segments_BxT, ((0, 0), (distance, 0)))[:, :T]
+            earlier = jnp.where((segments == segments_BxT)[..., None], earlier, 0)
+        out += earlier.astype(jnp.float32) * weights_WxC[W - 1 - distance].astype(jnp.float32)
+    return nn.silu(out.astype(x_BxTxC.dtype))
+
+
+def last_inputs(x_BxTxC: jax.Array, ends_B: jax.Array, count: int) -> jax.Array:
+    """Return the inputs of `count` tokens before the end of each row, zeros before the first."""
+    columns = ends_B[:, None] + jnp.arange(-count, 0)
+    taken = jnp.take_along_axis(x_BxTxC, jnp.maximum(columns, 0)[..., None], axis=1)
+    return jnp.where((columns >= 0)[..., None], taken, 0)
+
+
+def _unit_length(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON)
+
+
+def _init_log_rate(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, minval=0.01, maxval=16.0))

@@ -1,0 +1,302 @@
+"""Gated DeltaNets beside attention: the sampler's states, sums of gradients, adapters, refusals.
+
+That they compute transformers' numbers is the subject of test_families.py.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_families import QWEN_3_5
+
+import hf_reference as reference
+import tiny
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.errors import UserError
+from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.models import heads
+from jax_ppo.models.delta_net import convolve, last_inputs
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer
+from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.meshes import validate_architecture
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.environment import PerDialogue
+from jax_ppo.training import learner
+from jax_ppo.training.adapters import existing_targets
+from jax_ppo.types import Prompts
+from tiny_actor import ARCHITECTURE as QWEN_2
+from tiny_actor import Actor, make_prompts
+
+ARCHITECTURE = dataclasses.replace(
+    QWEN_2,
+    family="qwen3_5_text",
+    block="delta",
+    num_layers=3,
+    linear_layers=(True, False, True),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=4,
+    delta_value_dim=6,
+    delta_window=3,
+    output_gate=True,
+    qk_norm=True,
+    norm_plus_one=True,
+    qkv_bias=False,
+)
+LENGTHS = (5, 16, 1, 9, 2, 12, 7)
+
+
+def answer(turns, turn, length):
+    """Answer three turns with up to two tokens."""
+    return turns + 1, turn[:1] + jnp.arange(2), turn[0] % 3, 0.0, turns == 3
+
+
+ENVIRONMENT = PerDialogue(lambda row, key: jnp.int32(0), answer, observation_length=2)
+
+
+@pytest.fixture(scope="module")
+def actor():
+    return Actor(ARCHITECTURE)
+
+
+def test_a_convolution_by_hand():
+    """The token itself has the last weight; a segment does not see the one before it."""
+    x = np.array([1.0, 2, 3, 4, 5], np.float32)[None, :, None]
+    weights = np.array([[100.0], [10], [1]])
+    sums = np.array([1, 12, 123, 4, 45])
+    np.testing.assert_allclose(
+        convolve(x, weights, np.array([[1, 1, 1, 2, 2]]))[0, :, 0], jax.nn.silu(sums * 1.0)
+    )
+    np.testing.assert_array_equal(last_inputs(x, np.array([4]), 2)[0, :, 0], [3, 4])
+    np.testing.assert_array_equal(last_inputs(x, np.array([1]), 2)[0, :, 0], [0, 1])
+
+
+def assert_logprobs(actor, prompts, rollout, n, atol=2e-4):
+    """The sampler's log-probs are those of passes over the whole texts."""
+    each = Prompts(np.repeat(prompts.tokens, n, 0), np.repeat(prompts.lengths, n))
+    log_p = jax.nn.log_softmax(actor.full_logits(each, rollout.responses))
+    expected = np.take_along_axis(log_p, rollout.responses[..., None], 2)[..., 0]
+    is_drawn = np.asarray(rollout.action_mask)
+    assert is_drawn.sum() > 50
+    np.testing.assert_allclose(rollout.logprobs[is_drawn], expected[is_drawn], atol=atol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 4},  # slots are refilled
+        {"slots": 16, "max_response_length": 70},  # the last ones move into fewer
+        pytest.param(
+            {"slots": 5, "stage_length": 4, "max_response_length": 20}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["refilled", "compacted", "in stages"],
+)
+def test_a_token_changes_the_state_of_its_slot_once(actor, options):
+    """Prompts have 1 to 16 tokens; two samples each."""
+    prompts = make_prompts(LENGTHS)
+    rollout = actor.sample(prompts, n=2, eos_ids=(3, 7, 11), **options)
+    assert len(set(rollout.lengths.tolist())) > 3
+    assert_logprobs(actor, prompts, rollout, n=2)
+
+
+@pytest.mark.parametrize("decoding", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_an_accelerators_cache_keeps_the_rows_of_slots_that_no_longer_exist(decoding):
+    actor = Actor(ARCHITECTURE)
+    actor.decoded = actor.decoded.clone(decoding=decoding)
+    prompts = make_prompts(LENGTHS)
+    rollout = actor.sample(prompts, n=2, slots=16, max_response_length=70, eos_ids=(3, 7, 11))
+    assert_logprobs(actor, prompts, rollout, n=2)
+
+
+def test_a_turn_that_waits_does_not_change_its_state(actor):
+    prompts = make_prompts(LENGTHS)
+    rows = np.arange(len(LENGTHS), dtype=np.int32) * 3 + 1
+    rollout = actor.sample(
+        Prompts(prompts.tokens, prompts.lengths, rows),
+        n=2,
+        slots=3,
+        max_response_length=24,
+        eos_ids=(3, 7, 11, 30, 41, 42, 43, 50, 51),
+        environment=ENVIRONMENT,
+        max_turn_length=4,
+    )
+    assert (rollout.action_mask.sum(1) < rollout.lengths).any()  # there are observations
+    assert_logprobs(actor, prompts, rollout, n=2)
+
+
+@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_samples_the_same_on_several_devices(actor, quantized):
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
+    prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
+    architecture = dataclasses.replace(ARCHITECTURE, vocab_size=64)
+    params = tiny.random_params(architecture, 0, 0, "lm")
+
+    def sample(devices, **shape):
+        mesh = tiny.make_mesh(devices, **shape)
+        with jax.set_mesh(mesh):
+            layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+            engine = BuiltInEngine(mesh, Transformer(architecture, quantized=quantized), params)
+            engine.update_weights(jax.device_put(params, layouts))
+            own = jax.device_put(prompts, sharding.rows(mesh))
+            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
+            return engine.generate(own, key, options)
+
+    expected = sample(1, data=1)
+    rollout = sample(8, data=2, fsdp=2, model=2)
+    np.testing.assert_array_equal(rollout.responses, expected.responses)
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_int8_leaves_rates_and_decays_as_they_are(actor):
+    net = quantize_kernels(actor.params, jnp.bfloat16)["layer_0"]["delta_net"]
+    assert net["in_proj_qkv"]["kernel"].dtype == net["out_proj"]["kernel"].dtype == jnp.int8
+    kept = (net["in_proj_a"]["kernel"], net["in_proj_b"]["kernel"], net["log_rate"])
+    assert all(x.dtype == jnp.bfloat16 for x in kept)
+
+
+@pytest.mark.parametrize("pattern", [(True, False, True), (True, True, False) * 4])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_are_added_to_their_sum(pattern, remat):
+    """In a loop over periods too, whose layers have parts of three stacks."""
+    assert len(pattern) == 3 or len(pattern) > MAX_UNROLLED_LAYERS
+    architecture = dataclasses.replace(
+        ARCHITECTURE, num_layers=len(pattern), linear_layers=pattern, num_heads=2, num_kv_heads=1
+    )
+    params = tiny.random_params(architecture, 0, 0, "lm")
+    ids = np.arange(20, dtype=np.int32).reshape(2, 10)
+    positions = np.broadcast_to(np.arange(10), ids.shape)
+    model = Transformer(architecture, remat=remat)
+
+    def loss(params):
+        return jnp.sin(model.apply({"params": params}, ids, positions).hidden).sum(), ()
+
+    gradients = jax.jit(jax.grad(loss, has_aux=True))(params)[0]
+    total = jax.tree.map(jnp.ones_like, params)
+    found, _ = jax.jit(functools.partial(learner.add_gradient, loss, key=None))(params, total)
+    jax.tree.map(
+        lambda x, g: np.testing.assert_allclose(
+            x, 1 + g, rtol=1e-4, atol=1e-4 * max(1, np.abs(g).max())
+        ),
+        found,
+        gradients,
+    )
+    for mixer, name in (("attention", "v_proj"), ("delta_net", "in_proj_qkv")):
+        kernels = gradients["layers"][mixer][name]["kernel"]
+        assert (np.abs(kernels).max((1, 2)) > 0).all()
+
+
+def test_adapters_are_pefts(tmp_path):
+    """Of every projection that the model has; merged, they are the same model."""
+    model = reference.save(tmp_path / "base", "qwen3_5_text", **QWEN_3_5)
+    architecture, params = reference.load(tmp_path / "base")
+    lora = Lora(3, 6.0, existing_targets("all-linear", architecture))
+    assert "in_proj_a" in lora.targets and "down_proj" in lora.targets
+    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
+    )
+    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
+    ids = reference.tokens()
+    joined = join_adapters(params, adapters)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    hidden = jax.jit(Transformer(architecture, lora=lora).apply)(
+        {"params": joined}, ids, positions
+    ).hidden
+    ours = np.asarray(heads.compute_logits(architecture, params, hidden))
+    theirs = reference.peft_logits(model, tmp_path / "adapter", ids)
+    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)
+    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
+    assert read_adapter_config(tmp_path / "adapter", architecture)[0] == lora
+    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), adapters)
+    again = load_adapters(tmp_path / "adapter", architecture, lora, places)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=lora)
+    merged = reference.load(tmp_path / "merged")[1]
+    np.testing.assert_allclose(
+        reference.our_logits(architecture, merged, ids), ours, rtol=1e-3, atol=1e-3
+    )
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_heads(tmp_path):
+    """config.json has the fields of Qwen3.5 on the hub."""
+    reference.save(tmp_path / "text", "qwen3_5_text", **QWEN_3_5)
+    architecture, params = reference.load(tmp_path / "text")
+    (tmp_path / "whole").mkdir()
+    text = json.loads((tmp_path / "text/config.json").read_text())
+    text |= {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    config = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text | {"mlp_only_layers": []},
+        "vision_config": {"model_type": "qwen3_5", "depth": 27},
+        "image_token_id": 90,
+        "vision_start_token_id": 91,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "whole/config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x
+        for name, x in load_file(tmp_path / "text/model.safetensors").items()
+    }
+    others = dict.fromkeys(("model.visual.merger.norm.weight", "mtp.fc.weight"), np.ones((2, 2)))
+    save_file(tensors | others, tmp_path / "whole/model.safetensors")
+    read = read_architecture(tmp_path / "whole")
+    assert read == architecture
+    loaded = load_checkpoint(tmp_path / "whole", read, reference.one_device(read, "lm"))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    def mesh(**shape):
+        return meshes.make_mesh(MeshShape(data=1, fsdp=1, **shape), jax.devices()[:2])
+
+    architecture = dataclasses.replace(ARCHITECTURE, vocab_size=64, num_layers=4)
+    architecture = dataclasses.replace(architecture, linear_layers=(True, True, True, False))
+    for axis in ("context", "stage"):
+        with pytest.raises(UserError, match=rf"^config\.mesh\.{axis}=2: must be 1, .* recurrent"):
+            validate_architecture(mesh(**{axis: 2}), architecture)
+    validate_architecture(mesh(model=2), architecture)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 2}, "at least one of num_hidden_layers=2"),
+        ({"layer_types": ["linear_attention", "sliding_attention"]}, "or linear_attention"),
+        ({"linear_num_key_heads": 4}, "linear_num_key_heads=4 must divide"),
+        ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim must be a whole number"),
+        ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+    ],
+)
+def test_configurations_are_refused_by_field(changes, message):
+    fields = reference.SIZES | {"model_type": "qwen3_5_text"} | QWEN_3_5
+    from_hf_config(fields)
+    with pytest.raises(UserError, match=message):
+        from_hf_config(fields | changes)
+
+
+def test_layers_without_attention_cost_no_pairs_of_tokens():
+    """Twice as long sequences need more than twice the FLOPs only where there is attention."""
+
+    def surplus(linear_layers):
+        architecture = dataclasses.replace(ARCHITECTURE, linear_layers=linear_layers)
+        one, two = (count_forward_flops(architecture, np.array([n])) for n in (128, 256))
+        return two - 2 * one
+
+    assert surplus((True, False, True)) == pytest.approx(surplus((False,) * 3) / 3)
