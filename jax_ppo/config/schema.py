@@ -144,6 +144,11 @@ HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set
     "there is no teacher; set config.teacher.path")
 TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
     "adapters are trained with AdamW; leave it unset, or train all parameters")
+HAS_BEST = Requirement(
+    lambda c: bool(c.data.val_files) and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
+    "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not -1",
+    "the best of the steps that are evaluated and saved needs config.data.val_files, and "
+    "config.trainer.save_freq and test_freq of 0 or more")
 READS_RESPONSES = Condition(lambda c: bool(c.score.file), "`score.file` is set")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
@@ -1065,6 +1070,9 @@ class Trainer:
     export: bool = option(True,
         "write the trained model as a Hugging Face folder at the end (WORKDIR/actor or "
         "reward_model; adapters as WORKDIR/adapter)")
+    export_best: bool = option(False,
+        "also write the models of the best checkpoint, to WORKDIR/best, which model.path can name",
+        requires=(HAS_BEST,), effective_when=(EXPORTS,))
     export_critic: bool = option(True,
         "also write the critic (WORKDIR/critic) for critic.path and for transformers, as a "
         "classifier of tokens; its adapters in PEFT's format",

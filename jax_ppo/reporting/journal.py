@@ -300,9 +300,9 @@ class Journal:
         self._straggler = straggler
         return {"perf/straggler_seconds": behind}
 
-    def report_model(self, name: str, option: str) -> None:
+    def report_model(self, path: Path, option: str) -> None:
         """Say where an exported model is, and which option reads it."""
-        folder = f"{work_directory.shown_path(self._workdir)}/{name}"
+        folder = f"{work_directory.shown_path(self._workdir)}/{path.relative_to(self._workdir)}"
         console.print_on_main(
             f"trained model: {folder} (for transformers, or --config.{option}={folder})"
         )

@@ -24,15 +24,15 @@ from jax_ppo.training.roles import Export, ModelRole, RunRole
 from jax_ppo.training.state import TrainState
 
 
-def export_models(run: PPORun, state: TrainState, workdir: Path, journal: Journal) -> None:
+def export_models(run: PPORun, state: TrainState, folder: Path, journal: Journal) -> None:
     """Write the trained models as Hugging Face folders."""
     for role, export in _exported_roles(run.states.roles):
         with signals.limited(f"exporting the {role.title}"):
-            _export_role(run, role, export, state, workdir, journal)
+            _export_role(run, role, export, state, folder, journal)
 
 
 def _export_role(
-    run: PPORun, role: ModelRole, export: Export, state: TrainState, workdir: Path, journal: Journal
+    run: PPORun, role: ModelRole, export: Export, state: TrainState, folder: Path, journal: Journal
 ) -> None:
     """Write a trained role as a Hugging Face folder.
 
@@ -55,7 +55,7 @@ def _export_role(
     save = functools.partial(
         export_checkpoint,
         architecture=architecture,
-        folder=workdir / role.name,
+        folder=folder / role.name,
         dtype=run.config.trainer.export_dtype,
         source_folder=run.folders.get(role.name, run.folders.actor),
         tokenizer_folder=Path(run.tokenizer.name_or_path),
@@ -64,29 +64,29 @@ def _export_role(
     )
     if net.lora is None:
         save(trained)
-        journal.report_model(role.name, export.option)
+        journal.report_model(folder / role.name, export.option)
         return
     if export.merges_adapters:
         save(state.reference, adapters=trained, lora=net.lora)
-        journal.report_model(role.name, export.option)
+        journal.report_model(folder / role.name, export.option)
     if obstacle := peft_obstacle(architecture, net.lora):
         console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
         return
     # PEFT finds the base by this name; a hub name works on other machines, too.
     base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
-    folder = workdir / export.adapter_folder
+    adapter_folder = folder / export.adapter_folder
     save_adapters(
         trained,
         architecture,
         net.lora,
-        folder,
+        adapter_folder,
         base_model,
         revision,
         per_token=export.per_token,
         value_unit=value_unit,
     )
     if not export.merges_adapters:
-        shown = work_directory.shown_path(folder)
+        shown = work_directory.shown_path(adapter_folder)
         console.print_on_main(
             f"trained {role.title}: {shown} (for PEFT on {base_model}, or "
             f"--config.{export.option}={shown} with the same config.model.path and lora.rank)"
@@ -100,13 +100,11 @@ def _exported_roles(roles: Sequence[RunRole]) -> Iterator[tuple[ModelRole, Expor
             yield role.entry, role.entry.export
 
 
-def refuse_foreign_exports(roles: Sequence[RunRole], workdir: Path) -> None:
+def refuse_foreign_exports(roles: Sequence[RunRole], folder: Path) -> None:
     """Raise `UserError` if a folder that the run will export to holds something else."""
     has_adapters = any(role.has_adapters for role in roles)
     for role, export in _exported_roles(roles):
         if export.merges_adapters or not has_adapters:
-            refuse_foreign_folder(workdir / role.name)
+            refuse_foreign_folder(folder / role.name)
         if has_adapters:
-            refuse_foreign_folder(
-                workdir / export.adapter_folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-            )
+            refuse_foreign_folder(folder / export.adapter_folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))

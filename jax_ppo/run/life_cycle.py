@@ -22,6 +22,7 @@ from jax_ppo.runtime import compilation, distributed, meshes, signals, work_dire
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, find_progress, is_due
 
+BEST = "best"  # folder in the work directory
 THREAD_NAME = "precompilation"
 JournalT = TypeVar("JournalT", bound=Journal)
 # Metrics by which the best checkpoint is chosen; a metric without a value is `None`.
@@ -90,8 +91,8 @@ class Training(Protocol[JournalT]):
     def checkpoint_trees(self, state: Any) -> dict[str, Any]:
         """Return the trees of arrays that a checkpoint holds, by name."""
 
-    def export(self, state: Any, workdir: Path, journal: JournalT) -> None:
-        """Write the trained models."""
+    def export(self, state: Any, folder: Path, journal: JournalT) -> None:
+        """Write the trained models to folders of a folder."""
 
 
 def train(
@@ -137,7 +138,27 @@ def train(
             # A preempted run ends without an export: the next start resumes it.
             if config.trainer.export and not was_preempted:
                 training.export(state, workdir, journal)
+                if config.trainer.export_best:
+                    del state  # the devices may not hold two
+                    export_best(training, checkpoints, workdir, journal)
             return journal.write_summary(cycle.completed_steps, mesh)
+
+
+def export_best(
+    training: Training[JournalT], checkpoints: Checkpointer, workdir: Path, journal: JournalT
+) -> None:
+    """Write the models of the best checkpoint."""
+    step = checkpoints.best_step()
+    if step is None:
+        journal.warn("config.trainer.export_best: no checkpoint has been evaluated; none is best")
+        return
+    console.print_on_main(f"the best checkpoint: after step {step}")
+    training.export(training.load_state(checkpoints, step), workdir / BEST, journal)
+
+
+def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
+    """Return the folders in which the end of a run writes models."""
+    return (workdir, workdir / BEST) if options.export_best else (workdir,)
 
 
 def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: str) -> Checkpointer:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
 
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
-            distributed.run_on_main(lambda: refuse_foreign_exports(resolve_roles(config), workdir))
+            roles = resolve_roles(config)
+            for folder in life_cycle.export_folders(config.trainer, workdir):
+                distributed.run_on_main(functools.partial(refuse_foreign_exports, roles, folder))
         given = None
         if config.learns_from_files:
             given, _, _ = read_given_responses(config, workdir)
@@ -183,9 +186,9 @@ class PPOTraining:
             trees[ROLLOUT] = rollout_arrays(self._sampled.rollout)
         return trees
 
-    def export(self, state: TrainState, workdir: Path, journal: Reporter) -> None:
+    def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""
-        export_models(self._run, state, workdir, journal)
+        export_models(self._run, state, folder, journal)
 
 
 def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:

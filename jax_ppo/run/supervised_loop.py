@@ -42,7 +42,9 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
     def build(mesh: jax.sharding.Mesh) -> SupervisedTraining:
         if config.trainer.export:
             # Before training: the export comes after it.
-            distributed.run_on_main(lambda: refuse_foreign_folder(workdir / task.output))
+            for folder in life_cycle.export_folders(config.trainer, workdir):
+                output = folder / task.output
+                distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
         return SupervisedTraining(set_up_run(config, task, mesh))
 
     # The accuracy, or the negative loss of a task without one.
@@ -141,19 +143,19 @@ class SupervisedTraining:
         """Return the state."""
         return state
 
-    def export(self, state: State, workdir: Path, journal: Journal) -> None:
-        """Write the trained model as a Hugging Face folder in the work directory."""
+    def export(self, state: State, folder: Path, journal: Journal) -> None:
+        """Write the trained model as a Hugging Face folder in a folder."""
         run = self._run
         with signals.limited("exporting the model"):
             export_checkpoint(
                 state["params"],
                 run.exported_architecture,
-                workdir / run.task.output,
+                folder / run.task.output,
                 dtype=run.config.trainer.export_dtype,
                 source_folder=run.folder,
                 tokenizer_folder=Path(run.tokenizer.name_or_path),
             )
-        journal.report_model(run.task.output, run.task.next_option)
+        journal.report_model(folder / run.task.output, run.task.next_option)
 
 
 def _step_arguments(

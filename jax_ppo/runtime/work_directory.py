@@ -188,13 +188,13 @@ def share_with_all(folder: Path, name: str) -> None:
 
 def is_in_bucket(folder: Path) -> bool:
     """Return whether a folder of a run's files is on its way to a bucket."""
-    return folder.parent in _open_buckets
+    return _bucket_of(folder) is not None
 
 
 def remove_from_bucket(folder: Path) -> None:
     """Remove a folder of a run's files from its bucket, if the run has one, to write it anew."""
-    if is_in_bucket(folder):
-        _open_buckets[folder.parent].staged.remove(folder.name)
+    if (staged := _bucket_of(folder)) is not None:
+        staged.remove(folder.relative_to(staged.folder).as_posix())
 
 
 def move_to_bucket(path: Path, folder: Path) -> None:
@@ -206,8 +206,14 @@ def move_to_bucket(path: Path, folder: Path) -> None:
       path: the file.
       folder: the folder of the run's files that it will belong to.
     """
-    if is_in_bucket(folder):
-        _open_buckets[folder.parent].staged.move(path, f"{folder.name}/{path.name}")
+    if (staged := _bucket_of(folder)) is not None:
+        staged.move(path, f"{folder.relative_to(staged.folder).as_posix()}/{path.name}")
+
+
+def _bucket_of(folder: Path) -> staging.StagedFolder | None:
+    """Return the open bucket that a folder of a run's files belongs to, if there is one."""
+    opened = (_open_buckets[above] for above in folder.parents if above in _open_buckets)
+    return next((bucket.staged for bucket in opened), None)
 
 
 @contextlib.contextmanager

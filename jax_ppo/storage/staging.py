@@ -136,8 +136,9 @@ class StagedFolder:
         if self._uploaded[name] is not None:
             return True
         # An export replaces the one of an earlier process.
-        folder = self.folder / name.partition("/")[0]
-        return folder.is_dir() and folder.name not in GROWING
+        folder, _, _ = name.rpartition("/")
+        is_here = bool(folder) and (self.folder / folder).is_dir()
+        return is_here and name.partition("/")[0] not in GROWING
 
     def _files(self) -> Iterator[Path]:
         """Yield the files to upload; hidden and temporary ones are still being written."""

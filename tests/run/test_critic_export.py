@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jax_ppo.config import loading
-from jax_ppo.run import ppo_training
+from jax_ppo.errors import UserError
+from jax_ppo.run import ppo_training, standalone_evaluation
 from jax_ppo.training.state import StateBuilder
 
 OPTIONS = {
@@ -77,3 +78,41 @@ def test_a_shared_trunk_is_exported_as_a_critic_that_a_separate_one_starts_from(
 def test_a_run_exports_only_the_actor_if_asked(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path, trainer__export_critic=False)
     assert (tmp_path / "actor").exists() and not (tmp_path / "critic").exists()
+
+
+def test_the_best_checkpoint_is_exported_beside_the_last(tmp_path, monkeypatch, capsys):
+    evaluate = ppo_training.PPOTraining.evaluate
+
+    def earlier_is_better(self, state, step, *arguments):
+        return evaluate(self, state, step, *arguments) | {"accuracy": float(-step)}
+
+    monkeypatch.setattr(ppo_training.PPOTraining, "evaluate", earlier_is_better)
+    options = {
+        "data__val_files": "arithmetic:4:heldout",
+        "actor__optim__lr_schedule": "constant",
+        "critic__optim__lr_schedule": "constant",
+        "trainer__save_freq": 1,
+        "trainer__test_freq": 1,
+        "trainer__export_best": True,
+    }
+    for steps in (1, 2):
+        run = tmp_path / str(steps)
+        train(monkeypatch, run, **options, trainer__total_training_steps=steps)
+        assert "the best checkpoint: after step 1\n" in capsys.readouterr().out
+    for role in ("actor", "critic"):
+        first, last, best = (
+            (tmp_path / folder / role / "model.safetensors").read_bytes()
+            for folder in ("1", "2", "2/best")
+        )
+        assert best == first != last, role
+    config = loading.load_config(
+        None, {"model.path": f"{tmp_path}/2/best", "data.train_files": "x"}
+    )
+    config = standalone_evaluation.with_exported_models(config)
+    assert config.model.path == f"{best}/actor"
+    assert config.critic.path == f"{best}/critic"
+
+
+def test_a_best_checkpoint_needs_evaluations():
+    with pytest.raises(UserError, match=r"export_best=True: the best .* needs config\.data\.val"):
+        loading.load_config("arithmetic", OPTIONS | {"trainer.export_best": True})

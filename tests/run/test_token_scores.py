@@ -218,3 +218,28 @@ def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(tr
         UserError, match=r"normalize_values=True: the critic in .*critic predicts rew"
     ):
         score_file(config, tmp_path)
+
+
+def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tmp_path):
+    run = tmp_path / "run"
+    options = {
+        "critic__normalize_values": True,
+        "data__val_files": "arithmetic:4:heldout",
+        "rollout__val_kwargs__n": 2,
+        "rollout__val_kwargs__temperature": 1.0,
+    }
+    ppo_training.train(load("train", **options, trainer__test_freq=-1), run)
+    file = str(run / "rollouts" / "training_000002.jsonl")
+    values, ranks = [], []
+    for number, model in enumerate((run / "checkpoints" / "2", run)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        score_file(load(model__path=str(model), score__file=file), folder)
+        values.append(np.concatenate(columns(read_rows(folder / "tokens.jsonl"), "value")))
+        config = load("evaluate", **options, model__path=str(model), evaluate__rank_by="critic")
+        evaluate_model(config, folder)
+        (responses,) = (folder / "rollouts").glob("evaluation_*.jsonl")
+        ranks.append([record["rank"] for record in read_rows(responses)])
+    np.testing.assert_allclose(*values, atol=1e-5)
+    np.testing.assert_allclose(*ranks, atol=1e-5)
+    assert np.std(values[0]) > 1e-3 and np.std(ranks[0]) > 1e-3
