@@ -33,7 +33,7 @@ def train_notes(config: Config) -> list[str]:
             has_path=bool(config.reference.path),
         ),
         note_merged_adapters(config.rollout.engine, config.has_adapters),
-        note_rows_taken_as_they_are(config.learns_from_files),
+        note_rows_taken_as_they_are(config.samples_nothing),
         note_turns_without_environment(
             algorithm.adv_estimator,
             bool(config.rollout.multi_turn.environment) or config.learns_from_files,
@@ -166,9 +166,9 @@ def note_turns_without_environment(estimator: str, may_have_turns: bool) -> str 
     return None
 
 
-def note_rows_taken_as_they_are(learns_from_files: bool) -> str | None:
+def note_rows_taken_as_they_are(samples_nothing: bool) -> str | None:
     """Return a note on what given responses replace."""
-    if learns_from_files:
+    if samples_nothing:
         return (
             "config.score.file: each row is one response and is taken as it is; data.train_files, "
             "data.cache_dir, data.curriculum, rollout.n, rollout.keep, rollout.one_step_off and "

@@ -408,6 +408,45 @@ def reject_what_files_lack(reward: Reward, score: Score) -> None:
         )
 
 
+def require_the_teachers_loss_alone(config: Config) -> None:
+    """Raise `UserError` for what a step on the responses of other policies cannot have.
+
+    A policy gradient would need their log-probs under the actor that drew them; a step on samples
+    has as many responses, and no more records of the draws.
+    """
+    expected = {
+        "data.train_files": "",
+        "data.cache_dir": "",
+        "data.curriculum": "none",
+        "score.reward_key": "",
+        "teacher.reward_coef": 0.0,
+        "teacher.use_task_rewards": False,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.rollout_is": "none",
+        "algorithm.filter_groups.enable": False,
+        "rollout.n": 1,
+        "rollout.keep": None,
+        "rollout.one_step_off": False,
+        "rollout.exact_filters": False,
+        "rollout.multi_turn.environment": "",
+        "actor.router_replay.mode": "disabled",
+        "reward.process_rewards": False,
+    }
+    fraction = f"config.teacher.on_policy_fraction={config.teacher.on_policy_fraction}"
+    for name, value in expected.items():
+        if (given := option_value(config, name)) != value:
+            raise UserError(
+                f"config.{name}={given!r}: expected {value!r} with {fraction}, whose other steps "
+                "have the prompts and responses of config.score.file, and the teacher's loss alone"
+            )
+    entry = ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator)
+    if entry.needs_critic or entry.needs_greedy or entry.needs_components:
+        raise UserError(
+            f"config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}: expected one that "
+            f"needs only rewards with {fraction}, such as 'reinforce_plus_plus'"
+        )
+
+
 def reject_comparison_in_score(estimator: str) -> None:
     """Raise `UserError` for an estimator that compares what a file of responses does not have."""
     entry = ADVANTAGE_ESTIMATORS.lookup(estimator)

@@ -149,7 +149,10 @@ HAS_BEST = Requirement(
     "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not -1",
     "the best of the steps that are evaluated and saved needs config.data.val_files, and "
     "config.trainer.save_freq and test_freq of 0 or more")
-READS_RESPONSES = Condition(lambda c: bool(c.score.file), "`score.file` is set")
+LEARNS_FROM_FILES = Condition(lambda c: c.learns_from_files,
+    "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the command is critic")
+HAS_RESPONSES = Requirement(lambda c: bool(c.score.file), "`score.file` is set",
+    "there are no responses to learn from besides those of the actor; set config.score.file")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
@@ -479,6 +482,11 @@ class Teacher:
         "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
         "of the teacher per micro-batch",
         at_least=0, requires=(HAS_TEACHER,), read_by=POLICY)
+    on_policy_fraction: float = option(1.0,
+        "share of the steps that sample responses; the others learn from the responses in "
+        "score.file by loss_coef (lambda of GKD)",
+        at_least=0, at_most=1, requires=(HAS_TEACHER, HAS_RESPONSES), fixed_on_resume=True,
+        read_by=POLICY)
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
         requires=(HAS_TEACHER,))
@@ -937,20 +945,21 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Given prompts and responses: jax_ppo.score scores them, jax_ppo.critic learns from them."""
+    """Given prompts and responses: jax_ppo.score scores them, critic and train learn from them."""
 
     file: str = option("",
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
         "rollouts/; a pattern with *; or a folder rollouts/, for its responses of training. "
-        "jax_ppo.critic samples its responses if it is empty")
+        "jax_ppo.critic samples its responses if it is empty",
+        effective_when=(LEARNS_FROM_FILES,))
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)",
-        effective_when=(READS_RESPONSES,))
+        effective_when=(LEARNS_FROM_FILES,))
     reward_key: str = option("",
         "column of the reward of each response, such as score in rollouts/; empty: the rules and "
         "the reward model of config.reward",
-        effective_when=(READS_RESPONSES,))
+        effective_when=(LEARNS_FROM_FILES,))
     format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"),
         read_by=SCORE)
 
@@ -1144,7 +1153,7 @@ class Config:
     rollout: RolloutOptions = section(RolloutOptions, read_by=SAMPLING)
     reward: Reward = section(Reward, read_by=MODELS)
     evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
-    score: Score = section(Score, read_by=("critic", "score"))
+    score: Score = section(Score, read_by=ADVANTAGES)
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: Packing = section(Packing)
     mesh: MeshShape = section(MeshShape)
@@ -1200,8 +1209,14 @@ class Config:
 
     @property
     def learns_from_files(self) -> bool:
+        """Return whether steps learn from responses in files: all of a critic's, or some."""
+        in_some_steps = self.trainer.critic_only or self.teacher.on_policy_fraction < 1
+        return in_some_steps and bool(self.score.file)
+
+    @property
+    def samples_nothing(self) -> bool:
         """Return whether a critic is trained alone, on responses from files."""
-        return self.trainer.critic_only and bool(self.score.file)
+        return self.trainer.critic_only and self.learns_from_files
 
     @property
     def rewards_by_environment_alone(self) -> bool:

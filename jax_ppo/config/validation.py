@@ -51,6 +51,8 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     if config.learns_from_files:
         rules.require_set("model.path", config.model.path)
         rules.reject_what_files_lack(config.reward, config.score)
+        if not config.samples_nothing:
+            rules.require_the_teachers_loss_alone(config)
     rules.require_mini_batches_divide_batch(data, config.actor, config.critic)
     rules.require_row_holds_sample(config.packing, config.sequence_length)
     rules.require_valid_top_k(rollout)

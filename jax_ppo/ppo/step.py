@@ -153,7 +153,8 @@ def sample_responses(
     observer: StepObserver,
 ) -> SampledBatch:
     """Return the samples of a step: given ones, or selected by their rewards if so configured."""
-    if isinstance(parts.training, GivenResponses):
+    is_given = isinstance(parts.training, GivenResponses)
+    if is_given and not parts.step_options.samples_in(step):
         return take_given_batch(parts, parts.training, batches)
     if parts.step_options.selects_samples:
         return sample_selected_batch(parts, state, batches, step, observer)

@@ -25,6 +25,7 @@ from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Params, Prompts, Rollout
 
+_GKD_STREAM = 230613649  # no epoch, see `RolloutPacker`
 TrainingBatches = PromptBatches | CurriculumBatches
 
 
@@ -49,6 +50,8 @@ class StepOptions:
       has_step_rewards: rewards are also earned within responses.
       reads_responses: responses are read from files, and none is sampled for training.
       trains_actor: False trains the critic alone.
+      on_policy_fraction: the share of steps that sample, if responses are given.
+      seed: decides which steps these are.
     """
 
     forward: ForwardOptions
@@ -67,6 +70,8 @@ class StepOptions:
     has_step_rewards: bool
     reads_responses: bool
     trains_actor: bool
+    on_policy_fraction: float
+    seed: int
 
     @classmethod
     def from_config(cls, config: Config) -> "StepOptions":
@@ -86,9 +91,19 @@ class StepOptions:
             score_position=config.reward.score_position,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
-            reads_responses=config.learns_from_files,
+            reads_responses=config.samples_nothing,
             trains_actor=not config.trainer.critic_only,
+            on_policy_fraction=0.0 if config.samples_nothing else config.teacher.on_policy_fraction,
+            seed=config.seed,
         )
+
+    def samples_in(self, step: int) -> bool:
+        """Return whether a step samples although responses are given.
+
+        As in GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1), by a draw for each step.
+        """
+        draw = np.random.default_rng([self.seed, step, _GKD_STREAM]).random()
+        return bool(draw < self.on_policy_fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

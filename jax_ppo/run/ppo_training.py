@@ -128,7 +128,8 @@ class PPOTraining:
             reads_rollout=run.rules.reward_inputs is None,
         )
         rollout = None
-        if isinstance(run.training, GivenResponses):
+        if run.config.samples_nothing:
+            assert isinstance(run.training, GivenResponses), "the responses are given"
             rollout = take_given_batch(
                 run, run.training, run.batches(progress.position, progress.solve_rates)
             ).rollout
