@@ -10,7 +10,7 @@ from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.runtime import heartbeat
+from jax_ppo.runtime import distributed, heartbeat
 from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.roles import resolve_role_folders, resolve_roles
 from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
@@ -50,7 +50,8 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
                 refused.append(row)
             else:
                 rows.append(row)
-    write_json_lines(workdir / "refused.jsonl", (row._asdict() for row in refused))
+    if distributed.is_main():
+        write_json_lines(workdir / "refused.jsonl", (row._asdict() for row in refused))
     total = counted(len(rows) + len(refused), "row")
     notes = []
     if refused:

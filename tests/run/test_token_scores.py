@@ -1,6 +1,10 @@
 """Scores of given responses are what a run has learned from them."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -13,6 +17,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
 from jax_ppo.run.token_scores import FIGURES, score_file
+from waiting import finish_all
 
 OPTIONS = {
     "data.train_files": "arithmetic:24",
@@ -243,3 +248,46 @@ def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tm
     np.testing.assert_allclose(*values, atol=1e-5)
     np.testing.assert_allclose(*ranks, atol=1e-5)
     assert np.std(values[0]) > 1e-3 and np.std(ranks[0]) > 1e-3
+
+
+@pytest.mark.slow
+def test_two_processes_score_as_one_does(trained, tmp_path, coordinator_address):
+    broken = tmp_path / "rows.jsonl"
+    rows = (trained / "rollouts" / "training_000002.jsonl").read_text()
+    broken.write_text(rows + '{"prompt": "half')
+    models = {"model.path": str(trained / "checkpoints" / "2"), "score.file": str(broken)}
+    (tmp_path / "one").mkdir()
+    expected = score_file(load(**models), tmp_path / "one")
+    arguments = [f"--config.{name}={value}" for name, value in (OPTIONS | models).items()]
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_COORDINATOR_ADDRESS": coordinator_address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    command = ["-m", "jax_ppo.score", "--config=arithmetic", f"--workdir={tmp_path}/two"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command, *arguments],
+            cwd=pathlib.Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
+        )
+        for index in (0, 1)
+    ]
+    outputs = [output for output, _ in finish_all(processes)]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    for name in ("rows", "refused", "tokens", "reward_mean", "without_advantage"):
+        assert summary[name] == pytest.approx(expected[name], abs=1e-6), name
+    one, two = (read_rows(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
+    assert len(one) == len(two) and summary["refused"] == 1
+    for name, value in one[0].items():
+        ours, theirs = ([token[name] for token in tokens] for tokens in (two, one))
+        if isinstance(value, float):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=name)
+        else:
+            assert ours == theirs, name
+    assert read_rows(tmp_path / "one/refused.jsonl") == read_rows(tmp_path / "two/refused.jsonl")
