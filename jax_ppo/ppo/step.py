@@ -153,10 +153,10 @@ def sample_responses(
     observer: StepObserver,
 ) -> SampledBatch:
     """Return the samples of a step: given ones, or selected by their rewards if so configured."""
-    is_given = isinstance(parts.training, GivenResponses)
-    if is_given and not parts.step_options.samples_in(step):
-        return take_given_batch(parts, parts.training, batches)
-    if parts.step_options.selects_samples:
+    training, options = parts.training, parts.step_options
+    if isinstance(training, GivenResponses) and not options.samples_in(step):
+        return take_given_batch(parts, training, batches)
+    if options.selects_samples:
         return sample_selected_batch(parts, state, batches, step, observer)
     return sample_batch(parts, state, batches, step, observer)
 
