@@ -105,9 +105,8 @@ def test_the_best_checkpoint_is_exported_beside_the_last(tmp_path, monkeypatch, 
             for folder in ("1", "2", "2/best")
         )
         assert best == first != last, role
-    config = loading.load_config(
-        None, {"model.path": f"{tmp_path}/2/best", "data.train_files": "x"}
-    )
+    best = f"{tmp_path}/2/best"
+    config = loading.load_config(None, {"model.path": best, "data.train_files": "x"})
     config = standalone_evaluation.with_exported_models(config)
     assert config.model.path == f"{best}/actor"
     assert config.critic.path == f"{best}/critic"
