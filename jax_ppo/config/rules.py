@@ -7,6 +7,7 @@ algorithm; the mesh, processes and loggers, whose rules hold for every command.
 import dataclasses
 import shlex
 import urllib.parse
+from collections.abc import Callable
 
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
@@ -408,11 +409,14 @@ def reject_what_files_lack(reward: Reward, score: Score) -> None:
         )
 
 
-def require_the_teachers_loss_alone(config: Config) -> None:
+def require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
     """Raise `UserError` for what a step on the responses of other policies cannot have.
 
     A policy gradient would need their log-probs under the actor that drew them; a step on samples
     has as many responses, and no more records of the draws.
+
+    Args:
+      value_of: returns the value of an option by its name.
     """
     expected = {
         "data.train_files": "",
@@ -432,17 +436,18 @@ def require_the_teachers_loss_alone(config: Config) -> None:
         "actor.router_replay.mode": "disabled",
         "reward.process_rewards": False,
     }
-    fraction = f"config.teacher.on_policy_fraction={config.teacher.on_policy_fraction}"
+    fraction = f"config.teacher.on_policy_fraction={value_of('teacher.on_policy_fraction')}"
     for name, value in expected.items():
-        if (given := option_value(config, name)) != value:
+        if (given := value_of(name)) != value:
             raise UserError(
                 f"config.{name}={given!r}: expected {value!r} with {fraction}, whose other steps "
                 "have the prompts and responses of config.score.file, and the teacher's loss alone"
             )
-    entry = ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator)
+    estimator = str(value_of("algorithm.adv_estimator"))
+    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
     if entry.needs_critic or entry.needs_greedy or entry.needs_components:
         raise UserError(
-            f"config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}: expected one that "
+            f"config.algorithm.adv_estimator={estimator!r}: expected one that "
             f"needs only rewards with {fraction}, such as 'reinforce_plus_plus'"
         )
 

@@ -4,6 +4,8 @@ Names, types and ranges of single options are validated in loading.py. Each rule
 takes the sections that it compares.
 """
 
+import functools
+
 from jax_ppo.config import rules
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
@@ -52,7 +54,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
         rules.require_set("model.path", config.model.path)
         rules.reject_what_files_lack(config.reward, config.score)
         if not config.samples_nothing:
-            rules.require_the_teachers_loss_alone(config)
+            rules.require_the_teachers_loss_alone(functools.partial(option_value, config))
     rules.require_mini_batches_divide_batch(data, config.actor, config.critic)
     rules.require_row_holds_sample(config.packing, config.sequence_length)
     rules.require_valid_top_k(rollout)

@@ -107,9 +107,8 @@ def test_the_best_checkpoint_is_exported_beside_the_last(tmp_path, monkeypatch, 
         assert best == first != last, role
     best = f"{tmp_path}/2/best"
     config = loading.load_config(None, {"model.path": best, "data.train_files": "x"})
-    config = standalone_evaluation.with_exported_models(config)
-    assert config.model.path == f"{best}/actor"
-    assert config.critic.path == f"{best}/critic"
+    models = standalone_evaluation.with_exported_models(config.model, config.critic, True)
+    assert [model.path for model in models] == [f"{best}/actor", f"{best}/critic"]
 
 
 def test_a_best_checkpoint_needs_evaluations():
