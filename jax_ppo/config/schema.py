@@ -150,7 +150,8 @@ HAS_BEST = Requirement(
     "the best of the steps that are evaluated and saved needs config.data.val_files, and "
     "config.trainer.save_freq and test_freq of 0 or more")
 LEARNS_FROM_FILES = Condition(lambda c: c.learns_from_files,
-    "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the command is critic")
+    "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the "
+    "command is critic or score")
 HAS_RESPONSES = Requirement(lambda c: bool(c.score.file), "`score.file` is set",
     "there are no responses to learn from besides those of the actor; set config.score.file")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
