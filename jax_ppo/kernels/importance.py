@@ -24,6 +24,7 @@ def importance_weights(
     upper: float,
     lower: float = 0.0,
     masks: bool = False,
+    starts: Shaped[Array, " *batch T"] | None = None,
 ) -> Float[Array, " *batch T"]:
     """Return w = pi / mu for tokens that mu sampled, bounded.
 
@@ -51,6 +52,8 @@ def importance_weights(
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.
+      starts: 1 on the first token of each turn; unset: turns are chosen tokens that nothing
+        interrupts.
 
     Returns:
       float32 in [0, upper]; 0 where mask is 0. A constant: no gradient flows through it.
@@ -66,8 +69,10 @@ def importance_weights(
     if level not in IMPORTANCE_WEIGHTS:
         raise ValueError(f"importance weights {level!r} are not one of {tuple(IMPORTANCE_WEIGHTS)}")
     log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
+    if starts is None:
+        starts = starts_of_turns(mask)
     # exp may overflow to infinity, which the bounds cut off.
-    weights = jnp.exp(IMPORTANCE_WEIGHTS[level].function(log_ratios, mask))
+    weights = jnp.exp(IMPORTANCE_WEIGHTS[level].function(log_ratios, mask, starts))
     if masks:
         weights = jnp.where((weights >= lower) & (weights <= upper), weights, 0.0)
     else:
@@ -75,40 +80,40 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0.
+# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0, the mask, and
+# where turns start.
 
 
-def unweighted(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     """Return 0: all weights are 1."""
     return jnp.zeros_like(log_ratios)
 
 
-def token_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def token_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     """Return each token's log-ratio. Biased: the preceding tokens are still mu's."""
     return log_ratios
 
 
-def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     """Return the sum over the response: the log of the product, whose variance grows with T."""
     return jnp.broadcast_to(log_ratios.sum(-1, keepdims=True), mask.shape)
 
 
-def sequence_mean_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
+def sequence_mean_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     """Return the mean over the response: the log of the geometric mean.
 
     Biased like the ratio of GSPO (arXiv 2507.18071), but of the same size for all lengths, so that
     narrow bounds reject responses as a whole.
     """
     counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
-    return sequence_log_ratio(log_ratios, mask) / counts
+    return sequence_log_ratio(log_ratios, mask, starts) / counts
 
 
-def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the sum over the token's turn: chosen tokens that nothing interrupts.
+def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+    """Return the sum over the token's turn: the chosen tokens from one start to the next.
 
     Biased like that of a token, by the preceding turns, with a variance between the two others.
     """
-    starts = starts_of_turns(mask)
     # Tokens between turns have the number of the turn before, and log-ratios of 0.
     turns = jnp.cumsum(starts, axis=-1)
     length = mask.shape[-1]

@@ -100,7 +100,7 @@ def estimate_experience(
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(
-        algorithm, outputs, old_logprobs, sampled_logprobs, masks.actions
+        algorithm, outputs, old_logprobs, sampled_logprobs, masks
     )
     experience = Experience(
         sequences=sequences,
@@ -158,7 +158,7 @@ def weight_by_importance(
     outputs: ForwardOutputs,
     old_logprobs: Tokens,
     sampled_logprobs: Tokens,
-    actions: Mask,
+    masks: Masks,
 ) -> tuple[Tokens | None, Metrics]:
     """Return the importance weights of the sampled tokens, `None` if they are not configured.
 
@@ -167,7 +167,7 @@ def weight_by_importance(
     metrics: Metrics = {}
     if outputs.old_logprobs is not None:
         # Reported without a correction, too: how far sampler and trainer differ.
-        mismatch = importance.mismatch(old_logprobs, sampled_logprobs, actions)
+        mismatch = importance.mismatch(old_logprobs, sampled_logprobs, masks.actions)
         metrics = {f"rollout/{name}": value for name, value in mismatch.items()}
     if algorithm.rollout_is == "none":
         return None, metrics
@@ -175,18 +175,19 @@ def weight_by_importance(
     weights = importance.importance_weights(
         old_logprobs,
         sampled_logprobs,
-        actions,
+        masks.actions,
         algorithm.rollout_is,
         upper=upper,
         lower=lower,
         masks=algorithm.rollout_is_masks,
+        starts=masks.starts,
     )
     # A weight at a bound was truncated to it; one of 0 was masked.
     is_cut = ((weights >= upper) | (weights <= lower)).astype(jnp.float32)
     return weights, metrics | {
-        "rollout/importance_mean": masked.masked_mean(weights, actions),
-        "rollout/importance_cut_share": masked.masked_mean(is_cut, actions),
-        "rollout/effective_sample_size": importance.effective_sample_size(weights, actions),
+        "rollout/importance_mean": masked.masked_mean(weights, masks.actions),
+        "rollout/importance_cut_share": masked.masked_mean(is_cut, masks.actions),
+        "rollout/effective_sample_size": importance.effective_sample_size(weights, masks.actions),
     }
 
 

@@ -50,6 +50,14 @@ def test_turns_by_hand():
     expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 35]]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
 
+    # An observation without tokens: the mask does not tell the last two turns apart.
+    starts = jnp.array([[0, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 1, 0, 1]])
+    weights = importance.importance_weights(
+        jnp.log(ratios), jnp.zeros(mask.shape), mask, "turn", 99.0, starts=starts
+    )
+    expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 1]]
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
 
 def test_effective_sample_size_by_hand():
     """Weights 1, 1, 1, 3 and a masked NaN: (6 / 4)^2 / (12 / 4) = 3 / 4."""
