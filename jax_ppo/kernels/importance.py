@@ -80,8 +80,8 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0, the mask, and
-# where turns start.
+# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0, of the mask
+# and of where turns start.
 
 
 def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
