@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 CHUNK = 64  # most tokens of a chunk; a power of two
+STRONGEST_DECAY = -1e4  # nothing is left of the state; a chunk's sum is exact in float32
 
 # By default, accelerators multiply float32 with fewer bits.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -94,15 +95,20 @@ def delta_chunks(
     N = len(q)
 
     # Logarithm of the decay between the start of the chunk and each token, then between two tokens.
-    total_NxBxHxC = jnp.cumsum(decay, axis=-1)
+    # Sums of whole numbers are exact: a strong decay does not round those of the tokens after it.
+    decay = jnp.maximum(decay, STRONGEST_DECAY)
+    whole = jnp.round(decay)
+    whole_NxBxHxC, rest_NxBxHxC = (jnp.cumsum(x, axis=-1) for x in (whole, decay - whole))
     is_visible = segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]
     is_visible &= jnp.tri(C, dtype=bool)
-    between = total_NxBxHxC[..., None] - total_NxBxHxC[..., None, :]
+    between = whole_NxBxHxC[..., None] - whole_NxBxHxC[..., None, :]
+    between += rest_NxBxHxC[..., None] - rest_NxBxHxC[..., None, :]
     # Masked before the exponential, which could overflow.
     between = jnp.exp(jnp.where(is_visible, between, -jnp.inf))
     before_NxBx1 = jnp.roll(segments_NxBx1xC[..., -1], 1, axis=0)
     # Before the first chunk the state is zero, whatever is compared.
-    from_start = jnp.where(segments_NxBx1xC == before_NxBx1[..., None], jnp.exp(total_NxBxHxC), 0.0)
+    from_start = jnp.exp(whole_NxBxHxC + rest_NxBxHxC)
+    from_start = jnp.where(segments_NxBx1xC == before_NxBx1[..., None], from_start, 0.0)
 
     slowed = rate[..., None] * k
     system = _einsum("nbhik,nbhjk->nbhij", slowed, k) * between * jnp.tri(C, k=-1)

@@ -97,3 +97,16 @@ def test_no_decay_is_too_strong():
     close(delta_rule.delta_chunks(*inputs)[0], run_tokens(inputs)[0])
     gradients = jax.grad(lambda x: delta_rule.delta_chunks(*x)[0].sum())(inputs)
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("strong", [1e3, 1e6, np.inf])
+def test_a_strong_decay_does_not_round_the_weak_ones_after_it(strong):
+    """Regression: differences of sums had the precision of the largest sum of the chunk."""
+    inputs = random_inputs(150, slow=0.01)
+    inputs[3][:, ::7] = -strong
+    segments = np.stack([np.repeat([1, 2], [70, 80])] * B)
+    out, _ = jax.jit(delta_rule.delta_chunks)(*inputs, segments)
+    for part in (slice(70), slice(70, None)):
+        close(out[:, part], run_tokens([x[:, part] for x in inputs])[0])
+    gradients = jax.grad(lambda x: delta_rule.delta_chunks(*x)[0].sum())(inputs)
+    assert all(np.isfinite(x).all() for x in gradients)
