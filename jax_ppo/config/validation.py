@@ -47,7 +47,9 @@ def _validate_ppo_config(config: Config, command: str) -> None:
         rules.require_set("model.path", config.model.path)
         rules.reject_comparison_in_score(config.algorithm.adv_estimator)
     elif command in ("train", "critic") and not config.learns_from_files:
-        rules.require_set("data.train_files", config.data.train_files)
+        # A share of given responses excludes training files; its requirement asks for the rows.
+        if command == "critic" or config.teacher.on_policy_fraction == 1:
+            rules.require_set("data.train_files", config.data.train_files)
     data, rollout, lora = config.data, config.rollout, config.model.lora
     samples = data.train_batch_size * config.responses_per_prompt
     if config.learns_from_files:

@@ -81,6 +81,8 @@ def test_a_draw_for_each_step_decides_whether_its_responses_are_given(tmp_path):
             {"score__file": "", "data__train_files": "arithmetic:8"},
             r"on_policy_fraction=0\.5: there are no responses",
         ),
+        # Regression: the message asked for the training files that the next one refused.
+        ({"score__file": ""}, r"there are no responses .* set config\.score\.file"),
         ({"data__train_files": "arithmetic:8"}, r"train_files='arithmetic:8': expected ''"),
         ({"rollout__n": 2}, r"rollout\.n=2: expected 1 with .*on_policy_fraction=0\.5"),
         ({"teacher__reward_coef": 1.0}, r"reward_coef=1\.0: expected 0\.0 with"),
