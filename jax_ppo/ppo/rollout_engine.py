@@ -51,7 +51,7 @@ def make_searches(
         strings = parse_strings(getattr(options, name))
         search = None
         if strings:
-            tokens = token_bytes(tokenizer, f"rollout.{name}={strings}")[:vocab_size]
+            tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
             search = search_for(strings, tokens, vocab_size)
         searches.append(search)
     return searches[0], searches[1]

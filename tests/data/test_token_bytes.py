@@ -4,10 +4,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from jax_ppo.config.schema import RolloutOptions
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.data.tokenizer import load_tokenizer, train_tokenizer
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
+from jax_ppo.ppo.rollout_engine import make_searches
 
 TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
 
@@ -35,5 +37,7 @@ def test_another_vocabulary_is_refused(decoder):
     if decoder is not None:
         tokenizer.decoder = decoder
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    with pytest.raises(UserError, match="config.rollout.stop: strings cannot be searched for"):
-        token_bytes(wrapped, "config.rollout.stop")
+    options = RolloutOptions(stop="b")
+    message = r"^config\.rollout\.stop=\('b',\): strings cannot be searched for"
+    with pytest.raises(UserError, match=message):
+        make_searches(options, wrapped, vocab_size=3)
