@@ -12,7 +12,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
-from jax_ppo.models.hf.load import describe_text_part, has_score_head
+from jax_ppo.models.hf.load import describe_unread_parts, has_score_head
 from jax_ppo.models.hf.peft import holds_adapters
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
@@ -72,8 +72,8 @@ def read_run_models(
     folders = resolve_role_folders(resolve_roles(config), config.model, workdir, describe_model)
     nets = read_networks(config, folders)
     for folder in dict.fromkeys(folders.values()):
-        if text_part := describe_text_part(folder):
-            report(text_part)
+        for line in describe_unread_parts(folder):
+            report(line)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
     if config.critic.path and config.critic.keep_head is None and "critic" in folders:
         if critic_head(config.critic, folders["critic"]) == "reward":

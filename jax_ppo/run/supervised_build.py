@@ -16,7 +16,7 @@ from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.hub import resolve_model_folder
-from jax_ppo.models.hf.load import describe_text_part, has_score_head, read_architecture
+from jax_ppo.models.hf.load import describe_unread_parts, has_score_head, read_architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting import console
 from jax_ppo.run.parts import batches_in_order
@@ -152,8 +152,8 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     folder = resolve_model_folder(config.model.path)
     tokenizer = load_model_tokenizer(config.model, folder)
     architecture = read_architecture(folder)
-    if text_part := describe_text_part(folder):
-        console.print_on_main(text_part)
+    for line in describe_unread_parts(folder):
+        console.print_on_main(line)
     validate_model("model", mesh, architecture, tokenizer, config.sequence_length)
     if task.objective.head == "scalar" and has_score_head(folder):
         console.print_on_main(

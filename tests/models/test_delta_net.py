@@ -22,7 +22,11 @@ from jax_ppo.memory.step_work import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.delta_net import convolve, last_inputs
 from jax_ppo.models.hf.config import from_hf_config
-from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.load import (
+    describe_unread_parts,
+    load_checkpoint,
+    read_architecture,
+)
 from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
@@ -259,6 +263,10 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_he
     assert read == architecture
     loaded = load_checkpoint(tmp_path / "whole", read, reference.one_device(read, "lm"))
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    whole, further = describe_unread_parts(tmp_path / "whole")
+    assert "only the text part of qwen3_5 is used" in whole
+    assert "mtp" in further and "neither read nor exported" in further
+    assert not describe_unread_parts(tmp_path / "text")
 
 
 def test_what_cannot_be_split_is_refused_by_name():

@@ -64,15 +64,24 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
 
-def describe_text_part(folder: str | Path) -> str:
-    """Return a line about the part of a multimodal checkpoint that is used; "" for any other."""
+def describe_unread_parts(folder: str | Path) -> list[str]:
+    """Return a line about each part of a checkpoint that is neither read nor exported."""
     file = Path(folder) / "config.json"
     config = read_json_object(file) if file.exists() else {}  # adapters have none
     kind = str(config.get("model_type"))
-    if kind not in MULTIMODAL:
-        return ""
-    family = text_config(config)["model_type"]
-    return f"{folder}: only the text part of {kind} is used, as {family}; images are not read"
+    text = text_config(config)
+    lines = []
+    if kind in MULTIMODAL:
+        lines.append(
+            f"{folder}: only the text part of {kind} is used, as {text['model_type']}; images are "
+            "not read"
+        )
+    if text.get("mtp_num_hidden_layers"):
+        lines.append(
+            f"{folder}: layers that predict further tokens than the next (mtp.*) are neither read "
+            "nor exported"
+        )
+    return lines
 
 
 def has_weights(folder: str | Path) -> bool:

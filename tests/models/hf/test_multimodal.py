@@ -9,7 +9,11 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.load import describe_text_part, read_architecture, read_reward_architecture
+from jax_ppo.models.hf.load import (
+    describe_unread_parts,
+    read_architecture,
+    read_reward_architecture,
+)
 from jax_ppo.models.hf.save import export_checkpoint
 
 TEXT = reference.SIZES | {
@@ -120,11 +124,12 @@ def test_the_text_part_of_other_families_computes_the_logits_of_the_whole(name, 
     export_checkpoint(params, architecture, tmp_path / "out", source_folder=folder)
     exported = recorded.Checkpoint(tmp_path / "out")
     reference.assert_same_logits(exported, model, ids, atol=1e-5)
-    assert describe_text_part(folder).endswith(
+    (line,) = describe_unread_parts(folder)
+    assert line.endswith(
         f"only the text part of {json.loads((folder / 'config.json').read_text())['model_type']} "
         f"is used, as {architecture.family}; images are not read"
     )
-    assert not describe_text_part(tmp_path / "out")
+    assert not describe_unread_parts(tmp_path / "out")
 
 
 def test_old_files_describe_the_decoder_next_to_the_rest(tmp_path):
