@@ -94,22 +94,7 @@ def delta_chunks(
     segments_NxBx1xC = chunks(segments_BxT)[:, :, None]
     N = len(q)
 
-    # Logarithm of the decay between the start of the chunk and each token, then between two tokens.
-    # Sums of whole numbers are exact: a strong decay does not round those of the tokens after it.
-    decay = jnp.maximum(decay, STRONGEST_DECAY)
-    whole = jnp.round(decay)
-    whole_NxBxHxC, rest_NxBxHxC = (jnp.cumsum(x, axis=-1) for x in (whole, decay - whole))
-    is_visible = segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]
-    is_visible &= jnp.tri(C, dtype=bool)
-    between = whole_NxBxHxC[..., None] - whole_NxBxHxC[..., None, :]
-    between += rest_NxBxHxC[..., None] - rest_NxBxHxC[..., None, :]
-    # Masked before the exponential, which could overflow.
-    between = jnp.exp(jnp.where(is_visible, between, -jnp.inf))
-    before_NxBx1 = jnp.roll(segments_NxBx1xC[..., -1], 1, axis=0)
-    # Before the first chunk the state is zero, whatever is compared.
-    from_start = jnp.exp(whole_NxBxHxC + rest_NxBxHxC)
-    from_start = jnp.where(segments_NxBx1xC == before_NxBx1[..., None], from_start, 0.0)
-
+    from_start, between = _decay_factors(decay, segments_NxBx1xC)
     slowed = rate[..., None] * k
     system = _einsum("nbhik,nbhjk->nbhij", slowed, k) * between * jnp.tri(C, k=-1)
     inverse = _invert_unit_lower(system)
@@ -143,6 +128,26 @@ def delta_chunks(
     (_, *found), out_NxBxHxCxV = jax.lax.scan(run_chunk, first, inputs)
     out_BxTxHxV = out_NxBxHxCxV.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
     return out_BxTxHxV, found[0] if found else None
+
+
+def _decay_factors(
+    decay_NxBxHxC: Float[Array, "N B H C"], segments_NxBx1xC: Int[Array, "N B 1 C"]
+) -> tuple[Float[Array, "N B H C"], Float[Array, "N B H C C"]]:
+    """Return d_i0, from the start of the chunk to each token, and d_ij, between two tokens."""
+    # Sums of whole numbers are exact: a strong decay does not round those of the tokens after it.
+    decay = jnp.maximum(decay_NxBxHxC, STRONGEST_DECAY)
+    whole = jnp.round(decay)
+    whole, rest = (jnp.cumsum(x, axis=-1) for x in (whole, decay - whole))
+    is_visible = segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]
+    is_visible &= jnp.tri(decay.shape[-1], dtype=bool)
+    between = whole[..., None] - whole[..., None, :]
+    between += rest[..., None] - rest[..., None, :]
+    # Masked before the exponential, which could overflow.
+    between = jnp.exp(jnp.where(is_visible, between, -jnp.inf))
+    before_NxBx1 = jnp.roll(segments_NxBx1xC[..., -1], 1, axis=0)
+    # Before the first chunk the state is zero, whatever is compared.
+    is_continued = segments_NxBx1xC == before_NxBx1[..., None]
+    return jnp.where(is_continued, jnp.exp(whole + rest), 0.0), between
 
 
 def _invert_unit_lower(system: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
