@@ -412,8 +412,8 @@ def reject_what_files_lack(reward: Reward, score: Score) -> None:
 def require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
     """Raise `UserError` for what a step on the responses of other policies cannot have.
 
-    A policy gradient would need their log-probs under the actor that drew them; a step on samples
-    has as many responses, and no more records of the draws.
+    A policy gradient would need the log-probs of the policy that wrote them. Both kinds of steps
+    run the same compiled programs, so sampled responses have as many and the same arrays.
 
     Args:
       value_of: returns the value of an option by its name.

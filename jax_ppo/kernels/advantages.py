@@ -32,8 +32,8 @@ def gae(
         such as a tool's output, whose rewards and values may hold anything. t + 1 means the next
         token with mask 1: estimates pass over a hole, which costs no factor of gamma or lam. A
         reward where mask is 0 is ignored, so place what a tool's output earned on the token before.
-      gamma: discount per chosen token, in [0, 1]; an array has that between each token and the
-        next, and where it is 0 an episode ends.
+      gamma: discount per chosen token, in [0, 1]. An array holds the discount between each token
+        and the next; a 0 ends an episode there.
       lam: in [0, 1].
       bootstrap_value: V after the last token with mask 1, wherever in the row that is; 0 for a
         response that ended.
@@ -100,14 +100,14 @@ def turn_gae(
     Turn-PPO (Li et al. 2025, arXiv 2512.17008). Each token of a turn has its advantage: log pi of a
     turn is the sum over its tokens. Unbiased under the conditions of `gae`, however long the turns
     are: lam^k counts turns. Only values V_k are read, so only these are the critic's to learn, as
-    in VAGEN's `turn_level_gae`. A turn has one advantage: tokens of it are not told apart.
+    in VAGEN's `turn_level_gae`.
 
     Args:
-      rewards_T: as for `gae`; gamma discounts none within a turn.
+      rewards_T: as for `gae`; not discounted within a turn.
       values_T: as for `gae`; read where `starts_T` is 1.
       mask_T: as for `gae`.
       starts_T: 1 on the first token of each turn. The tokens that the policy chose from one start
-        to the next are a turn, also if nothing stands between the two.
+        to the next are a turn, even if nothing stands between two turns.
       gamma: discount per turn, in [0, 1].
       lam: in [0, 1], per turn.
       bootstrap_value: V after the last turn.
@@ -180,7 +180,7 @@ def _ends_of_turns(mask_T: jax.Array, starts_T: jax.Array) -> jax.Array:
 
 
 def _spread_over_turns(x_T: jax.Array, starts_T: jax.Array) -> jax.Array:
-    """Return at each token what stands at the last start up to it; anything before the first."""
+    """Return at each token the value at the start of its turn; undefined before the first turn."""
     return x_T[jax.lax.cummax(jnp.where(starts_T, jnp.arange(len(x_T)), 0))]
 
 

@@ -1,4 +1,4 @@
-"""What layers remember of a sequence, and the attention of one new token per row to it.
+"""The memory that layers keep of a sequence, and the attention of one new token per row to it.
 
 A layer with attention has a column of keys and values for each token, a recurrent one a state of
 fixed size (`RecurrentState`). The token at position i of a sequence is in column i of its row. The
@@ -36,7 +36,7 @@ Columns = tuple[jax.Array, jax.Array]
 
 
 class RecurrentState(NamedTuple):
-    """What a Gated DeltaNet (delta_net.py) remembers of the tokens of each row.
+    """The memory of a Gated DeltaNet (delta_net.py) of the tokens of each row.
 
     It has no columns: a token must be run exactly once.
 

@@ -135,12 +135,15 @@ class DeltaLayer(Layer):
     """A layer with either attention or a Gated DeltaNet, as its kind says."""
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's own mixer; `inputs` are those of `Attention`."""
-        kind, _, segments_BxT, cache, columns_B = inputs
+        """Return the output of the layer's own mixer; `inputs` are those of `Attention`.
+
+        Without a cache, the last of them is the numbers of tokens that the state includes.
+        """
+        kind, _, segments_BxT, cache, ends_B = inputs
         if not kind.is_linear:
             return super()._attend(x, *inputs)
         net = DeltaNet(self.architecture, self.dtype, self.lora_scale, name="delta_net")
-        return net(x, segments_BxT, cache, columns_B)
+        return net(x, segments_BxT, cache, ends_B)
 
 
 def convolve(

@@ -344,6 +344,7 @@ class Transformer:
         B, T = positions_BxT.shape
         if cache is None:
             length = T * num_row_parts()
+            # Only layers with a recurrent state read it: how many tokens the state includes.
             columns_B = jnp.full(B, T) if ends_B is None else ends_B
         else:
             # While decoding, positions reach up to the cache's last column, not to T.

@@ -25,7 +25,7 @@ from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Params, Prompts, Rollout
 
-_GKD_STREAM = 230613649  # no epoch, see `RolloutPacker`
+_GKD_STREAM = 230613649  # unlike any epoch, with which `RolloutPacker` draws
 TrainingBatches = PromptBatches | CurriculumBatches
 
 

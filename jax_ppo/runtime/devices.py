@@ -1,4 +1,4 @@
-"""What devices are: their memory, their peak rates, and the type that they compute fast in.
+"""Properties of devices: memory, peak rates, and the type that they compute fast in.
 
 `config.model.dtype=auto` depends on the devices. bfloat16 halves memory and time where devices have
 units for it. XLA's programs for CPUs are no faster with it, also where the CPU has instructions for

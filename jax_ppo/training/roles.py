@@ -240,8 +240,8 @@ class RunRole:
         return self.entry.name
 
     @property
-    def section(self) -> Actor | Critic:
-        """Return the section that trains it."""
+    def trained_with(self) -> Actor | Critic:
+        """Return the section that trains it, of a role that can be trained."""
         assert self.options is not None, f"nothing trains the {self.entry.title}"
         return self.options
 

@@ -182,7 +182,7 @@ class StateBuilder:
         # Shapes come from tracing the initialization: nothing is allocated.
         params = {role.name: _role_shapes(role, self.nets) for role in roles}
         optimizers = {
-            role.name: jax.eval_shape(role_optimizer(role.section).init, params[role.name])
+            role.name: jax.eval_shape(role_optimizer(role.trained_with).init, params[role.name])
             for role in roles
         }
         trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
@@ -269,7 +269,7 @@ class StateBuilder:
             params[role.name] = self._load(role, folders, progress, shardings)
             # Optimizer states are created in their shards: they may fit no single device.
             optimizers[role.name] = _create_optimizer_state(
-                role.section, params[role.name], shardings.optimizers[role.name]
+                role.trained_with, params[role.name], shardings.optimizers[role.name]
             )
         return {**params, "optimizer": optimizers, "control": control}
 
