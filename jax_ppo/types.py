@@ -92,6 +92,8 @@ class Rollout:
         action; `None` without an environment.
       turn_starts: True on the first token of each turn, which is an action. An empty observation
         leaves no other trace. `None` without an environment.
+      environment_metrics: figures of each dialogue by name; NaN where it has none. `None` if the
+        environment reports none.
       routed_experts: the experts that each token of prompt and response, joined without a gap,
         passed through in each layer; the number of experts for tokens that were not run, such as
         the last one. `None` unless the sampling options request it.
@@ -109,6 +111,7 @@ class Rollout:
     slot_steps: Int32[Array, " queues"] | None = None
     turn_rewards: Float32[Array, "B T"] | None = None
     turn_starts: Bool[Array, "B T"] | None = None
+    environment_metrics: dict[str, Float32[Array, " B"]] | None = None
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
 

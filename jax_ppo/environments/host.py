@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.tokenizer import encode_text
-from jax_ppo.environments.protocol import TextEnvironment
+from jax_ppo.environments.protocol import FAILED, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
-from jax_ppo.errors import UserError, printable_lines, shorten
+from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import Example
@@ -42,12 +42,23 @@ class HostState(NamedTuple):
       samples: index of the sample, which identifies the dialogue on the host.
       seeds: seed of the dialogue's randomness.
       turns: number of turns that have been answered.
+      figures: float32 [N, M], the last value of each metric; NaN before the first one.
     """
 
     rows: jax.Array
     samples: jax.Array
     seeds: jax.Array
     turns: jax.Array
+    figures: jax.Array
+
+
+class _Answer(NamedTuple):
+    """The answer to one turn, with the tokens of its observation."""
+
+    tokens: list[int]
+    reward: float
+    has_ended: bool
+    figures: dict[str, float]
 
 
 class HostEnvironment:
@@ -63,6 +74,7 @@ class HostEnvironment:
         examples: Sequence[Example],
         observation_length: int,
         timeout: float,
+        metric_names: Sequence[str] = (),
     ) -> None:
         """Create the environment and its threads.
 
@@ -72,11 +84,13 @@ class HostEnvironment:
           examples: the rows of the data; dialogues refer to them by index.
           observation_length: O; longer observations are cut off.
           timeout: seconds that a `step` may take; the first one includes `reset`.
+          metric_names: the metrics that turns may report.
         """
         self.observation_length = observation_length
         self._class = environment_class
         self._tokenizer = tokenizer
         self._examples = examples
+        self._metric_names = (*metric_names, FAILED)
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
         self._threads = TimedThreads(THREADS, timeout)
@@ -95,6 +109,7 @@ class HostEnvironment:
             samples=addresses.samples.astype(jnp.int32),
             seeds=jax.vmap(jax.random.bits)(addresses.keys),
             turns=jnp.zeros_like(addresses.rows),
+            figures=jnp.full((len(addresses.rows), len(self._metric_names)), jnp.nan),
         )
 
     def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
@@ -105,9 +120,16 @@ class HostEnvironment:
             jax.ShapeDtypeStruct((B,), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.float32),
             jax.ShapeDtypeStruct((B,), jnp.bool_),
+            jax.ShapeDtypeStruct(state.figures.shape, jnp.float32),
         )
-        answers = call_host(self._answer, shapes, *state, turns, lengths)
-        return Answers(state._replace(turns=state.turns + 1), *answers)
+        *addresses, figures = state
+        *answers, reported = call_host(self._answer, shapes, *addresses, turns, lengths)
+        figures = jnp.where(jnp.isnan(reported), figures, reported)
+        return Answers(state._replace(turns=state.turns + 1, figures=figures), *answers)
+
+    def metrics(self, state: HostState) -> dict[str, jax.Array]:
+        """Return the figures of dialogues. See `Environment.metrics`."""
+        return dict(zip(self._metric_names, state.figures.T, strict=True))
 
     def raise_if_all_failed(self) -> None:
         """Raise if all of this process's turns since the last call failed.
@@ -127,9 +149,9 @@ class HostEnvironment:
             )
 
     def _answer(self, *arrays: jax.Array) -> tuple[np.ndarray, ...]:
-        """Answer the turns of a call, with the same arguments as `step`.
+        """Answer the turns of a call: the arguments of `step` without the figures.
 
-        Turns of length 0 are ignored.
+        Turns of length 0 are ignored. The last of the results are the reported figures, [B, M].
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
@@ -137,6 +159,7 @@ class HostEnvironment:
         observed = np.zeros(B, np.int32)
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
+        figures = np.full((B, len(self._metric_names)), np.nan, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
             [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
@@ -148,16 +171,21 @@ class HostEnvironment:
             # A copy: an environment that changes its example changes no other dialogue.
             examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
-        def step(b: int, text: str) -> tuple[list[int], float, bool]:
+        def step(b: int, text: str) -> _Answer:
             self._give_up_if_none_answers()
             dialogue: TextEnvironment = self._dialogues[int(samples[b])].result()
             if answered[b] == 0:
                 dialogue.reset(examples[b], int(seeds[b]))
-            observation, reward, ends = dialogue.step(text)
+            observation, reward, ends, *reported = dialogue.step(text)
             _validate_answer(observation, reward, ends)
             text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
             tokens = encode_text(self._tokenizer, text, special=False)
-            return tokens[: self.observation_length], float(reward), bool(ends)
+            return _Answer(
+                tokens[: self.observation_length],
+                float(reward),
+                bool(ends),
+                read_figures(*reported, names=self._metric_names[:-1]),
+            )
 
         calls = [
             functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
@@ -165,13 +193,19 @@ class HostEnvironment:
         for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
             self._steps += 1
             try:
-                tokens, rewards[b], has_ended[b] = result.result()
+                answer: _Answer = result.result()
             except (Exception, SystemExit) as error:
                 self._count_failure(error, int(rows[b]))
+                figures[b, -1] = 1
                 continue
-            observed[b] = len(tokens)
-            observations[b, : len(tokens)] = tokens
-        return observations, observed, rewards, has_ended
+            rewards[b] = answer.reward
+            has_ended[b] = answer.has_ended
+            observed[b] = len(answer.tokens)
+            observations[b, : len(answer.tokens)] = answer.tokens
+            for name, value in answer.figures.items():
+                figures[b, self._metric_names.index(name)] = value
+            figures[b, -1] = 0
+        return observations, observed, rewards, has_ended, figures
 
     def _construct_dialogue(self) -> CallResult:
         dialogue: CallResult = concurrent.futures.Future()
@@ -214,6 +248,34 @@ def _validate_answer(observation: Any, reward: Any, ends: Any) -> None:
         raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
     if ends not in (0, 1):
         raise TypeError(f"whether the dialogue has ended is {_quote(ends)}; expected True or False")
+
+
+def read_figures(
+    figures: Mapping[str, Any] | None = None, *, names: Sequence[str]
+) -> dict[str, float]:
+    """Return the metrics that a turn reports, as numbers.
+
+    Raises:
+      TypeError: they are not numbers by name.
+      ValueError: one is not declared, or not a finite float32.
+    """
+    numbers: dict[str, float] = {}
+    if figures is None:
+        return numbers
+    if not isinstance(figures, Mapping):
+        raise TypeError(f"the metrics of a turn are {_quote(figures)}; expected numbers by name")
+    for name, value in figures.items():
+        if name not in names:
+            raise ValueError(
+                f"the turn reports the metric {shorten(repr(name))}; metric_names declares "
+                f"{', '.join(names) or 'none'}.{did_you_mean(str(name), names)}"
+            )
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            raise TypeError(f"the metric {name!r} of a turn is {_quote(value)}; expected a number")
+        numbers[name] = float(value)
+        if not abs(numbers[name]) <= np.finfo(np.float32).max:
+            raise ValueError(f"the metric {name!r} of a turn is {value}; expected a finite float32")
+    return numbers
 
 
 def _quote(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
@@ -31,6 +32,8 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
                 f"config.{ENVIRONMENT_OPTION}={name!r}: has no method {method}; expected a class "
                 "as in jax_ppo/environments/protocol.py"
             )
+    names = getattr(environment_class, "metric_names", ())
+    validate_metric_names(names, f"config.{ENVIRONMENT_OPTION}={name!r}")
     return environment_class
 
 
@@ -58,7 +61,10 @@ def make_environment(
     if _is_in_jax(environment_class):
         dialogues = environment_class(tokenizer=tokenizer, examples=examples)
         return PerDialogue(
-            dialogues.reset, dialogues.step, observation_length=dialogues.observation_length
+            dialogues.reset,
+            dialogues.step,
+            observation_length=dialogues.observation_length,
+            metrics=getattr(dialogues, "metrics", None),
         )
     return HostEnvironment(
         environment_class,
@@ -66,6 +72,7 @@ def make_environment(
         examples,
         observation_length=options.max_observation_length,
         timeout=options.timeout,
+        metric_names=getattr(environment_class, "metric_names", ()),
     )
 
 

@@ -1,15 +1,27 @@
 """The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
+from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example
+
+FAILED = "failed"  # metric of environments on the host: 1 if a failure ended the dialogue, else 0
+
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 class TextEnvironment(Protocol):
-    """One dialogue, on the host. The class is constructed without arguments, once per dialogue."""
+    """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
+
+    Attributes:
+      metric_names: the metrics that turns may report; a class may lack it.
+    """
+
+    metric_names: tuple[str, ...] = ()
 
     def reset(self, example: Example, seed: int) -> None:
         """Begin the dialogue.
@@ -20,7 +32,9 @@ class TextEnvironment(Protocol):
             sample, so that a run can be repeated.
         """
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(
+        self, text: str
+    ) -> tuple[str, float, bool] | tuple[str, float, bool, Mapping[str, float]]:
         """Answer a turn.
 
         Args:
@@ -28,7 +42,8 @@ class TextEnvironment(Protocol):
 
         Returns:
           The observation, which becomes part of the response unchanged; the reward of the turn; and
-          whether the dialogue has ended, in which case the observation is ignored.
+          whether the dialogue has ended, in which case the observation is ignored. Then, if there
+          are any, metrics of the dialogue so far: the last value of each name counts.
         """
 
 
@@ -37,6 +52,8 @@ class TokenEnvironment(Protocol):
 
     The class has an attribute `observation_length`, which distinguishes it from a
     `TextEnvironment`. The methods handle one dialogue; `jax.vmap` maps them over all dialogues.
+    A class may also have `metrics(state)`, which returns scalars by name from a dialogue's last
+    state; NaN means that the dialogue has no such figure.
 
     Attributes:
       observation_length: O, the maximum number of tokens of an observation.
@@ -75,3 +92,26 @@ class TokenEnvironment(Protocol):
           The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
           and whether the dialogue has ended.
         """
+
+
+def validate_metric_names(names: Any, setting: str) -> None:
+    """Raise `UserError` unless the names can name metrics `environment/NAME`.
+
+    Args:
+      names: expected to be a sequence of names.
+      setting: "config.OPTION=VALUE", for error messages.
+    """
+    if not isinstance(names, (tuple, list)):
+        raise UserError(
+            f"{setting}: metric_names is {shorten(repr(names))}; expected a tuple of names"
+        )
+    for name in names:
+        if not isinstance(name, str) or not _METRIC_NAME.fullmatch(name):
+            raise UserError(
+                f"{setting}: the name of a metric is {shorten(repr(name))}; expected letters, "
+                "digits and _ . / -"
+            )
+        if name == FAILED:
+            raise UserError(
+                f"{setting}: its metric {name!r} has the name of a built-in one; choose another"
+            )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import jax_ppo
 from jax_ppo.config.schema import Actor, Algorithm
+from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.kernels.losses import padded_batch
 from jax_ppo.ppo import advantages, objectives
@@ -106,6 +107,14 @@ def try_environment(option: str, name: str, environment: Environment, max_turn_l
                 raise UserError(
                     f"config.{option}={name!r}: step returned {_describe(actual)} as {what} of "
                     f"{_SAMPLES} dialogues; expected {_describe(expected)}"
+                )
+        metrics = environment.metrics(answers.state)
+        validate_metric_names(list(metrics), f"config.{option}={name!r}")
+        for metric, values in metrics.items():
+            if values.shape != rows.shape:
+                raise UserError(
+                    f"config.{option}={name!r}: metrics returned {_describe(values)} as {metric!r} "
+                    f"of {_SAMPLES} dialogues; expected a scalar of each"
                 )
 
     rows = jax.ShapeDtypeStruct((_SAMPLES,), jnp.int32)

@@ -45,8 +45,8 @@ class RuleRewards:
       correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
       failures: number of samples whose rule failed.
       scored: number of samples that were scored; more than B if these were selected from them.
-      extra: other figures that the rules report, means over the samples that have them; and
-        `model_inputs_cut`, how many inputs were too long for the reward model.
+      extra: metrics of rules and environment, means over the samples that have them; and
+        `reward/model_inputs_cut`, how many inputs were too long for the reward model.
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
       model_inputs: the input of a reward model with its own tokenizer, as
         `reward_model_scores` takes it; `None` if the model reads the samples themselves.
@@ -140,6 +140,7 @@ class RuleScorer:
         total, max_length = rollout.responses.shape
         responses = self._decode_local(batch, rollout)
         _refuse_infinite_turn_rewards(rollout)
+        environment_metrics = _read_environment_metrics(rollout)
         scored = self._apply_rule(responses)
         steps = rollout.turn_rewards
         if self.options.process_rewards:
@@ -147,8 +148,9 @@ class RuleScorer:
             steps = self._place(responses, token_rewards, total)
         # Figures of all processes are exchanged at once, below.
         per_sample: dict[str, ArrayLike] = {
-            f"extra/{name}": values for name, values in scored.extra.items()
+            f"reward/{name}": values for name, values in scored.extra.items()
         }
+        per_sample |= environment_metrics
         per_sample["failed"] = scored.failed
         model_inputs = None
         if self.reward_inputs:
@@ -284,6 +286,26 @@ def _refuse_infinite_turn_rewards(rollout: Rollout) -> None:
         )
 
 
+def _read_environment_metrics(rollout: Rollout) -> dict[str, np.ndarray]:
+    """Return the figures of this process's dialogues by metric, NaN where there is none.
+
+    Raises:
+      UserError: a figure is infinite.
+    """
+    metrics = {}
+    for name, array in (rollout.environment_metrics or {}).items():
+        indices, values = placement.local_rows(array)
+        (infinite,) = np.nonzero(np.isinf(values))
+        if len(infinite):
+            raise UserError(
+                f"config.rollout.multi_turn.environment: the metric {name!r} of response "
+                f"{indices[infinite[0]]} is {values[infinite[0]]}; expected a finite float32, or "
+                "NaN for none"
+            )
+        metrics[f"environment/{name}"] = values
+    return metrics
+
+
 def _score_zero(row: RewardRow, response: str) -> RewardResult:
     """Return a score of 0, where all of the reward is a reward model's or an environment's."""
     return RewardResult(0.0)
@@ -357,14 +379,14 @@ def _describe_rollout(
     everywhere = gather_samples(mesh, indices, per_sample, total)
     extra = {}
     for name, values in everywhere.items():
-        if name.startswith("extra/"):
-            extra[name.removeprefix("extra/")] = _mean_of_known(values)
+        if name.startswith(("reward/", "environment/")):
+            extra[name] = mean_of_known(values)
     if "model_inputs_cut" in everywhere:
-        extra["model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
+        extra["reward/model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
     return int(everywhere["failed"].sum()), extra
 
 
-def _mean_of_known(values: np.ndarray) -> float:
+def mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     # np.nanmean warns where there is nothing to average.
     if np.isnan(values).all():

@@ -14,7 +14,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.reward_shaping import last_actions
-from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores, mean_of_known
 from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
@@ -40,7 +40,8 @@ class Evaluation:
       accuracy: share of correct answers, 0..1; `None` if the rules do not define correctness.
       reward_mean: the mean reward, of rules and reward model.
       length_mean: tokens per response.
-      figures: further statistics by name: see `evaluation_statistics.describe_prompts`.
+      figures: further statistics by name: see `evaluation_statistics.describe_prompts`; and the
+        environment's metrics.
       records: all responses, those to a prompt one after the other: see `sample_records`.
       responses_per_prompt: how many.
       greedy: the same of one greedy response per prompt; `None` unless that was asked for.
@@ -233,6 +234,7 @@ def evaluate(
     lengths: list[np.ndarray] = []
     sources: list[str] = []
     records: list[dict[str, Any]] = []
+    metrics: dict[str, list[np.ndarray]] = {}
     n = 1
     first_sample_index = 0
     for batch in batches:
@@ -249,6 +251,8 @@ def evaluate(
         correct.append(batch_correct[:num_real])
         lengths.append(placement.to_host(rollout.lengths)[:num_real])
         records += batch_records[:num_real]
+        for name, values in (rollout.environment_metrics or {}).items():
+            metrics.setdefault(name, []).append(placement.to_host(values)[:num_real])
         # A sample's random numbers follow from its index over all batches.
         first_sample_index += len(batch_scores)
     all_scores = np.concatenate(scores)
@@ -269,7 +273,11 @@ def evaluate(
             np.array([record["answer"] for record in records], object).reshape(-1, n),
             sources,
             ranks,
-        ),
+        )
+        | {
+            f"environment/{name}": mean_of_known(np.concatenate(values))
+            for name, values in metrics.items()
+        },
         records=records,
         responses_per_prompt=n,
     )

@@ -131,8 +131,7 @@ class Reporter(journal.Journal):
           on_host: further metrics by name: of the packing, and of how samples were selected.
         """
         # The rule may report a figure of that name, too.
-        reported = {**rule_rewards.extra, "rule_failures": rule_rewards.failures}
-        rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
+        rule_metrics = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
         if not (self._logs_samples(step) or self._shows_samples(step)):
             samples = None
         on_host = {**rule_metrics, **(on_host or {})}

@@ -94,8 +94,10 @@ def generate_responses(
         slot_steps=state.slot_steps[None],
     )
     if state.dialogues is not None:
+        assert options.environment is not None
         rollout = dataclasses.replace(
             rollout,
+            environment_metrics=options.environment.metrics(state.dialogues.environment) or None,
             action_mask=state.dialogues.is_action,
             turn_rewards=state.dialogues.rewards,
             turn_starts=state.dialogues.starts,

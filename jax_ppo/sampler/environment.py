@@ -70,6 +70,13 @@ class Environment(Protocol):
           lengths: int32 [B]; 0 where there is nothing to answer and the answer is not read.
         """
 
+    def metrics(self, state: Any) -> dict[str, jax.Array]:
+        """Return figures of N dialogues by name, float32 [N]; NaN where a dialogue has none.
+
+        Args:
+          state: the states of the dialogues after their last turns.
+        """
+
 
 class PerDialogue:
     """`Environment` from functions of one dialogue, which JAX maps over all of them."""
@@ -79,6 +86,7 @@ class PerDialogue:
         reset: Callable[[jax.Array, jax.Array], Any],
         step: Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]],
         observation_length: int,
+        metrics: Callable[[Any], dict[str, jax.Array]] | None = None,
     ) -> None:
         """Store the functions.
 
@@ -87,9 +95,11 @@ class PerDialogue:
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
             dialogue has ended), where turn and observation are int32 [U] and int32 [O].
           observation_length: O.
+          metrics: last state -> numbers by name.
         """
         self._reset = reset
         self._step = step
+        self._metrics = metrics
         self.observation_length = observation_length
 
     def reset(self, addresses: DialogueAddresses) -> Any:
@@ -106,6 +116,13 @@ class PerDialogue:
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
         )
+
+    def metrics(self, state: Any) -> dict[str, jax.Array]:
+        """Return figures of dialogues. See `Environment.metrics`."""
+        if self._metrics is None:
+            return {}
+        figures = jax.vmap(self._metrics)(state)
+        return {name: jnp.asarray(values, jnp.float32) for name, values in figures.items()}
 
 
 def address_dialogues(

@@ -17,6 +17,15 @@ class Game(Tool):
     observation_length = 2
     def __init__(self, tokenizer, examples): ...
 
+class Spaced(Tool):
+    metric_names = ("my metric",)
+
+class Failing(Tool):
+    metric_names = ("failed",)
+
+class Single(Tool):
+    metric_names = "moves"
+
 class Silent:
     def reset(self, example, seed): ...
 
@@ -35,6 +44,9 @@ def load(tmp_path, name):
     ("name", "message"),
     [
         ("Silent", "has no method step; expected a class as in"),
+        ("Spaced", "the name of a metric is 'my metric'; expected letters, digits and"),
+        ("Failing", "its metric 'failed' has the name of a built-in one"),
+        ("Single", "metric_names is 'moves'; expected a tuple"),
         ("Needy", "expected signature f\\(\\), got \\(address\\)"),
         ("Toll", "has no function 'Toll'.*Did you mean 'Tool'"),
     ],

@@ -925,9 +925,11 @@ def is_environment_answer(result: Any) -> bool:
     """Return whether a result is text, a finite number in float32, and true or false."""
     import numpy as np
 
-    if not (isinstance(result, tuple | list) and len(result) == 3):
+    if not (isinstance(result, tuple | list) and len(result) in (3, 4)):
         return False
-    observation, reward, has_ended = result
+    observation, reward, has_ended, *metrics = result
+    if metrics and metrics[0] is not None and metrics[0] != {}:
+        return False
     if not isinstance(observation, str) or "\ud800" in observation:
         return False
     if not isinstance(reward, int | float | np.floating) or not abs(reward) < 3.4e38:

@@ -88,11 +88,11 @@ def test_a_wrong_metric_is_refused(tmp_path, option, body, message):
         try_body(tmp_path, option, body)
 
 
-def environment(step):
+def environment(step, metrics=None):
     def reset(row, key):
         return {"row": row, "key": jax.random.key_data(key)}
 
-    return PerDialogue(reset, step, observation_length=3)
+    return PerDialogue(reset, step, observation_length=3, metrics=metrics)
 
 
 def right_step(state, turn, length):
@@ -114,6 +114,18 @@ def test_an_environment_is_tried(what):
         return
     with pytest.raises(UserError, match=f"config.x='y': step returned .* as {what} of 2 dialogues"):
         plugin_trials.try_environment("x", "y", environment(step), 5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"a b": 1.0}, "the name of a metric is 'a b'"),
+        ({"a": jnp.zeros(2)}, r"float32\[2,2\] as 'a' of 2 dialogues; expected a scalar of each"),
+    ],
+)
+def test_a_wrong_metric_of_an_environment_is_refused(metrics, message):
+    with pytest.raises(UserError, match=f"config.x='y': .*{message}"):
+        plugin_trials.try_environment("x", "y", environment(right_step, lambda _: metrics), 5)
 
 
 def test_a_trial_computes_nothing(tmp_path):

@@ -89,22 +89,30 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     nan = float("nan")
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(
-            describe, 0, [0, 1, 3], extra__a=[1, 2, 6], extra__b=[nan, 1, nan], failed=[1, 0, 1]
+            describe, 0, [0, 1, 3], reward__a=[1, 2, 6], reward__b=[nan, 1, nan], failed=[1, 0, 1]
         )
         second = threads.submit(
-            describe, 1, [2, 3, 4], extra__a=[3, 6, nan], extra__c=[7, nan, nan], failed=[1, 1, 1]
+            describe, 1, [2, 3, 4], reward__a=[3, 6, nan], reward__c=[7, nan, nan], failed=[1, 1, 1]
         )
-    assert first.result() == second.result() == (4, {"a": 3.0, "b": 1.0, "c": 7.0})
+    assert (
+        first.result()
+        == second.result()
+        == (
+            4,
+            {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0},
+        )
+    )
 
 
 def test_figures_that_no_sample_has_are_nan():
     failures, extra = rewarding._describe_rollout(
         None,
         np.arange(2),
-        {"extra/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True, True]},
+        {"reward/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True, True]},
         2,
     )
-    assert failures == 1 and np.isnan(extra["a"]) and extra["model_inputs_cut"] == 2
+    assert failures == 1 and np.isnan(extra["reward/a"])
+    assert extra["reward/model_inputs_cut"] == 2
 
 
 # Two processes of two devices: with mesh.model=4 each row is on both, with mesh.model=2 on one.
@@ -150,7 +158,7 @@ for model in (4, 2):
         "calls": calls.copy(),
         "scores": placement.to_host(rewards.scores).tolist(),
         "correct": placement.to_host(rewards.correct).tolist(),
-        "length": rewards.extra["length"],
+        "length": rewards.extra["reward/length"],
     }
     calls.clear()
 print(json.dumps(found))
@@ -228,6 +236,7 @@ def test_rules_do_not_read_what_a_tool_has_answered():
                 "lengths": np.full(2, 11, np.int32),
                 "action_mask": mask,
                 "turn_rewards": turn_rewards,
+                "environment_metrics": {"moves": np.array([2, np.nan], np.float32)},
             },
             sharding.rows(mesh),
         ),
@@ -245,6 +254,11 @@ def test_rules_do_not_read_what_a_tool_has_answered():
     assert read == ["2*3=\n#### 5", "2*3=\n#### 6"]
     assert np.asarray(rewards.scores).tolist() == [0.0, 1.0]
     np.testing.assert_array_equal(rewards.steps, turn_rewards)
+    assert rewards.extra == {"environment/moves": 2.0}
+    infinite = {"moves": jnp.array([2.0, np.inf])}
+    rollout = dataclasses.replace(rollout, environment_metrics=infinite)
+    with pytest.raises(UserError, match="the metric 'moves' of response 1 is inf; expected"):
+        scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf])

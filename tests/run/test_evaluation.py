@@ -34,6 +34,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
             logprobs=None,
             truncated=None,
             action_mask=None,
+            environment_metrics={"row": jnp.where(rows > 1, jnp.nan, rows)},
         )
 
     def reward(batch, rollout, first):
@@ -63,6 +64,8 @@ def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
     result, _ = evaluate_prompts([1, 2, 6], batch_size, correct=[0, 0, 1])
     assert (result.reward_mean, result.length_mean) == (3, 2)
     assert result.accuracy == pytest.approx(1 / 3)
+    # The mean of the dialogues that have the figure: 0 and 1, not 2.
+    assert result.figures["environment/row"] == 0.5
 
 
 def test_samples_of_all_batches_have_addresses_of_their_own():

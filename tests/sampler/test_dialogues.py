@@ -45,7 +45,11 @@ def step(state, turn, length):
     return (row, number, turns + 1), observation, total % (LONGEST + 1), 0.5 * length + turns, done
 
 
-ENVIRONMENT = PerDialogue(reset, step, observation_length=LONGEST)
+def count_turns(state):
+    return {"turns": state[2]}
+
+
+ENVIRONMENT = PerDialogue(reset, step, observation_length=LONGEST, metrics=count_turns)
 
 
 class Expected(NamedTuple):
@@ -142,6 +146,8 @@ def assert_equal(rollout, expected):
         earned[list(dialogue.rewards)] = list(dialogue.rewards.values())
         np.testing.assert_allclose(rollout.turn_rewards[row], earned)
         assert rollout.truncated[row] == (not dialogue.finished)
+        # The last figure of each dialogue, wherever it was decoded.
+        assert rollout.environment_metrics["turns"][row] == sum(dialogue.starts)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +190,8 @@ class Numbers:
 class OnTheHost:
     """The same environment in Python."""
 
+    metric_names = ("turns",)
+
     def reset(self, example, seed):
         self.row, self.number, self.turns = int(example.prompt), seed % V, 0
 
@@ -193,7 +201,7 @@ class OnTheHost:
         observation = [(total + i * 5) % V for i in range(total % (LONGEST + 1))]
         reward, done = 0.5 * len(turn) + self.turns, self.turns == 3 or total % 7 == 0
         self.turns += 1
-        return " ".join(map(str, observation)), reward, done
+        return " ".join(map(str, observation)), reward, done, {"turns": self.turns}
 
 
 EXAMPLES = [Example(str(row), "mine") for row in range(3 * len(LENGTHS) + 1)]
@@ -208,7 +216,9 @@ def talk_to_the_host(actor, shape):
             begun.append((example.prompt, seed))
             super().reset(example, seed)
 
-    environment = HostEnvironment(Counted, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
+    environment = HostEnvironment(
+        Counted, Numbers(), EXAMPLES, LONGEST, timeout=60.0, metric_names=Counted.metric_names
+    )
     options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
     mesh = meshes.make_mesh(shape, jax.devices()[: shape.data * shape.model])
     prompts = with_rows(make_prompts(LENGTHS))
@@ -219,6 +229,7 @@ def talk_to_the_host(actor, shape):
         placed = placement.place(prompts, sharding.batch_rows(mesh, len(LENGTHS)))
         rollout = jax.device_get(engine.generate(placed, jax.random.key(0), options))
     environment.raise_if_all_failed()
+    assert not rollout.environment_metrics["failed"].any()
     return rollout, begun
 
 
@@ -253,11 +264,14 @@ class Broken(OnTheHost):
 
 
 def test_an_environment_that_raises_ends_its_own_dialogue():
-    environment = HostEnvironment(Broken, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
+    environment = HostEnvironment(
+        Broken, Numbers(), EXAMPLES, LONGEST, timeout=60.0, metric_names=Broken.metric_names
+    )
     arguments = (np.array([4, 8]), np.arange(2), np.array([2, 3]), np.zeros(2, np.int32))
     turns, lengths = np.array([[5, 9, 0], [6, 0, 0]]), np.array([2, 1])
     Broken.spares = {8}
-    observations, observed, rewards, done = environment._answer(*arguments, turns, lengths)
+    observations, observed, rewards, done, figures = environment._answer(*arguments, turns, lengths)
+    np.testing.assert_array_equal(figures, [[np.nan, 1], [1, 0]])  # turns, and whether it failed
     # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
     assert observations.tolist() == [[0, 0, 0], [17, 0, 0]] and observed.tolist() == [0, 1]
     assert rewards.tolist() == [0.0, 0.5] and done.tolist() == [True, False]
@@ -310,12 +324,18 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
         (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
         (("", 1.0, None), "has ended is None of type NoneType; expected True or False"),
         ((5, 1.0, True), "the observation of a turn is 5 of type int; expected text"),
+        (("", 1.0, True, {"move": 1}), "metric 'move'; metric_names declares moves. Did you mean"),
+        (("", 1.0, True, {"moves": "1"}), "the metric 'moves' of a turn is '1' of type str"),
+        (("", 1.0, True, {"moves": math.nan}), "'moves' of a turn is nan; expected a finite"),
+        (("", 1.0, True, ["moves"]), "the metrics of a turn are ['moves'] of type list"),
     ],
 )
 def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
     """Regression: "False" ended a dialogue, and "1_000" was a reward of 1000."""
     examples = [Example("4", "mine", extra_info={"seen": []})]
-    environment = HostEnvironment(Odd, Numbers(), examples, LONGEST, timeout=60.0)
+    environment = HostEnvironment(
+        Odd, Numbers(), examples, LONGEST, timeout=60.0, metric_names=("moves",)
+    )
     Odd.rewards = iter([answer])
     one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
     answers = environment._answer(*one, np.array([[5]]), np.array([1]))
@@ -382,7 +402,9 @@ def hanging(monkeypatch):
 
     def answer(answers, rows):
         Hanging.answers = answers
-        environment = HostEnvironment(Hanging, Numbers(), EXAMPLES, LONGEST, timeout=0.05)
+        environment = HostEnvironment(
+            Hanging, Numbers(), EXAMPLES, LONGEST, timeout=0.05, metric_names=("turns",)
+        )
         count = len(rows)
         state = (np.array(rows), np.arange(count), np.full(count, 3), np.zeros(count, np.int32))
         return environment, environment._answer(*state, np.full((count, 1), 6), np.ones(count, int))
@@ -394,7 +416,7 @@ def hanging(monkeypatch):
 def test_a_step_that_hangs_ends_its_own_dialogue_and_names_its_prompt(hanging, caplog):
     """Also where more steps hang than there are threads."""
     environment, answers = hanging(8, [4, 5, 6, 8, 7])
-    observations, observed, rewards, done = answers
+    observations, observed, rewards, done, _ = answers
     # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
     assert observations[3].tolist() == [17, 0, 0] and observed.tolist() == [0, 0, 0, 1, 0]
     assert rewards.tolist() == [0, 0, 0, 0.5, 0] and done.tolist() == [
