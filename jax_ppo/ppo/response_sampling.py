@@ -125,12 +125,13 @@ class Selected(NamedTuple):
     """Samples in groups of k responses to one prompt, G groups.
 
     Attributes:
-      arrays: fields of `Rollout` and `RuleRewards` by name, [G * k, ...] each, on the mesh.
+      arrays: fields of `Rollout` and `RuleRewards` by name, on the mesh: arrays or trees of
+        arrays [G * k, ...].
       addresses: int [G * k, 2], the draw of each sample within its step and its row in that draw.
       prompts: int [G], rows of the data set.
     """
 
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, Any]
     addresses: np.ndarray
     prompts: np.ndarray
 
@@ -250,8 +251,8 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("layout",))
 def take_rows(
-    pools: tuple[dict[str, jax.Array], ...], rows: jax.Array, layout: NamedSharding
-) -> dict[str, jax.Array]:
+    pools: tuple[dict[str, Any], ...], rows: jax.Array, layout: NamedSharding
+) -> dict[str, Any]:
     """Return rows, int [r], of the concatenated arrays of all pools."""
 
     def take(*arrays: jax.Array) -> jax.Array:
@@ -352,8 +353,8 @@ def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) 
 
 
 def _take_on_mesh(
-    mesh: Mesh, pools: tuple[dict[str, jax.Array], ...], rows: np.ndarray
-) -> dict[str, jax.Array]:
+    mesh: Mesh, pools: tuple[dict[str, Any], ...], rows: np.ndarray
+) -> dict[str, Any]:
     placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
     return take_rows(pools, placed, sharding.batch_rows(mesh, len(rows)))
 

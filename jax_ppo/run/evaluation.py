@@ -263,6 +263,10 @@ def evaluate(
     ranks = None
     if "rank" in records[0]:
         ranks = np.array([record["rank"] for record in records]).reshape(-1, n)
+    means = {
+        f"environment/{name}": mean_of_known(np.concatenate(values))
+        for name, values in metrics.items()
+    }
     return Evaluation(
         accuracy=accuracy,
         reward_mean=float(all_scores.mean()),
@@ -274,10 +278,7 @@ def evaluate(
             sources,
             ranks,
         )
-        | {
-            f"environment/{name}": mean_of_known(np.concatenate(values))
-            for name, values in metrics.items()
-        },
+        | {name: mean for name, mean in means.items() if not np.isnan(mean)},
         records=records,
         responses_per_prompt=n,
     )

@@ -15,7 +15,8 @@ from jax_ppo.run.reporter import COLUMNS, PANELS
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
 
 GROUPS = (
-    "actor|advantages|critic|eval|kl|memory|perf|response_length|reward|rollout|seconds|teacher"
+    "actor|advantages|critic|environment|eval|kl|memory|perf|response_length|reward|rollout|"
+    "seconds|teacher"
 )
 NAME = re.compile(rf"({GROUPS}|train|update)/[a-z_]+(/[a-z_]+)?")
 TEMPLATE = re.compile(rf"(({GROUPS}|train|update|\{{role\}})/|\{{self\.prefix\}})[\w{{}}.]+")
@@ -73,6 +74,11 @@ EXPANSIONS = {
     "actor/{name}": {"actor/NAME"},  # a policy loss of the user's
     "advantages/{key}": {"advantages/NAME"},
     "critic/{name}": set(),  # read, not made
+    "environment/{name}": {
+        "environment/NAME",
+        "environment/failed",
+        "eval/environment/NAME",
+    },
     "eval/{name}": evaluation_figures()
     | {f"eval/{name}" for name in {*LANGUAGE.names, *PREFERENCE.names}},
     "reward/{name}": {"reward/NAME", "reward/rule_failures", "reward/model_inputs_cut"},

@@ -592,13 +592,16 @@ DICE = """
 import random
 
 class Dice:
+    metric_names = ("throws",)
+
     def reset(self, example, seed):
         self.random, self.turns = random.Random(seed), 0
 
     def step(self, text):
         self.turns += 1
         thrown = self.random.randint(0, 9)
-        return f"{thrown}", thrown / 10 + len(text) / 100, self.turns == 3
+        reward = thrown / 10 + len(text) / 100
+        return f"{thrown}", reward, self.turns == 3, {"throws": self.turns}
 """
 
 
@@ -621,6 +624,7 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
     assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
     rows = read_step_rows(tmp_path / "undisturbed")
+    assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
     # What the turns earned is part of the reward that is learned from.
     assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
@@ -738,7 +742,7 @@ def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
     for ours, theirs in zip(
         *map(read_step_rows, (tmp_path / "two", tmp_path / "one")), strict=True
     ):
-        for name in ("rollout/turns", "reward/turns"):
+        for name in ("rollout/turns", "reward/turns", "environment/throws"):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3), name
 
 
