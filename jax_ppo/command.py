@@ -93,7 +93,7 @@ def prepared_run(
     )
     from jax_ppo.storage import disk_space
 
-    trackers.require_installed(parsing.parse_loggers(options.trainer.logger))
+    trackers.require_installed(parsing.parse_names(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
@@ -153,9 +153,7 @@ def _run(options: Config, workdir: str | Path, command: str) -> None:
         with watched, prepared_run(options, workdir, evaluates) as (resolved, folder):
             pkgutil.resolve_name(_RUNNERS[command])(resolved, folder)
             console.print_on_main(f"report: {workdir}/report.html")
-            if command != "score" and "tensorboard" in parsing.parse_loggers(
-                options.trainer.logger
-            ):
+            if command != "score" and "tensorboard" in parsing.parse_names(options.trainer.logger):
                 console.print_on_main(describe_curves(workdir))
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -17,19 +17,22 @@ MAY_IMPORT = {
     "registries": set(),
     "kernels": {"registries"},
     "processes": set(),
+    "json_server": {"errors"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage", "migrating"},
     "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
-    "rewards": {"errors", "types", "config", "processes"},
+    "rewards": {"errors", "types", "config", "processes", "json_server"},
     "data": {"errors", "types", "storage", "processes"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
     "sampler": FOUNDATIONS | {"config", "runtime", "models"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}
-MAY_IMPORT["environments"] = {"errors", "types", "config", "data", "runtime", "sampler"}
+MAY_IMPORT["environments"] = {
+    *("errors", "types", "config", "data", "runtime", "sampler", "processes", "json_server")
+}
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
 MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}
 MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised", "demonstration"}

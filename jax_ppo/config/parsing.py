@@ -25,8 +25,8 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
-def parse_loggers(text: str) -> tuple[str, ...]:
-    """Return the loggers that `trainer.logger` names."""
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that commas separate."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

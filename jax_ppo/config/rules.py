@@ -23,6 +23,7 @@ from jax_ppo.config.schema import (
     Lora,
     MeshShape,
     Model,
+    MultiTurn,
     Packing,
     Reward,
     RolloutMesh,
@@ -207,29 +208,14 @@ def _require_usable_server(rollout: RolloutOptions) -> None:
     if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):
         requirement = ROLLOUT_ENGINES[rollout.engine].requirement.replace("`", "")
         raise UserError(f"config.rollout.engine={rollout.engine!r}: needs {requirement}")
-    try:
-        parts = urllib.parse.urlsplit(rollout.url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_address &= parts.port is None or parts.port > 0
-    except ValueError:
-        raise UserError(
-            "config.rollout.url: expected http://HOST:PORT or https://HOST:PORT"
-        ) from None
+    if rollout.url:
+        _require_address("config.rollout.url", rollout.url, "JAX_PPO_ROLLOUT_KEY")
     try:
         shlex.split(rollout.vllm.arguments)
     except ValueError as error:
         raise UserError(
             f"config.rollout.vllm.arguments={rollout.vllm.arguments!r}: {error}"
         ) from None
-    if parts.username or parts.password or parts.query:
-        raise UserError(
-            "config.rollout.url: the address contains a user name, a password or a query; set the "
-            "environment variable JAX_PPO_ROLLOUT_KEY instead"
-        )
-    if rollout.url and not is_address:
-        raise UserError(
-            f"config.rollout.url={rollout.url!r}: expected http://HOST:PORT or https://HOST:PORT"
-        )
     if rollout.temperature != 1 and (rollout.filters_tokens or rollout.logit_bias):
         raise UserError(
             f"config.rollout.temperature={rollout.temperature}: servers report log-probs before "
@@ -238,12 +224,40 @@ def _require_usable_server(rollout: RolloutOptions) -> None:
         )
 
 
-def require_known_environment(environment: str) -> None:
-    """Raise `UserError` unless `rollout.multi_turn.environment` is empty or `module:Class`."""
+def _require_address(option: str, url: str, key_variable: str) -> None:
+    """Raise `UserError` for what is no address of a server, or one with a secret in it."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_address &= parts.port is None or parts.port > 0
+    except ValueError:
+        raise UserError(f"{option}: expected http://HOST:PORT or https://HOST:PORT") from None
+    if parts.username or parts.password or parts.query:
+        raise UserError(
+            f"{option}: the address contains a user name, a password or a query; set the "
+            f"environment variable {key_variable} instead"
+        )
+    if not is_address:
+        raise UserError(f"{option}={url!r}: expected http://HOST:PORT or https://HOST:PORT")
+
+
+def require_known_environment(options: MultiTurn) -> None:
+    """Raise `UserError` unless the environment is empty, `module:Class` or a server's address."""
+    environment = options.environment
     if environment and ":" not in environment:
         raise UserError(
-            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class or "
-            "path/to/file.py:Class"
+            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class, "
+            "path/to/file.py:Class or http://HOST:PORT"
+        )
+    if not environment.startswith(("http://", "https://")):
+        return
+    option = "config.rollout.multi_turn.environment"
+    _require_address(option, environment, "JAX_PPO_ENVIRONMENT_KEY")
+    if options.url_timeout >= options.timeout:
+        raise UserError(
+            f"config.rollout.multi_turn.url_timeout={options.url_timeout:g}: expected less than "
+            f"config.rollout.multi_turn.timeout={options.timeout:g}, which bounds all calls of a "
+            "turn together"
         )
 
 
@@ -516,7 +530,7 @@ def require_process_id(options: Distributed) -> None:
 def require_known_loggers(trainer: Trainer) -> None:
     """Raise `UserError` for a logger that does not exist."""
     text = trainer.logger
-    for logger in parsing.parse_loggers(text):
+    for logger in parsing.parse_names(text):
         if logger not in LOGGERS:
             raise UserError(
                 f"config.trainer.logger={text!r}: expected some of {', '.join(LOGGERS)}, separated "

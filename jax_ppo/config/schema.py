@@ -200,6 +200,11 @@ NO_OTHER_REWARD = Requirement(
     "no other reward is set",
     "ignores the rewards that config.reward sets; unset function, terms, url and model_path "
     "there, or set config.rollout.multi_turn.reward='sum'")
+ENVIRONMENT_IS_SERVER = Requirement(
+    lambda c: c.rollout.multi_turn.environment.startswith(("http://", "https://")),
+    "`rollout.multi_turn.environment` is the address of a server",
+    "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
+    "set it to http://HOST:PORT")
 LEARNS_TRUNCATED = Condition(lambda c: not c.algorithm.mask_truncated,
     "`algorithm.mask_truncated` is off")
 NORMALIZES_REWARDS = Condition(lambda c: c.reward.normalize != "none",
@@ -705,8 +710,10 @@ class MultiTurn:
     """Dialogues: responses of several turns, which an environment answers."""
 
     environment: str = option("",
-        "class of an environment that answers each turn of the policy: `module:Class` or "
-        "`file.py:Class`, see environments/protocol.py; empty: a response is one turn",
+        "what answers each turn of the policy: a class, `module:Class` or `file.py:Class`, see "
+        "environments/protocol.py; or the address of a server, http://HOST:PORT, which is sent the "
+        "environment variable JAX_PPO_ENVIRONMENT_KEY as a bearer token, if it is set; empty: a "
+        "response is one turn",
         requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS))
     max_assistant_turns: int | None = option(None,
         "turns of the policy after which a response is cut off; unset: no limit",
@@ -721,6 +728,29 @@ class MultiTurn:
         "longest time for a `step` of a host environment (the first includes `reset`); a dialogue "
         "that exceeds it ends with a reward of 0 for the turn",
         unit="seconds", above=0, effective_when=(HAS_ENVIRONMENT,))
+    url_timeout: float = option(20.0,
+        "longest time for a call of the environment's server; rollout.multi_turn.timeout bounds "
+        "all calls of a turn together",
+        unit="seconds", above=0, requires=(ENVIRONMENT_IS_SERVER,))
+    url_retries: int = option(2,
+        "how often a call is repeated that the environment's server refused (429, 503) or did not "
+        "accept; a `reset` also after other faults of the server",
+        at_least=0, requires=(ENVIRONMENT_IS_SERVER,))
+    max_faults: int = option(16,
+        "consecutive calls of the environment's server that fail, repetitions included, after "
+        "which the run ends; a dialogue with a failed call ends with a reward of 0 for the turn",
+        unit="calls", at_least=1, requires=(ENVIRONMENT_IS_SERVER,))
+    action_field: str = option("",
+        "field of the object that the environment's server takes as action, such as `message`; "
+        "empty: the action is the text of the turn",
+        requires=(ENVIRONMENT_IS_SERVER,))
+    observation_field: str = option("",
+        "field of the object that the environment's server returns as observation; empty: the "
+        "observation is a text",
+        requires=(ENVIRONMENT_IS_SERVER,))
+    info_metrics: str = option("",
+        "numbers in the `info` of a server's environment that become metrics environment/NAME",
+        is_list=True, requires=(ENVIRONMENT_IS_SERVER,))
     reward: str = option("sum",
         "sum: the environment's rewards and the reward of the response; environment: only the "
         "environment's",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.tokenizer import encode_text
-from jax_ppo.environments.protocol import FAILED, TextEnvironment
+from jax_ppo.environments.protocol import FAILED, EnvironmentLost, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
@@ -91,6 +91,8 @@ class HostEnvironment:
         self._tokenizer = tokenizer
         self._examples = examples
         self._metric_names = (*metric_names, FAILED)
+        self._name = getattr(environment_class, "__name__", str(environment_class))
+        self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
         self._threads = TimedThreads(THREADS, timeout)
@@ -132,18 +134,20 @@ class HostEnvironment:
         return dict(zip(self._metric_names, state.figures.T, strict=True))
 
     def raise_if_all_failed(self) -> None:
-        """Raise if all of this process's turns since the last call failed.
+        """Raise if all of this process's turns since the last call failed, or no more can succeed.
 
         Raises:
-          UserError: with the first failure.
+          UserError: with the first failure, or with what was lost.
         """
+        if self._lost:
+            raise UserError(f"config.rollout.multi_turn.environment: {self._lost}")
         steps = self._steps
         failures = self._failures
         cause = self._first_failure
         self._reset_counts()
         if steps and failures == steps:
             raise UserError(
-                f"config.rollout.multi_turn.environment: {self._class.__name__} failed at every "
+                f"config.rollout.multi_turn.environment: {self._name} failed at every "
                 f"turn of a batch, {failures} times. The first failure was",
                 details=cause,
             )
@@ -216,12 +220,16 @@ class HostEnvironment:
         return dialogue
 
     def _give_up_if_none_answers(self) -> None:
+        if self._lost:
+            raise EnvironmentLost(self._lost)
         if MAX_UNANSWERED_TURNS <= self._timeouts == self._steps:
             raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
 
     def _count_failure(self, error: BaseException, row: int) -> None:
         self._failures += 1
         self._timeouts += isinstance(error, CallTimeout)
+        if isinstance(error, EnvironmentLost):
+            self._lost = str(error)
         if not self._first_failure:
             prompt = _last_message(self._examples[row])
             # The exception may quote what the policy wrote.
@@ -231,7 +239,7 @@ class HostEnvironment:
             log.warning(
                 "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
                 "is logged: %s",
-                self._class.__name__,
+                self._name,
                 self._first_failure,
             )
 

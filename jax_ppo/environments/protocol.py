@@ -14,6 +14,13 @@ FAILED = "failed"  # metric of environments on the host: 1 if a failure ended th
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
+class EnvironmentLost(Exception):
+    """What the environments of all dialogues depend on is gone: the run is to end.
+
+    Any host environment may raise it. Turns that follow in the batch are not tried.
+    """
+
+
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
 

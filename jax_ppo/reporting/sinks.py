@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.parsing import parse_loggers
+from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer
 from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
@@ -120,7 +120,7 @@ class MetricsLog:
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
-        loggers = parse_loggers(options.logger)
+        loggers = parse_names(options.logger)
         if "tensorboard" in loggers:
             self._open_tensorboard(workdir / "tensorboard", first_step)
         for name in TRACKERS:

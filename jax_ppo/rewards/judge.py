@@ -8,30 +8,21 @@ A call blocks, so the rule runs in worker processes: `reward.workers` calls are 
 """
 
 import dataclasses
-import email.message
 import functools
-import http.client
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from typing import Any
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
+from jax_ppo.json_server import JSONServer
 from jax_ppo.rewards.custom import parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction, RewardRow, RewardTimeout
+from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
-# Sent as a bearer token. It never occurs in an option, a message or a file of the run.
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
 PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
 
-_MAX_REPLY = 1_000_000  # bytes
-_FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
 _CACHE_SIZE = 10_000  # replies per worker process
 # The hyphen of "1-5" or "GPT-4" is no minus. With an exponent, or commas between thousands:
 # otherwise -3 would be read in 1e-3.
@@ -48,13 +39,11 @@ _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """How responses are judged, and by which server; `config.reward` documents the fields."""
+    """How responses are judged, and by which server; `config.reward` documents the others."""
 
-    url: str
+    server: JSONServer
     url_model: str
     url_prompt: str
-    url_timeout: float
-    url_retries: int
 
     @classmethod
     def from_options(cls, options: Reward) -> "Judge | None":
@@ -65,32 +54,26 @@ class Judge:
         """
         if not options.url:
             return None
-        parts = urllib.parse.urlsplit(options.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"config.reward.url={options.url!r}: expected http://HOST/PATH or https://HOST/PATH"
-            )
-        if parts.username or parts.password:
-            raise UserError(
-                "config.reward.url: the address contains a user name or a password; set the "
-                f"environment variable {KEY_VARIABLE} instead"
-            )
+        server = JSONServer(
+            option="config.reward.url",
+            url=options.url,
+            key_variable=KEY_VARIABLE,
+            timeout=options.url_timeout,
+            retries=options.url_retries,
+        )
         if "{response}" not in options.url_prompt:
             raise UserError(
                 f"config.reward.url_prompt={shorten(options.url_prompt)!r}: expected text with "
                 "{response}, and optionally {prompt} and {ground_truth}"
             )
-        return cls(
-            url=options.url,
-            url_model=options.url_model,
-            url_prompt=options.url_prompt,
-            url_timeout=options.url_timeout,
-            url_retries=options.url_retries,
-        )
+        return cls(server, options.url_model, options.url_prompt)
 
     def reward_function(self) -> RewardFunction:
         """Return the reward function; equal requests are sent once per process."""
-        ask = functools.lru_cache(maxsize=_CACHE_SIZE)(self._ask)
+        post = self.server.post
+        if self.url_model:
+            post = functools.partial(post, read=_read_message)
+        ask = functools.lru_cache(maxsize=_CACHE_SIZE)(post)
 
         def score(row: RewardRow, response: str) -> RewardResult:
             request = json.dumps(self._request(row, response), ensure_ascii=False)
@@ -120,69 +103,21 @@ class Judge:
             "temperature": 0,
         }
 
-    def _ask(self, request: str) -> Any:
-        """Return the server's reply; retry after errors that may be temporary.
 
-        Raises:
-          RuntimeError: no attempt succeeded; `RewardTimeout` if the last one took too long.
-        """
-        problem = ""
-        timed_out = False
-        for attempt in range(self.url_retries + 1):
-            timed_out = False
-            if attempt:
-                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
-            try:
-                return self._send(request)
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code} {error.reason}"
-                # A refusal is final, unless the server is busy or broken.
-                if error.code != 429 and error.code < 500:
-                    break
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}"
-                # While connecting, the error is the reason of a URLError.
-                timed_out = isinstance(getattr(error, "reason", error), TimeoutError)
-            except ValueError as error:
-                problem = f"the reply is not JSON: {error}"
-        error_type = RewardTimeout if timed_out else RuntimeError
-        raise error_type(f"config.reward.url={_without_query(self.url)}: {problem}")
+def _read_message(reply: Any) -> str:
+    """Return the text of a chat completion.
 
-    def _send(self, request: str) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
-        # Half of a surrogate pair has no encoding.
-        data = request.encode(errors="replace")
-        message = urllib.request.Request(self.url, data, headers, method="POST")
-        opener = urllib.request.build_opener(_RefuseRedirects)
-        with opener.open(message, timeout=self.url_timeout) as reply:
-            value = json.loads(reply.read(_MAX_REPLY))
-        if not self.url_model:
-            return value
-        try:
-            content = value["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            content = None
-        # A number in a list of parts may be anything, such as an index.
-        if not isinstance(content, str):
-            raise ValueError("no choices[0].message.content with text")
-        return content
-
-
-class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: key and data are sent only to the host that the user named."""
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: Any,
-        code: int,
-        msg: str,
-        headers: email.message.Message,
-        newurl: str,
-    ) -> None:
-        """Return `None`, which turns the redirect into an error."""
+    Raises:
+      ValueError: it has none.
+    """
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    # A number in a list of parts may be anything, such as an index.
+    if not isinstance(content, str):
+        raise ValueError("no choices[0].message.content with text")
+    return content
 
 
 def _read_score(text: str) -> Any:
@@ -205,8 +140,3 @@ def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def _without_query(url: str) -> str:
-    """Return an address without its query, which may contain a key."""
-    return urllib.parse.urlunsplit(urllib.parse.urlsplit(url)._replace(query="", fragment=""))

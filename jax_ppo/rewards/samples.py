@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_ppo.errors import UserError, printable_lines
+from jax_ppo.json_server import RequestTimeout
 from jax_ppo.rewards.rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
@@ -63,10 +64,6 @@ class ScoringFailure(NamedTuple):
     timed_out: bool = False
 
 
-class RewardTimeout(RuntimeError):
-    """A service that a rule asks has not answered in time."""
-
-
 RewardFunction = Callable[[RewardRow, str], RewardResult]
 Outcome = RewardResult | ScoringFailure
 
@@ -112,7 +109,7 @@ def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Out
         text = printable_lines(traceback.format_exc())
         if len(text) > _MAX_TRACEBACK:
             text = f"...{text[-_MAX_TRACEBACK:]}"
-        return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))
+        return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))
 
 
 def validate_result(result: RewardResult, response: str) -> RewardResult:

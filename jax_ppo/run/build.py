@@ -15,7 +15,11 @@ from jax_ppo.config.schema import Config, Data, MultiTurn, Reward, RolloutOption
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
-from jax_ppo.environments.loading import ENVIRONMENT_OPTION, load_environment_class
+from jax_ppo.environments.loading import (
+    ENVIRONMENT_OPTION,
+    load_environment_class,
+    try_first_reset,
+)
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
@@ -98,6 +102,8 @@ def set_up_run(
     # Plugins that cannot be loaded, or fail, raise here.
     plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
     environment_class = load_environment_class(config.rollout.multi_turn)
+    if note := try_first_reset(environment_class, (examples or held_out_examples)[0]):
+        report(f"note: {note}")
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 

@@ -212,6 +212,22 @@ def test_every_option_has_a_meaning():
             r"multi_turn\.environment='Calculator': expected module:Class",
         ),
         (
+            {"rollout__multi_turn__environment": "a:B", "rollout__multi_turn__max_faults": 3},
+            r"max_faults=3: config\.rollout\.multi_turn\.environment='a:B' is no server",
+        ),
+        (
+            {"rollout__multi_turn__environment": "http://me:secret@host"},
+            r"environment: the address contains a user name, a password or a query; set the "
+            "environment variable JAX_PPO_ENVIRONMENT_KEY",
+        ),
+        (
+            {
+                "rollout__multi_turn__environment": "http://localhost:1",
+                "rollout__multi_turn__url_timeout": 60.0,
+            },
+            r"url_timeout=60: expected less than config\.rollout\.multi_turn\.timeout=60",
+        ),
+        (
             {"rollout__multi_turn__environment": "a:B", "rollout__stage_length": 64},
             r"multi_turn\.environment='a:B': dialogues are decoded in one stage",
         ),

@@ -1689,7 +1689,7 @@ RULES_IN_A_RUN = [
             "    text = printable_lines(traceback.format_exc())\n"
             "    if len(text) > _MAX_TRACEBACK:\n"
             "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))"
+            "    return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))"
         ),
         new=(
             "try:\n"
@@ -1700,7 +1700,7 @@ RULES_IN_A_RUN = [
             "    text = printable_lines(traceback.format_exc())\n"
             "    if len(text) > _MAX_TRACEBACK:\n"
             "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))"
+            "    return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))"
         ),
     ),
     Exhibit(

@@ -51,7 +51,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("jax_ppo.rewards.judge._FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("jax_ppo.json_server._FIRST_PAUSE", 0.001)
 
 
 def chat_reply(text):

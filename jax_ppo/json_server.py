@@ -1,0 +1,164 @@
+"""JSON requests to a server that an option names: repeated after faults, without redirects.
+
+The key of a server is the value of an environment variable and is sent as a bearer token. It never
+occurs in an option, a message or a file of the run.
+"""
+
+import dataclasses
+import email.message
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from jax_ppo.errors import UserError
+
+_MAX_REPLY = 1_000_000  # bytes
+_FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
+
+
+class RequestFault(RuntimeError):
+    """No attempt at a request succeeded."""
+
+
+class RequestTimeout(RequestFault):
+    """The last attempt took too long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JSONServer:
+    """A server, and how it is called.
+
+    Attributes:
+      option: the option that holds the address, "config.SECTION.NAME".
+      url: the address; it may have a query, which no message repeats.
+      key_variable: the environment variable with the server's key.
+      timeout: seconds that an attempt may take.
+      retries: number of times that a failed request is repeated.
+    """
+
+    option: str
+    url: str
+    key_variable: str
+    timeout: float
+    retries: int
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a wrong address, one with a password, or a key that is no header.
+
+        The message shows neither.
+        """
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_address &= parts.port is None or parts.port > 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            shown = "" if "@" in self.url else f"={self.url!r}"
+            raise UserError(f"{self.option}{shown}: expected http://HOST/PATH or https://HOST/PATH")
+        if parts.username or parts.password:
+            raise UserError(
+                f"{self.option}: the address contains a user name or a password; set the "
+                f"environment variable {self.key_variable} instead"
+            )
+        key = self._read_key()
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                f"{self.key_variable}: the key has characters that HTTP headers cannot hold"
+            )
+
+    def _read_key(self) -> str:
+        return os.environ.get(self.key_variable, "").strip()
+
+    def __str__(self) -> str:
+        """Return the address without its query, which may contain a key."""
+        parts = urllib.parse.urlsplit(self.url)
+        return urllib.parse.urlunsplit(parts._replace(query="", fragment=""))
+
+    def post(
+        self,
+        request: str,
+        path: str = "",
+        is_repeatable: bool = True,
+        read: Callable[[Any], Any] = lambda reply: reply,
+    ) -> Any:
+        """Return the server's reply; repeat the request after faults that may be temporary.
+
+        Args:
+          request: JSON.
+          path: appended to the path of the address.
+          is_repeatable: whether the server may have acted on a request that is repeated. Otherwise
+            only refusals are followed by another attempt.
+          read: returns what is needed of a reply; it may raise `ValueError`, which is a fault.
+
+        Raises:
+          RequestFault: no attempt succeeded.
+        """
+        problem = ""
+        timed_out = False
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
+            timed_out = False
+            is_refusal = False
+            try:
+                return read(self._send(request, path))
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP {error.code} {error.reason}"
+                # A refusal is final, unless the server is busy or broken.
+                if error.code != 429 and error.code < 500:
+                    break
+                is_refusal = error.code in (429, 503)
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+                # While connecting, the error is the reason of a URLError.
+                reason = getattr(error, "reason", error)
+                timed_out = isinstance(reason, TimeoutError)
+                is_refusal = isinstance(reason, ConnectionRefusedError)
+            except json.JSONDecodeError as error:
+                problem = f"the reply is not JSON: {error}"
+            except ValueError as error:
+                problem = f"the reply is of another form: {error}"
+            if not is_repeatable and not is_refusal:
+                break
+        fault = RequestTimeout if timed_out else RequestFault
+        raise fault(f"{self.option}={self}: {problem}")
+
+    def _send(self, request: str, path: str) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := self._read_key():
+            headers["Authorization"] = f"Bearer {key}"
+        parts = urllib.parse.urlsplit(self.url)
+        if path:
+            parts = parts._replace(path=f"{parts.path.rstrip('/')}/{path}")
+        message = urllib.request.Request(
+            urllib.parse.urlunsplit(parts),
+            # Half of a surrogate pair has no encoding.
+            request.encode(errors="replace"),
+            headers,
+            method="POST",
+        )
+        opener = urllib.request.build_opener(_RefuseRedirects)
+        with opener.open(message, timeout=self.timeout) as reply:
+            return json.loads(reply.read(_MAX_REPLY))
+
+
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: key and data are sent only to the host that the user named."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: Any,
+        code: int,
+        msg: str,
+        headers: email.message.Message,
+        newurl: str,
+    ) -> None:
+        """Return `None`, which turns the redirect into an error."""
