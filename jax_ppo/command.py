@@ -12,8 +12,9 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config, Score
@@ -21,7 +22,7 @@ from jax_ppo.errors import UserError, print_any_text
 from jax_ppo.runtime import signals
 
 # What runs a command, given its options and the folder to write to; imported once they are valid.
-_RUNNERS = {
+RUNNERS = {
     "train": "jax_ppo.run.ppo_training:train",
     "critic": "jax_ppo.run.ppo_training:train",
     "evaluate": "jax_ppo.run.standalone_evaluation:evaluate_model",
@@ -31,6 +32,27 @@ _RUNNERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a command line asks for.
+
+    Attributes:
+      options: the options.
+      workdir: the folder to write to, or a gs:// address.
+      runner: "module:function", called with the resolved options and the folder.
+      arguments: its other arguments, by name.
+      evaluates: refuse a work directory that has checkpoints.
+      draws_curves: whether the loggers get the metrics of steps.
+    """
+
+    options: Config
+    workdir: str | Path
+    runner: str
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evaluates: bool = False
+    draws_curves: bool = True
+
+
 def run_command(arguments: list[str], command: str) -> None:
     """Read the options of a command and run it; exit with a one-line message on a user error.
 
@@ -38,21 +60,37 @@ def run_command(arguments: list[str], command: str) -> None:
       arguments: `sys.argv`.
       command: "train", "critic", "evaluate", "score", "sft" or "reward_model".
     """
+
+    def read_job() -> Job:
+        options, workdir = command_line.read_command_line(arguments, command)
+        if command == "score":
+            validate_score_file(options.score)
+        return Job(
+            options=options,
+            workdir=workdir,
+            runner=RUNNERS[command],
+            evaluates=command in ("evaluate", "score"),
+            draws_curves=command != "score",
+        )
+
+    run_job(read_job)
+
+
+def run_job(read_job: Callable[[], Job]) -> None:
+    """Read what a command line asks for and run it; exit with one line on a user error."""
     print_any_text()
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         try:
-            options, workdir = command_line.read_command_line(arguments, command)
-            if command == "score":
-                validate_score_file(options.score)
+            job = read_job()
             from jax_ppo.runtime import distributed, xla_flags
 
             xla_flags.require_known()
-            distributed.initialize(options.distributed)
+            distributed.initialize(job.options.distributed)
         except UserError as error:
             sys.exit(f"error: {error}")
         try:
-            distributed.run_or_abort(lambda: _run(options, workdir, command))
+            distributed.run_or_abort(lambda: _run(job))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -143,18 +181,19 @@ def validate_score_file(options: Score) -> None:
     find_response_files(expand_local_path(options.file, option), option)
 
 
-def _run(options: Config, workdir: str | Path, command: str) -> None:
+def _run(job: Job) -> None:
     from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
-    evaluates = command in ("evaluate", "score")
+    options = job.options
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
-        with watched, prepared_run(options, workdir, evaluates) as (resolved, folder):
-            pkgutil.resolve_name(_RUNNERS[command])(resolved, folder)
-            console.print_on_main(f"report: {workdir}/report.html")
-            if command != "score" and "tensorboard" in parsing.parse_names(options.trainer.logger):
-                console.print_on_main(describe_curves(workdir))
+        with watched, prepared_run(options, job.workdir, job.evaluates) as (resolved, folder):
+            pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
+            console.print_on_main(f"report: {job.workdir}/report.html")
+            loggers = parsing.parse_names(options.trainer.logger)
+            if job.draws_curves and "tensorboard" in loggers:
+                console.print_on_main(describe_curves(job.workdir))
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -111,6 +111,6 @@ def test_a_run_with_checkpoints_keeps_its_options_until_the_resume_is_accepted(t
         assert kept == has_checkpoints
 
 
-@pytest.mark.parametrize("runner", command._RUNNERS.values())
+@pytest.mark.parametrize("runner", command.RUNNERS.values())
 def test_what_runs_a_command_exists(runner):
     assert callable(pkgutil.resolve_name(runner))

@@ -32,6 +32,7 @@ from jax_ppo.runtime import (
 )
 from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.step_hashes import HashLog, hash_options
 
 SPEED_COLUMNS = (
     console.Column(metric="seconds/step", width=5, format=".2f", unit=" s"),
@@ -117,6 +118,7 @@ class Journal:
             command_line.write_config(options, workdir)
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
             files.drop_samples_after(workdir, progress.step)
+            self._hashes = HashLog(workdir, progress.step)
             self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._pending: Callable[[], object] | None = None
@@ -226,6 +228,12 @@ class Journal:
             self._plot(step)
         self._count_skipped_update(step, skipped)
         return metrics
+
+    def write_hashes(self, step: int, command: str, hashes: dict[str, str]) -> None:
+        """Write the hashes of a step, numbered from 1, and what computed it."""
+        if hashes and distributed.is_main():
+            options = hash_options(dataclasses.asdict(self._config))
+            self._hashes.write(step, command, hashes, options, collect_versions())
 
     def _count_skipped_update(self, step: int, skipped: bool) -> None:
         """Raise `FloatingPointError` after too many steps in a row that were skipped.

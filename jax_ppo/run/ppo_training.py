@@ -42,13 +42,21 @@ from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
 from jax_ppo.training.setup import fingerprint_data
 from jax_ppo.training.state import TrainState, trained_trees
+from jax_ppo.training.step_hashes import hash_quantities
 from jax_ppo.types import Prompts, Rollout
 
 ROLLOUT = "rollout"  # a checkpoint's tree of what was sampled one step ahead
 
 
-def train(config: Config, workdir: Path) -> dict[str, Any]:
+def train(
+    config: Config, workdir: Path, cycle: Callable[..., dict[str, Any]] = life_cycle.train
+) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
+
+    Args:
+      config: all options.
+      workdir: the folder to write to.
+      cycle: what takes the steps; its arguments are those of `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -64,7 +72,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             given, _, _ = read_given_responses(config, workdir)
         return PPOTraining(set_up_run(config, workdir, mesh, console.print_on_main, given=given))
 
-    return life_cycle.train(config, workdir, build, config.trainer.best_metric)
+    return cycle(config, workdir, build, config.trainer.best_metric)
 
 
 class PPOTraining:
@@ -163,7 +171,7 @@ class PPOTraining:
         assert self._batches is not None, "the run has not begun"
         state, result = take_step(self._run, state, self._batches, step, self._sampled, journal)
         self._failed_steps.count(step, result.rule_rewards)
-        report_step(self._run, journal, step, result)
+        report_step(self._run, journal, step, result, state)
         self._sampled = result.next_sampled
         self.position = result.sampled.position
         return state
@@ -192,8 +200,18 @@ class PPOTraining:
         export_models(self._run, state, folder, journal)
 
 
-def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:
-    """Start computing the metrics of a step's samples, and queue its report without waiting."""
+def report_step(
+    run: PPORun, reporter: Reporter, step: int, result: StepResult, state: TrainState
+) -> None:
+    """Start computing a step's metrics and hashes, and queue its report without waiting.
+
+    Args:
+      run: the parts of the run.
+      reporter: gets the report.
+      step: the step, from 0.
+      result: what the step left.
+      state: the state after the step.
+    """
     sampled = result.sampled
     rule_rewards = result.rule_rewards
     sampling_metrics = measure_sampling(
@@ -205,13 +223,34 @@ def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) 
     )
     reporter.report_later(
         step,
-        result.metrics | sampling_metrics,
+        result.metrics | sampling_metrics | _hash_step(result, state),
         rule_rewards,
         flops=count_step_flops(
             run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
         ),
         samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
         on_host={"update/padding": result.packed.padding, **sampled.metrics},
+    )
+
+
+def _hash_step(result: StepResult, state: TrainState) -> dict[str, jax.Array]:
+    """Start hashing what a step computed, and the weights after it."""
+    experience = result.experience
+    sequences = experience.sequences
+    weights = {f"weights/{role}": state.models[role] for role in state.optimizers}
+    return hash_quantities(
+        {
+            "tokens": (sequences.tokens, sequences.prompt_lengths, sequences.lengths),
+            "sampled_logprobs": result.sampled.rollout.logprobs,
+            "rewards": result.rewards,
+            "old_logprobs": experience.old_logprobs,
+            "ref_logprobs": experience.ref_logprobs,
+            "values": experience.values,
+            "advantages": experience.advantages,
+            "returns": experience.returns,
+            "control": experience.control,
+            **weights,
+        }
     )
 
 

@@ -19,6 +19,7 @@ from jax_ppo.run.sample_records import StepSamples, describe_step, format_first_
 from jax_ppo.runtime import compilation, distributed
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.step_hashes import take_hashes
 
 COLUMNS = (
     console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
@@ -124,7 +125,7 @@ class Reporter(journal.Journal):
 
         Args:
           step: the step, from 0.
-          on_mesh: scalars on the mesh, by name.
+          on_mesh: scalars on the mesh, by name, and the step's hashes.
           rule_rewards: what the rules reported.
           flops: model FLOPs of the step, for `perf/mfu`.
           samples: the step's samples; some are written if that is due.
@@ -164,6 +165,7 @@ class Reporter(journal.Journal):
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             fetched = jax.device_get(on_mesh)
+        self.write_hashes(step + 1, "train", take_hashes(fetched))
         optimizer_steps = {
             name.removeprefix(OPTIMIZER_STEPS): fetched.pop(name)
             for name in list(fetched)

@@ -27,13 +27,25 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.setup import fingerprint_data
+from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from jax_ppo.types import Params
 
 State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 
 
-def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
+def train(
+    config: Config,
+    workdir: Path,
+    task: Task,
+    cycle: Callable[..., dict[str, Any]] = life_cycle.train,
+) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
+
+    Args:
+      config: all options.
+      workdir: the folder to write to.
+      task: what is trained.
+      cycle: what takes the steps; its arguments are those of `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -48,7 +60,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
         return SupervisedTraining(set_up_run(config, task, mesh))
 
     # The accuracy, or the negative loss of a task without one.
-    return life_cycle.train(config, workdir, build, best_metric="quality")
+    return cycle(config, workdir, build, best_metric="quality")
 
 
 train_sft = functools.partial(train, task=SFT)
@@ -122,7 +134,17 @@ class SupervisedTraining:
             arguments, named = _step_arguments(run, state, run.replicate(np.int32(step)), batch)
             params, optimizer_state, metrics = train_step(*arguments, **named)
             journal.flush()  # of the step before, while this one is computed
-        journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
+        sequences = batch[0]
+        metrics |= hash_quantities(
+            {
+                "tokens": (sequences.tokens, sequences.prompt_lengths, sequences.lengths),
+                "loss": metrics["loss"],
+                f"weights/{run.task.output}": params,
+            }
+        )
+        journal.write_later(
+            functools.partial(_write_metrics, journal, step + 1, self.command, metrics)
+        )
         return {"params": params, "optimizer": optimizer_state}
 
     def evaluate(
@@ -176,10 +198,13 @@ def _step_arguments(
     return arguments, {"rounding_seed": rounding_seed(options.optim, run.config.seed)}
 
 
-def _write_metrics(journal: Journal, step: int, on_mesh: dict[str, jax.Array]) -> None:
-    """Fetch and write the metrics of a step, numbered from 1."""
+def _write_metrics(
+    journal: Journal, step: int, command: str, on_mesh: dict[str, jax.Array]
+) -> None:
+    """Fetch and write the metrics and hashes of a step, numbered from 1."""
     # This waits for the step. In the loop the next one has been dispatched before.
     fetched = jax.device_get(on_mesh)
+    journal.write_hashes(step, command, take_hashes(fetched))
     metrics = {f"train/{name}": float(value) for name, value in fetched.items()}
     journal.write_step(
         step,

@@ -213,6 +213,10 @@ class Checkpointer:
             return self._local.step  # the checkpoints of the work directory are older
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints in the directory."""
+        return list(self._manager.all_steps())
+
     def best_step(self) -> int | None:
         """Return the step with the largest best metric, the newest of several.
 
@@ -405,7 +409,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     text = record.getMessage()
     is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
-    expected = ("cannot schedule new futures", "Given directory is read only")
+    expected = ("cannot schedule new futures", "directory is read only", "read_only=True, setting")
     return not is_of_full_disk and not any(part in text for part in expected)
 
 

@@ -131,14 +131,12 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     changes = _compare_options(config, meta["config"], command)
-    for option, digest in (frozen or {}).items():
-        if meta.get("frozen", {}).get(option, digest) != digest:
-            raise UserError(
-                f"config.{option}={option_value(config, option)!r}: its files have changed since "
-                "the checkpoint; restore them, or give another --workdir"
-            )
-    # An older checkpoint has no fingerprint.
-    data_change = _describe_data_change(meta.get("data", {}), data)
+    for option in _changed_models(meta, frozen):
+        raise UserError(
+            f"config.{option}={option_value(config, option)!r}: its files have changed since "
+            "the checkpoint; restore them, or give another --workdir"
+        )
+    data_change = _describe_data_change(meta, data)
     if data_change and not config.trainer.resume_with_changed_data:
         raise UserError(
             f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
@@ -159,8 +157,7 @@ def find_progress(
             f"all {total_steps} steps are done; to train further, set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
-    # An older checkpoint may lack some of it.
-    history = {name: meta[name] for name in HISTORY if name in meta}
+    history = _history(meta)
     history["changed_options"] = [
         *history.get("changed_options", []),
         *(f"after step {latest}: {change}" for change in changes),
@@ -172,8 +169,43 @@ def find_progress(
     return Progress(step=latest, position=meta["position"], **history)
 
 
-def _describe_data_change(saved: dict[str, Any], data: dict[str, Any]) -> str:
+def progress_to_repeat(
+    step: int, meta: dict[str, Any], data: dict[str, Any], frozen: dict[str, str] | None = None
+) -> Progress:
+    """Return the progress of a checkpoint, to compute the steps after it again.
+
+    Args:
+      step: the checkpoint's.
+      meta: what it holds besides arrays.
+      data: the fingerprint of the training data.
+      frozen: the fingerprints of frozen models, by the options that name them.
+
+    Raises:
+      UserError: the data or the frozen models have changed.
+    """
+    for option in _changed_models(meta, frozen):
+        raise UserError(f"config.{option}: its files have changed since the run; restore them")
+    if change := _describe_data_change(meta, data):
+        raise UserError(
+            f"config.data.train_files: the training data have changed: {change}; restore them"
+        )
+    return Progress(step=step, position=meta["position"], **_history(meta))
+
+
+def _history(meta: dict[str, Any]) -> dict[str, Any]:
+    # An older checkpoint may lack some of it.
+    return {name: meta[name] for name in HISTORY if name in meta}
+
+
+def _changed_models(meta: dict[str, Any], frozen: dict[str, str] | None) -> list[str]:
+    """Return the options whose frozen models are not those of the checkpoint."""
+    saved = meta.get("frozen", {})
+    return [name for name, digest in (frozen or {}).items() if saved.get(name, digest) != digest]
+
+
+def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:
     """Return how the training data have changed since the checkpoint, "" if they have not."""
+    saved = meta.get("data", {})  # an older checkpoint has no fingerprint
     # Rows that moved between memory and a cache have no hash in common, only their number.
     if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
         return ""

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from jax_ppo.reporting.files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
+from jax_ppo.training.step_hashes import read_hashes
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
 
@@ -257,6 +259,37 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
 
 
 @pytest.mark.slow
+def test_a_replayed_step_is_bit_equal_and_a_changed_byte_is_named(undisturbed, tmp_path):
+    """Step 8 is computed from checkpoint 6; the folder of the run stays as it is."""
+    workdir = shutil.copytree(undisturbed[0], tmp_path / "run")
+    files = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    replay = functools.partial(
+        subprocess.run,
+        [sys.executable, "-m", "jax_ppo.replay", f"--workdir={workdir}", "--step=8", "--verify"],
+        env=environment(),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    process = replay()
+    assert "verified steps 7 to 8: equal in tokens, sampled_logprobs" in process.stdout
+    assert process.returncode == 0 and "note: " not in process.stdout
+    assert files == {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    copies = read_samples(tmp_path / "run-replay-8")
+    assert [(kind, step, len(records)) for kind, step, records in copies] == [
+        ("training", 7, 16),
+        ("training", 8, 16),
+    ]
+    recorded = (workdir / "hashes.jsonl").read_bytes()
+    advantages = read_hashes(workdir)[7]["hashes"]["advantages"].encode()
+    other = advantages[:-1] + (b"0" if advantages[-1:] != b"0" else b"1")
+    (workdir / "hashes.jsonl").write_bytes(recorded.replace(advantages, other))
+    process = replay()
+    assert process.returncode == 1
+    assert "error: step 7: advantages (advantages) differs" in process.stderr
+
+
+@pytest.mark.slow
 def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, capsys):
     """Greedy figures equal a greedy evaluation's; sampled ones come from other responses."""
 
@@ -401,6 +434,10 @@ def assert_equal_runs(workdir, other):
     )
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
+    ours, theirs = (
+        [entry["hashes"] for entry in read_hashes(folder).values()] for folder in (workdir, other)
+    )
+    assert ours == theirs and len(ours) == 8
 
 
 def assert_same_run(workdir, other, tolerance):
