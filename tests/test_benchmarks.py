@@ -189,6 +189,7 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     assert results["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in results["torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sample", "score", "score critic", "update", "update critic"])
 def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
     """They use a TPU's choice of attention; `python -m jax_ppo.plan` compiles them."""

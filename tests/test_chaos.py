@@ -15,7 +15,7 @@ from chaos_variants import Variant
 EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_disturbed_run_equals_an_undisturbed_one(tmp_path):
     with chaos.Chaos(tmp_path / "chaos", seed=0) as disturber:
         # A run may end before its fault on a fast machine, but not each of several runs.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hostile_inputs_are_accepted_correctly_or_refused_in_one_line():
     script = Path(__file__).parent / "harness" / "hostile.py"
     command = [sys.executable, script, "--inputs", "510", "--seed", "1"]

@@ -87,7 +87,7 @@ def test_no_encoding_of_the_output_ends_a_command(name, encoding, tmp_path, monk
     assert len(output.buffer.getvalue()) > len(ODD_TEXT)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_ascii_terminal_does_not_end_a_run(tmp_path):
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0"}
     subprocess.run(

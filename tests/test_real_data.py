@@ -131,7 +131,7 @@ def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
 
 @needs("tinystories-260k")
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ppo_on_tinystories_exports_what_transformers_continues(tmp_path):
     import torch
     import transformers

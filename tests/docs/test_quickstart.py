@@ -34,7 +34,7 @@ def test_options_in_the_notebook_are_valid():
     subprocess.run([sys.executable, "-c", program], cwd=doc_pages.ROOT, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_notebook_trains_plots_and_samples(tmp_path):
     """Cells run in their order as one program, without a display.
 

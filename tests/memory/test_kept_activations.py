@@ -52,7 +52,9 @@ def residual_bytes(policy):
     return sum(x.size * x.dtype.itemsize for x in kept)
 
 
-@pytest.mark.parametrize("policy", ["attention", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["attention", pytest.param("dots", marks=pytest.mark.exhaustive)]
+)
 def test_what_a_policy_keeps_is_what_jax_keeps(update_of, policy):
     full, kept = (
         update_of(model__attention="xla", model__gradient_checkpointing_policy=name)

@@ -175,6 +175,7 @@ def test_the_dtype_is_that_of_the_named_machine(folder, topology, dtype):
     assert chosen.to_json() == estimate(folder, topology, model__dtype=dtype).to_json()
 
 
+@pytest.mark.slow
 def test_the_compilers_figures_replace_the_estimate(folder):
     config = tiny.config(model__path=folder, mesh__fsdp=2, mesh__data=1)
     plan = step_plan.plan_step(config, parse_topology("cpu:2"))
@@ -191,6 +192,7 @@ def test_the_compilers_figures_replace_the_estimate(folder):
     assert 0 <= updated.batch < updated.parameters
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("message", "used"),
     [

@@ -160,7 +160,7 @@ def gradient(program, inputs, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [OPTIONS[3], *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, OPTIONS[1]))],
+    [OPTIONS[3], *(pytest.param(more, marks=pytest.mark.exhaustive) for more in ({}, OPTIONS[1]))],
 )
 def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)

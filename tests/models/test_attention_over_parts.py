@@ -69,7 +69,7 @@ def assert_devices_agree_with_whole_rows(program, mesh, inputs, **options):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[3], pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [OPTIONS[3], pytest.param({}, marks=pytest.mark.exhaustive)])
 def test_parts_of_rows_attend_to_their_samples_in_the_whole_row(options):
     """Three samples in rows of 64 tokens lie across the blocks of 8 of four devices."""
     mesh = tiny.make_mesh(8, data=1, context=4, model=2)

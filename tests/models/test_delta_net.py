@@ -101,9 +101,10 @@ def assert_logprobs(actor, prompts, rollout, n, atol=2e-4):
     "options",
     [
         {"slots": 4},  # slots are refilled
-        {"slots": 16, "max_response_length": 70},  # the last ones move into fewer
+        # The last ones move into fewer.
+        pytest.param({"slots": 16, "max_response_length": 70}, marks=pytest.mark.slow),
         pytest.param(
-            {"slots": 5, "stage_length": 4, "max_response_length": 20}, marks=pytest.mark.slow
+            {"slots": 5, "stage_length": 4, "max_response_length": 20}, marks=pytest.mark.exhaustive
         ),
     ],
     ids=["refilled", "compacted", "in stages"],
@@ -116,7 +117,7 @@ def test_a_token_changes_the_state_of_its_slot_once(actor, options):
     assert_logprobs(actor, prompts, rollout, n=2)
 
 
-@pytest.mark.parametrize("decoding", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("decoding", ["gpu", pytest.param("tpu", marks=pytest.mark.exhaustive)])
 def test_an_accelerators_cache_keeps_the_rows_of_slots_that_no_longer_exist(decoding):
     actor = Actor(ARCHITECTURE)
     actor.decoded = actor.decoded.clone(decoding=decoding)
@@ -141,7 +142,8 @@ def test_a_turn_that_waits_does_not_change_its_state(actor):
     assert_logprobs(actor, prompts, rollout, n=2)
 
 
-@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_an_engine_samples_the_same_on_several_devices(actor, quantized):
     options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
@@ -171,8 +173,9 @@ def test_int8_leaves_rates_and_decays_as_they_are(actor):
     assert all(x.dtype == jnp.bfloat16 for x in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [(True, False, True), (True, True, False) * 4])
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_gradients_are_added_to_their_sum(pattern, remat):
     """In a loop over periods too, whose layers have parts of three stacks."""
     assert len(pattern) == 3 or len(pattern) > MAX_UNROLLED_LAYERS

@@ -171,9 +171,9 @@ def dequantize(params):
 @pytest.mark.parametrize(
     ("architecture", "quantized"),
     [
-        pytest.param(ARCHITECTURE, False, marks=pytest.mark.slow),
-        (ARCHITECTURE, True),
-        (BIASED, False),
+        pytest.param(ARCHITECTURE, False, marks=pytest.mark.exhaustive),
+        pytest.param(ARCHITECTURE, True, marks=pytest.mark.slow),
+        pytest.param(BIASED, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_samples_the_same_on_several_devices(architecture, quantized):

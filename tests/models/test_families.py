@@ -312,7 +312,8 @@ VARIANTS = {
 }
 
 
-SLOW = (
+# Forms of families of which the slow suite has another one.
+FURTHER_FORMS = (
     "gemma3, last logits capped",
     "mistral, no window",
     "gemma3, in a loop",
@@ -350,12 +351,14 @@ REPRESENTATIVES = (
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS
-    ],
-)
+def suite(name):
+    """Return the marks of a variant: the default suite has one for each kind of layers."""
+    if name in REPRESENTATIVES:
+        return []
+    return [pytest.mark.exhaustive if name in FURTHER_FORMS else pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=suite(name)) for name in VARIANTS])
 def checkpoint(request, tmp_path_factory):
     """Return a model as transformers writes it, its folder, architecture and parameters."""
     return write_variant(request.param, tmp_path_factory.mktemp("family"))
@@ -700,11 +703,12 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, c
         "qwen3, local layers",
         "qwen3_moe",
         "qwen3_5",
-        "gpt_oss",
-        "gemma3, in a loop",
-        "gpt_neox",
         *(
             pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt_oss", "gemma3, in a loop", "gpt_neox")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("phi3", "gemma2, in a loop", "gpt2")
         ),
     ],

@@ -119,7 +119,7 @@ UNUSUAL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", range(len(UNUSUAL)))
 def test_unusual_configurations_in_shards_of_mixed_types(index, tmp_path):
     """Sequences are longer than the windows and than what RoPE was first trained with."""
@@ -137,7 +137,9 @@ def test_unusual_configurations_in_shards_of_mixed_types(index, tmp_path):
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in ("gpt2", "gpt_neox") else pytest.param(family, marks=pytest.mark.slow)
+        family
+        if family in ("gpt2", "gpt_neox")
+        else pytest.param(family, marks=pytest.mark.exhaustive)
         for family in FAMILIES
     ],
 )

@@ -87,11 +87,13 @@ def test_a_column_of_zeros_stays_one():
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        (MODEL, (1, 1, 1)),
+        pytest.param(MODEL, (1, 1, 1), marks=pytest.mark.slow),
         # test_experts.py has an engine with int8 kernels on several devices.
-        pytest.param(MODEL, (2, 2, 2), marks=pytest.mark.slow),
-        pytest.param(MODEL, (1, 2, 4), marks=pytest.mark.slow),
-        pytest.param(Transformer(tiny.UNGATED, quantized=True), (1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(MODEL, (2, 2, 2), marks=pytest.mark.exhaustive),
+        pytest.param(MODEL, (1, 2, 4), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Transformer(tiny.UNGATED, quantized=True), (1, 2, 4), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["one device", "eight devices", "shared heads", "ungated"],
 )

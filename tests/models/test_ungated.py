@@ -285,7 +285,7 @@ def adapted_logits(folder, adapters, lora):
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "gpt_neox", pytest.param("phi3", marks=pytest.mark.slow)]
+    "family", ["gpt2", "gpt_neox", pytest.param("phi3", marks=pytest.mark.exhaustive)]
 )
 def test_adapters_of_peft_on_fused_projections_are_read(family, tmp_path):
     """PEFT's A of a fused tensor is that of each of its projections, which have their own B."""

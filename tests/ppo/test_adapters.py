@@ -99,7 +99,9 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
     )
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"]
+)
 def test_the_first_policy_is_the_reference_to_the_bit(dtype):
     config = tiny.config(
         model__dtype=dtype, actor__ppo_epochs=2, algorithm__use_kl_in_reward=True, **LORA
@@ -143,7 +145,7 @@ def gradients(config, mesh, rows):
     ("packed", "rows", "shape"),
     [
         # The mesh of test_updates_on_meshes.py has adapters, too.
-        pytest.param(True, 4, {"data": 1, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
+        pytest.param(True, 4, {"data": 1, "fsdp": 2, "model": 2}, marks=pytest.mark.exhaustive),
         (True, 1, {}),
         pytest.param(True, 8, {"data": 8}, marks=pytest.mark.exhaustive),
     ],

@@ -69,12 +69,16 @@ def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"rollout__stage_length": 4}, id="stages"),
+        pytest.param({"rollout__stage_length": 4}, marks=pytest.mark.slow, id="stages"),
         # Its greedy responses are drawn from one token each.
-        pytest.param({"algorithm__adv_estimator": "remax"}, id="greedy baselines"),
+        pytest.param(
+            {"algorithm__adv_estimator": "remax"},
+            marks=pytest.mark.exhaustive,
+            id="greedy baselines",
+        ),
         pytest.param(
             {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
             id="one step off",
         ),
     ],

@@ -295,9 +295,9 @@ def compute_expected(policy_loss: str) -> Expected:
     ("policy_loss", "packed", "rows"),
     [
         ("vanilla", True, 1),
-        ("gspo", True, 4),
-        pytest.param("vanilla", True, 4, marks=pytest.mark.slow),
-        pytest.param("vanilla", False, 8, marks=pytest.mark.slow),
+        pytest.param("gspo", True, 4, marks=pytest.mark.slow),
+        pytest.param("vanilla", True, 4, marks=pytest.mark.exhaustive),
+        pytest.param("vanilla", False, 8, marks=pytest.mark.exhaustive),
     ],
 )
 def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, rows):

@@ -137,7 +137,7 @@ def text(prompt):
     [
         {},
         {"devices": 8, "fsdp": 2, "model": 2},
-        pytest.param({"devices": 8, "data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+        pytest.param({"devices": 8, "data": 2, "fsdp": 4}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):

@@ -40,6 +40,7 @@ def test_micro_batches_and_packing_do_not_change_the_routers_loss(undivided):
     assert metrics["actor/loss"] - rest == pytest.approx(metrics["actor/router_loss"] / 2, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_devices_do_not_change_the_gradient_of_experts(undivided):
     config = tiny.config(packing__enabled=False, **LOSS)
     gradients, metrics = run_gradients(
@@ -49,6 +50,7 @@ def test_devices_do_not_change_the_gradient_of_experts(undivided):
     assert metrics == pytest.approx(undivided[1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_no_device_gathers_the_kernels_of_all_experts():
     """Two of four experts are a device's own: it gathers their rows over fsdp, and tokens."""
     config, mesh = tiny.config(**LOSS), tiny.make_mesh(8, data=1, fsdp=4, expert=2)

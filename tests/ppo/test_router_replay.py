@@ -78,7 +78,7 @@ def answer(state, turn, length):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"stage_length": 3}, marks=pytest.mark.slow),
+        pytest.param({"stage_length": 3}, marks=pytest.mark.exhaustive),
         {
             "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
             "max_turn_length": 3,
@@ -99,6 +99,7 @@ def test_the_record_is_what_one_pass_over_the_whole_sequence_selects(params, cha
     assert len(np.unique(expected[was_run].reshape(-1, K), axis=0)) > E
 
 
+@pytest.mark.exhaustive
 def test_with_int8_decoding_replay_brings_the_trainer_closer_to_the_sampler(params):
     """Rounded weights select other experts for some tokens."""
     weights = quantize_kernels(unroll_params(params), jnp.float32)
@@ -238,7 +239,7 @@ def test_a_model_without_experts_has_no_routing_to_replay():
         ),
         pytest.param(
             {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
             id="one step off",
         ),
     ],

@@ -54,7 +54,7 @@ def assert_close(ours, expected):
     )
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.exhaustive)])
 def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
     nets = tiny.networks(config)
@@ -72,7 +72,8 @@ def test_the_gradient_is_the_sum_of_both(options):
     assert_close(joint_gradient, split)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.exhaustive)])
 def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
     config = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options)

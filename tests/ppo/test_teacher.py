@@ -160,6 +160,7 @@ def gradient(config, mesh, nets, state):
 LOSS = ALONE | {"teacher__loss_coef": 0.5, "teacher__reward_coef": 0.0}
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_kl_over_the_vocabulary_to_a_teacher_of_another_width():
     config, mesh = tiny.config(**LOSS), tiny.make_mesh()
     with jax.set_mesh(mesh):
@@ -187,6 +188,7 @@ def test_the_loss_is_the_kl_over_the_vocabulary_to_a_teacher_of_another_width():
         )
 
 
+@pytest.mark.exhaustive
 def test_its_rewards_and_its_loss_are_the_same_on_any_mesh():
     config = tiny.config(**LOSS | {"teacher__reward_coef": 1.0})
     results = []

@@ -121,7 +121,7 @@ def undivided():
     ("packed", "rows"),
     [
         (True, 1),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((True, 4), (False, 2))),
+        *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in ((True, 4), (False, 2))),
     ],
 )
 def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed, rows):
@@ -169,7 +169,7 @@ def test_tokens_are_selected_from_the_whole_mini_batch(options):
     [
         {"data": 2, "fsdp": 2, "model": 2},
         *(
-            pytest.param(more, marks=pytest.mark.slow)
+            pytest.param(more, marks=pytest.mark.exhaustive)
             for more in (
                 # Four devices share two key-value heads.
                 {"data": 1, "model": 4},
@@ -251,7 +251,7 @@ def test_importance_weights_do_not_depend_on_micro_batches():
     assert abs(weighted[1]["actor/pg_loss"] - plain[1]["actor/pg_loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
     config = tiny.config(
         rollout__temperature=temperature, algorithm__use_kl_in_reward=True, actor__ppo_epochs=2
@@ -273,7 +273,7 @@ def sample_rollout(config, mesh, state):
     return sampler(unroll_params(state.actor), prompts, jax.random.key(3))
 
 
-@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
     options = dict(rollout__temperature=temperature, actor__ppo_mini_batch_size=tiny.B // 2)
     recomputing, reusing = (
@@ -339,7 +339,7 @@ def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
         "k1",
         "k3",
         "full",
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ("abs", "k2", "clamped")),
+        *(pytest.param(more, marks=pytest.mark.exhaustive) for more in ("abs", "k2", "clamped")),
     ],
 )
 def test_kl_is_zero_at_first_for_every_estimator(kind):
@@ -862,7 +862,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
     )
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.exhaustive), 8])
 def test_the_value_after_the_last_token(devices):
     """Packed rows give the same value at a sequence's end as a separate row for it."""
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)

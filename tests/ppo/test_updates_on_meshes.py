@@ -28,7 +28,7 @@ def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "ARCHITECTURE", dataclasses.replace(tiny.ARCHITECTURE, num_layers=2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @on_meshes
 def test_adapters_on_a_base(two_layers, shape, options):
     config = tiny.config(**LOSS, **test_adapters.LORA, **options)
@@ -37,7 +37,7 @@ def test_adapters_on_a_base(two_layers, shape, options):
     test_update.assert_close(gradients, expected, tolerance=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @on_meshes
 def test_a_shared_trunk(two_layers, shape, options):
     config = tiny.config(**test_shared_trunk.SHARED, model__gradient_checkpointing=True, **options)

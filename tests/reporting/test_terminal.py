@@ -52,9 +52,10 @@ def run_in_terminal(arguments, columns, cwd):
     return screen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "columns",
-    [pytest.param(80, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)],
+    [80, 200],
 )
 def test_nothing_tears_the_lines_of_a_run(columns, tmp_path, request):
     screen = run_in_terminal(command(tmp_path / "run"), columns, request.config.rootpath)

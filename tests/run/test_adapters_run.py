@@ -288,7 +288,7 @@ def test_with_a_shared_trunk_too(files, tmp_path):
         assert not any("score" in name for name in load_file(tmp_path / path))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_teach_adapters_and_are_neither_saved_nor_exported(files, undisturbed, tmp_path):
     teacher = undisturbed[0] / "adapter"
     options = (f"--config.teacher.path={teacher}", "--config.teacher.loss_coef=0.5")
@@ -301,7 +301,7 @@ def test_adapters_teach_adapters_and_are_neither_saved_nor_exported(files, undis
     assert not [path for path in (tmp_path / "taught").rglob("*") if path.name == "teacher"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_kl_may_be_measured_to_the_adapters_that_a_run_starts_from(
     files, undisturbed, tmp_path
 ):

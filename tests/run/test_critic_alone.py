@@ -83,6 +83,7 @@ def test_a_resumed_run_ends_with_the_same_critic(trained):
     assert weights.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tmp_path):
     """Four files of eight responses, of which a broken row is refused by its line."""
     config, workdir = trained
@@ -135,6 +136,7 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
         ppo_training.train(dataclasses.replace(config, score=score), run)
 
 
+@pytest.mark.slow
 def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
     config, workdir = trained
     ppo = tiny.config(
@@ -153,6 +155,7 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
     assert abs(float(row["critic/values_mean"])) > 0.01
 
 
+@pytest.mark.exhaustive
 def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
     """Regression: a run that continued from it read its first values without their mean."""
     config, _ = trained
@@ -189,6 +192,7 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
         first_state(continued(str(trained[1] / "critic"), True))
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
     config, _ = trained
     lora = dataclasses.replace(config.model.lora, rank=2)

@@ -52,7 +52,9 @@ def train(monkeypatch, workdir, **changes):
     return seen
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, monkeypatch, capsys):
     train(monkeypatch, tmp_path / "base")
     base = {"model__path": f"{tmp_path}/base/actor", "model__lora__rank": rank}
@@ -65,7 +67,7 @@ def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, m
     assert "critic.keep_head: on, since critic.path holds a critic" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_shared_trunk_is_exported_as_a_critic_that_a_separate_one_starts_from(
     tmp_path, monkeypatch
 ):
@@ -81,6 +83,7 @@ def test_a_run_exports_only_the_actor_if_asked(tmp_path, monkeypatch):
     assert (tmp_path / "actor").exists() and not (tmp_path / "critic").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_best_checkpoint_is_exported_beside_the_last(tmp_path, monkeypatch, capsys):
     evaluate = ppo_training.PPOTraining.evaluate
 

@@ -64,7 +64,8 @@ def test_a_token_is_in_the_tenth_of_its_response_that_its_own_tokens_reach():
     assert collected.tenths.tolist() == [0, 5, 0]
 
 
-@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shared", [False, True])
 def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
     """A head of zeros predicts 0, and without discount each token has its response's reward."""
     options = {

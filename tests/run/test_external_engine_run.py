@@ -42,7 +42,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["openai", "vllm"])
 def test_killed_and_resumed_is_bit_equal(engine, tmp_path):
     texts = arithmetic.generate_worked_solutions(100, 0.5, 0)

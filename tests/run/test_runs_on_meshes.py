@@ -13,11 +13,12 @@ import tiny
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("arguments", "meshes"),
     [
-        pytest.param(("--few",), 3, marks=pytest.mark.slow),
-        pytest.param((), 11, marks=pytest.mark.exhaustive),
+        (("--few",), 3),
+        ((), 11),
     ],
     ids=["few", "all"],
 )

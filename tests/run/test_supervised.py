@@ -202,7 +202,7 @@ def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
     assert evaluated[2]["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path):
     output = run(
         "train",

@@ -330,7 +330,7 @@ def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_between_checkpoints_it_resumes_from_the_local_disk(files, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     local = f"--config.trainer.local_dir={workdir}/local", "--config.trainer.local_save_freq=1"
@@ -353,7 +353,7 @@ def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stopped_during_an_evaluation_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     """The evaluation ends between two batches; the resumed run begins with it."""
     stopped, resumed = interrupt_and_resume(
@@ -515,7 +515,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
     files, undisturbed, tmp_path, monkeypatch
 ):
@@ -642,7 +642,7 @@ class Dice:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     """Also those sampled ahead, with an environment that draws random numbers on the host."""
     (tmp_path / "dice.py").write_text(DICE)
@@ -809,7 +809,7 @@ def test_two_processes_report_what_the_rule_reports_for_all_responses(files, tmp
     assert 0 < float(alone["reward/rule_failures"]) < 16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reward_model_alone(files, reward_model, tmp_path):
     """The reward is its score at the last token of the sequence, in training and evaluations."""
     run(
@@ -861,7 +861,7 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
     assert len(read_step_rows(tmp_path / "work")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_path):
     """Of a step's 16 responses, and of two held-out batches of 8, two each are tried."""
     (tmp_path / "hangs.py").write_text(

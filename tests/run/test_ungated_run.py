@@ -106,7 +106,7 @@ def our_logits(folder, ids):
     [
         pytest.param("gpt2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_neox", marks=pytest.mark.slow),
-        pytest.param("qwen3_5_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.parity

@@ -26,7 +26,9 @@ distributed.run_or_abort(main)
 """
 
 
-@pytest.mark.parametrize("platform", ["cuda", pytest.param("nothing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "platform", ["cuda", pytest.param("nothing", marks=pytest.mark.exhaustive)]
+)
 def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, platform):
     if platform == "cuda" and shutil.which("nvidia-smi"):
         pytest.skip("there may be a GPU")

@@ -256,7 +256,7 @@ def test_a_frozen_process_is_named_and_ends_the_others(coordinator_address):
         "kill 1",
         "terminate 1",
         *(
-            pytest.param(way, marks=pytest.mark.slow)
+            pytest.param(way, marks=pytest.mark.exhaustive)
             for way in ("interrupt", "kill 0", "kill late 0", "kill late 1")
         ),
     ],

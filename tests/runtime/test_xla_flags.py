@@ -19,7 +19,7 @@ def untried(monkeypatch):
     "wrong",
     [
         "--xla_nothing=true",
-        pytest.param("--xla_backend_optimization_level=high", marks=pytest.mark.slow),
+        pytest.param("--xla_backend_optimization_level=high", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):

@@ -62,7 +62,7 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     "shape",
     [
         {"data": 8},
-        pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

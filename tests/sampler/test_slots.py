@@ -48,7 +48,7 @@ def wide(actor):
     ("decoding", "slots"),
     [
         ("cpu", 12),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_NARROWING_CASES),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_NARROWING_CASES),
     ],
 )
 def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
@@ -67,8 +67,8 @@ def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
     [
         (1, {}),
         (2, {"n": 3}),
-        pytest.param(2, {"temperature": 0.0}, marks=pytest.mark.slow),
-        pytest.param(5, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"temperature": 0.0}, marks=pytest.mark.exhaustive),
+        pytest.param(5, {}, marks=pytest.mark.exhaustive),
         (5, {"n": 3}),
     ],
     ids=str,

@@ -44,7 +44,7 @@ def expected(actor):
     ("program", "shape", "devices"),
     [
         ("tpu", RolloutMesh(context=2, model=2), 8),
-        pytest.param("cpu", RolloutMesh(context=3, model=1), 3, marks=pytest.mark.slow),
+        pytest.param("cpu", RolloutMesh(context=3, model=1), 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_devices_that_split_the_cache_draw_the_samples_of_one(

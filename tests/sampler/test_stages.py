@@ -42,7 +42,7 @@ def alone(actor):
 
 @pytest.mark.parametrize(
     ("stage_length", "decoding"),
-    [(1, "cpu"), pytest.param(3, "tpu", marks=pytest.mark.slow), (11, "cudnn")],
+    [(1, "cpu"), pytest.param(3, "tpu", marks=pytest.mark.exhaustive), (11, "cudnn")],
 )
 def test_stages_draw_the_samples_of_one(actor, alone, cudnn_anywhere, stage_length, decoding):
     options = SamplingOptions(12, 1.0, n=3, eos_ids=EOS, slots=5, stage_length=stage_length)

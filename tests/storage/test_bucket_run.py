@@ -119,7 +119,7 @@ def wait_for(server, workdir, name, processes):
     wait_until(is_there, RUN_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, bucket, tmp_path):
     bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
     environment = bucket_server.environment(server)
@@ -222,7 +222,7 @@ def test_two_processes_write_an_export_together(server, bucket, tmp_path, coordi
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == local
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_without_a_shared_disk_train_and_resume(
     server, bucket, tmp_path, coordinator_address
 ):

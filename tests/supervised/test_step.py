@@ -26,7 +26,7 @@ MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
 OBJECTIVES = pytest.mark.parametrize(
     "objective",
-    [pytest.param(LANGUAGE, marks=pytest.mark.slow), PREFERENCE],
+    [pytest.param(LANGUAGE, marks=pytest.mark.exhaustive), PREFERENCE],
     ids=["language", "preference"],
 )
 

@@ -29,7 +29,7 @@ def loss(model, params, tokens=TOKENS):
 
 
 @pytest.mark.parametrize(
-    "num_layers", [pytest.param(2, marks=pytest.mark.slow), MAX_UNROLLED_LAYERS + 1]
+    "num_layers", [pytest.param(2, marks=pytest.mark.exhaustive), MAX_UNROLLED_LAYERS + 1]
 )
 def test_the_sum_is_that_of_the_gradients(num_layers):
     """With layers of two kinds, unrolled and in a loop."""
@@ -44,7 +44,9 @@ def test_the_sum_is_that_of_the_gradients(num_layers):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), summed, expected)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"]
+)
 def test_layers_have_no_gradient_beside_the_sum(dtype):
     """Three micro-batches, in a loop over layers, as deep models have."""
     model, params = make_model(MAX_UNROLLED_LAYERS + 1, hidden_size=64, intermediate_size=256)

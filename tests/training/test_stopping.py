@@ -99,7 +99,7 @@ def start_two_processes(coordinator_address, *arguments):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
 )
 def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(
     tmp_path, number, coordinator_address

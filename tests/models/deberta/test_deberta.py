@@ -125,7 +125,7 @@ IDS, LENGTHS = reference.tokens(6, 40), [40, 3, 17, 29, 1, 8]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.exhaustive)
         if "alone" in name or name.startswith("other")
         else name
         for name in VARIANTS

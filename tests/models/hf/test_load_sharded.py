@@ -133,6 +133,7 @@ def test_eight_devices(source, tmp_path):
     assert blocks["model.norm.weight"] == [[32]]
 
 
+@pytest.mark.slow
 def test_two_processes(source, tmp_path, coordinator_address):
     processes = [
         start([i, 2, coordinator_address, source, tmp_path / "two"], devices=2) for i in range(2)

@@ -93,7 +93,7 @@ STAGES_AND_DATA = (("stage", 4), ("data", 2))
         pytest.param(ALL_AXES, MIXED, {"remat": True}, id="all_axes"),
         pytest.param(STAGES_AND_DATA, ARCHITECTURE, {"attention": "cudnn"}, id="four_stages"),
         *(
-            pytest.param(tuple(shape.items()), *more, id=str(shape), marks=pytest.mark.slow)
+            pytest.param(tuple(shape.items()), *more, id=str(shape), marks=pytest.mark.exhaustive)
             for shape, *more in (
                 ({"stage": 2, "data": 2, "fsdp": 2}, EXPERTS, {"router_loss": True}),
                 ({"stage": 2, "data": 2, "model": 2}, MIXED, {"attention": "cudnn"}),
