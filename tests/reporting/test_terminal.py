@@ -75,7 +75,7 @@ def test_nothing_tears_the_lines_of_a_run(columns, tmp_path, request):
     assert len(header) == columns
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipe_gets_lines_alone(tmp_path, request):
     process = subprocess.run(
         command(tmp_path / "run"), cwd=request.config.rootpath, capture_output=True, check=True

@@ -283,7 +283,7 @@ def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypat
     assert ours == theirs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["sft", "reward_model"])
 def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_path, command):
     task, model, (whole, _) = {

@@ -225,6 +225,7 @@ def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(tr
         score_file(config, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tmp_path):
     run = tmp_path / "run"
     options = {

@@ -54,7 +54,15 @@ def test_a_string_of_bytes_that_tokens_split_is_found():
         assert (state[0] == search.found_state) == found
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"slots": 3, "stage_length": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        pytest.param({"slots": 3}, marks=pytest.mark.slow),
+        {"slots": 3, "stage_length": 5},
+    ],
+    ids=str,
+)
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(actor, options):
     free = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS)
     stop = ("cab", "bb")

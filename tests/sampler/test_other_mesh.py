@@ -52,6 +52,7 @@ def run():
     )
 
 
+@pytest.mark.slow
 def test_another_mesh_draws_the_same_samples_from_weights_laid_out_once(run):
     inner = run.wrapped._engine
     reshards = []

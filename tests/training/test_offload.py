@@ -65,6 +65,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored["optimizer"]["actor"], results[1][1])
 
 
+@pytest.mark.slow
 def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
     """The actor, the reference, the critic and its optimizer, and the reward model."""
     mesh = tiny.make_mesh(4, data=2, fsdp=2)

@@ -101,6 +101,7 @@ def test_muon_keeps_one_moment_of_matrices():
     assert sizes == {"muon": matrices, "adamw": 2 * (total - matrices)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_muon_continues_from_a_checkpoint_bit_for_bit(tmp_path, dtype):
     options = dataclasses.replace(MUON, param_dtype=dtype, moments_dtype=dtype)
@@ -120,6 +121,7 @@ def test_muon_continues_from_a_checkpoint_bit_for_bit(tmp_path, dtype):
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
 
 
+@pytest.mark.exhaustive
 def test_muon_on_a_mesh_takes_the_steps_of_one_device():
     options = {"actor__optim__optimizer": "muon", "algorithm__adv_estimator": "reinforce_plus_plus"}
     config = tiny.config(**options)

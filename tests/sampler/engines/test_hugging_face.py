@@ -51,7 +51,13 @@ def make_engine(actor, folder, **changes):
     return HuggingFaceEngine(MESH, actor.scored, actor.stacked, options, folder, 32)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("plain", "greedy") else name
+        for name in OPTIONS
+    ],
+)
 def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name):
     options = SamplingOptions(max_response_length=10, n=2, **OPTIONS[name])
     rollouts = []

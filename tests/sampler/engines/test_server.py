@@ -215,6 +215,7 @@ class TestFaults:
             assert same(generate(engine, actor, prompts), expected)
             assert len(fake.requests) > 50
 
+    @pytest.mark.slow
     def test_a_server_of_ours_is_killed_50_times(self, actor, folder, prompts, python, tmp_path):
         """Every life answers one request: the samples are those of a server that lives on."""
         options = dataclasses.replace(SAMPLING, n=13, slots=1)
