@@ -711,7 +711,8 @@ class MultiTurn:
 
     environment: str = option("",
         "what answers each turn of the policy: a class, `module:Class` or `file.py:Class`, see "
-        "environments/protocol.py; or the address of a server, http://HOST:PORT, which is sent the "
+        "environments/protocol.py, or one with Gymnasium's methods; `gymnasium:ID`, one that is "
+        "registered there; or the address of a server, http://HOST:PORT, which is sent the "
         "environment variable JAX_PPO_ENVIRONMENT_KEY as a bearer token, if it is set; empty: a "
         "response is one turn",
         requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS))
@@ -749,8 +750,9 @@ class MultiTurn:
         "observation is a text",
         requires=(ENVIRONMENT_IS_SERVER,))
     info_metrics: str = option("",
-        "numbers in the `info` of a server's environment that become metrics environment/NAME",
-        is_list=True, requires=(ENVIRONMENT_IS_SERVER,))
+        "numbers in the `info` of a server's or Gymnasium's environment that become metrics "
+        "environment/NAME",
+        is_list=True, effective_when=(HAS_ENVIRONMENT,))
     reward: str = option("sum",
         "sum: the environment's rewards and the reward of the response; environment: only the "
         "environment's",

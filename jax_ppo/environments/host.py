@@ -170,18 +170,23 @@ class HostEnvironment:
         )
         # Constructed in order, before the threads step them. Examples may be read from a disk.
         examples = {}
+        replaced = {}
         for b in waiting[answered[waiting] == 0]:
+            replaced[int(b)] = self._dialogues.pop(int(samples[b]), None)
             self._dialogues[int(samples[b])] = self._construct_dialogue()
             # A copy: an environment that changes its example changes no other dialogue.
             examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
         def step(b: int, text: str) -> _Answer:
             self._give_up_if_none_answers()
-            dialogue: TextEnvironment = self._dialogues[int(samples[b])].result()
+            made = self._dialogues[int(samples[b])]
             if answered[b] == 0:
-                dialogue.reset(examples[b], int(seeds[b]))
-            observation, reward, ends, *reported = dialogue.step(text)
+                self._close(replaced[b])
+                made.result().reset(examples[b], int(seeds[b]))
+            observation, reward, ends, *reported = made.result().step(text)
             _validate_answer(observation, reward, ends)
+            if ends:
+                self._close(made)
             text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
             tokens = encode_text(self._tokenizer, text, special=False)
             return _Answer(
@@ -201,7 +206,11 @@ class HostEnvironment:
             except (Exception, SystemExit) as error:
                 self._count_failure(error, int(rows[b]))
                 figures[b, -1] = 1
+                if isinstance(error, CallTimeout):
+                    del self._dialogues[int(samples[b])]  # its thread may still be in it
                 continue
+            if answer.has_ended:
+                del self._dialogues[int(samples[b])]
             rewards[b] = answer.reward
             has_ended[b] = answer.has_ended
             observed[b] = len(answer.tokens)
@@ -218,6 +227,15 @@ class HostEnvironment:
         except (Exception, SystemExit) as error:
             dialogue.set_exception(error)
         return dialogue
+
+    def _close(self, dialogue: CallResult | None) -> None:
+        """Close a dialogue that has ended, or was cut off and is replaced, if it can be closed."""
+        if dialogue is None or dialogue.exception() or not hasattr(dialogue.result(), "close"):
+            return
+        try:
+            dialogue.result().close()
+        except Exception as error:
+            log.warning("%s could not be closed: %s", self._name, printable_lines(repr(error)))
 
     def _give_up_if_none_answers(self) -> None:
         if self._lost:

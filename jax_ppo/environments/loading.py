@@ -1,10 +1,15 @@
 """Loading of the environment that `rollout.multi_turn.environment` names."""
 
+import copy
+import functools
+import importlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_ppo.config import plugins
+from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
+from jax_ppo.environments.gymnasium import GymnasiumEnvironment, has_gymnasium_reset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import EnvironmentLost, validate_metric_names
 from jax_ppo.environments.remote import RemoteEnvironment
@@ -15,9 +20,11 @@ from jax_ppo.types import Example
 
 ENVIRONMENT_OPTION = "rollout.multi_turn.environment"
 
+_GYMNASIUM = "gymnasium:"
+
 
 def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
-    """Return the class of the environment, or a server; `None` if each response is a single turn.
+    """Return what makes environments; `None` if each response is a single turn.
 
     Raises:
       UserError: it cannot be imported or constructed, or lacks a method.
@@ -25,25 +32,69 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     name = options.environment
     if not name:
         return None
+    info_metrics = parsing.parse_names(options.info_metrics)
+    info_setting = f"config.rollout.multi_turn.info_metrics={options.info_metrics!r}"
+    validate_metric_names(info_metrics, info_setting)
     if name.startswith(("http://", "https://")):
-        server = RemoteEnvironment(options, ENVIRONMENT_OPTION)
-        validate_metric_names(
-            server.metric_names,
-            f"config.rollout.multi_turn.info_metrics={options.info_metrics!r}",
-        )
-        return server
+        return RemoteEnvironment(options, info_metrics, ENVIRONMENT_OPTION)
+    if name.startswith(_GYMNASIUM):
+        return GymnasiumEnvironment(name, _find_registered(name), info_metrics)
     environment_class = plugins.load_plugin(
         name, ENVIRONMENT_OPTION, (), by_name=True, other_arguments=_constructor_arguments
     )
+    # A function makes environments, too: one of them shows what they are.
+    made: Any = environment_class
+    if not isinstance(environment_class, type):
+        made = _try(f"config.{ENVIRONMENT_OPTION}={name!r}", environment_class)
     for method in ("reset", "step"):
-        if not callable(getattr(environment_class, method, None)):
+        if not callable(getattr(made, method, None)):
             raise UserError(
                 f"config.{ENVIRONMENT_OPTION}={name!r}: has no method {method}; expected a class "
-                "as in jax_ppo/environments/protocol.py"
+                "as in jax_ppo/environments/protocol.py, or Gymnasium's methods"
             )
+    if has_gymnasium_reset(made):
+        return GymnasiumEnvironment(name, environment_class, info_metrics)
+    if made is not environment_class:
+        raise UserError(
+            f"config.{ENVIRONMENT_OPTION}={name!r}: is a function that makes no environment with "
+            "Gymnasium's methods; expected a class"
+        )
+    if info_metrics:
+        raise UserError(
+            f"{info_setting}: {name} has no info of Gymnasium's; name its metrics in metric_names"
+        )
     names = getattr(environment_class, "metric_names", ())
     validate_metric_names(names, f"config.{ENVIRONMENT_OPTION}={name!r}")
     return environment_class
+
+
+def _find_registered(name: str) -> Callable[[], Any]:
+    """Return what makes the environment of `gymnasium:ID`.
+
+    Raises:
+      UserError: Gymnasium is not installed, or does not know the ID.
+    """
+    setting = f"config.{ENVIRONMENT_OPTION}={name!r}"
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+    except ImportError:
+        raise UserError(f"{setting}: needs Gymnasium: pip install gymnasium") from None
+    make = functools.partial(gymnasium.make, name.removeprefix(_GYMNASIUM))
+    _try(setting, make).close()
+    return make
+
+
+def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call to the user's code returns; raise `UserError` if it fails."""
+    try:
+        return call(*arguments)
+    except (RequestFault, EnvironmentLost) as error:
+        raise UserError(str(error)) from error
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{setting}: failed: {type(error).__name__}: {error}",
+            details="".join(traceback.format_exception(error, limit=-4)),
+        ) from error
 
 
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
@@ -57,14 +108,12 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
       A note if the policy does not see what the environment shows first; otherwise "".
 
     Raises:
-      UserError: the server does not answer.
+      UserError: it fails, or the server does not answer.
     """
-    if not isinstance(environment_class, RemoteEnvironment):
+    if not isinstance(environment_class, RemoteEnvironment | GymnasiumEnvironment):
         return ""
-    try:
-        observation = environment_class().reset(example, 0)
-    except (RequestFault, EnvironmentLost) as error:
-        raise UserError(str(error)) from error
+    setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
+    observation = _try(setting, lambda: environment_class().reset(copy.deepcopy(example), 0))
     prompt = example.prompt
     if not isinstance(prompt, str):
         prompt = "\n".join(message["content"] for message in prompt)

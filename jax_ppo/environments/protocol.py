@@ -24,6 +24,9 @@ class EnvironmentLost(Exception):
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
 
+    A class may have `close()`. It is called when the dialogue has ended; one that was cut off or
+    failed is closed when a dialogue of a later batch takes its place.
+
     Attributes:
       metric_names: the metrics that turns may report; a class may lack it.
     """

@@ -13,7 +13,6 @@ import threading
 import uuid
 from typing import Any
 
-from jax_ppo.config import parsing
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.errors import shorten
@@ -32,13 +31,13 @@ class RemoteEnvironment:
       metric_names: the numbers of `info` that are reported.
     """
 
-    def __init__(self, options: MultiTurn, option: str) -> None:
+    def __init__(self, options: MultiTurn, metric_names: tuple[str, ...], option: str) -> None:
         """Take the address and limits from `config.rollout.multi_turn`; nothing is sent yet.
 
         Raises:
           UserError: the address is wrong or contains a password.
         """
-        self.metric_names = parsing.parse_names(options.info_metrics)
+        self.metric_names = metric_names
         self._options = options
         self._server = JSONServer(
             option=f"config.{option}",

@@ -108,13 +108,13 @@ def observed(answers):
 def test_each_dialogue_is_an_episode_and_all_are_stepped_side_by_side(server):
     server.barrier = threading.Barrier(3)
     remote, environment = make(server.url)
-    answers = answer(environment, [1, 2, 3], "hi")
-    assert observed(answers) == ["101:hi", "102:hi", "103:hi"]
+    answers = answer(environment, [2, 3, 4], "hi")
+    assert observed(answers) == ["102:hi", "103:hi", "104:hi"]
+    assert answers[2].tolist() == [0, 0, 0] and not answers[3].any()
+    answers = answer(environment, [2, 3, 4], "ho", turn=1)
+    assert observed(answers) == ["102:ho", "103:ho", "104:ho"]
     assert answers[2].tolist() == [0.5, 0, 0] and answers[3].tolist() == [True, False, False]
-    answers = answer(environment, [1, 2, 3], "ho", turn=1)
-    assert observed(answers)[1:] == ["102:ho", "103:ho"]
-    assert answers[3].tolist()[1:] == [True, False]
-    np.testing.assert_array_equal(answers[4][1:], [[2, 0]] * 2)
+    np.testing.assert_array_equal(answers[4], [[2, 0]] * 3)
     assert len(server.episodes) == 3
     path, body, key = server.requests[0]
     assert path == "/game/reset" and key == "Bearer hidden"
