@@ -44,7 +44,7 @@ def test_supervised_training_has_no_smoke_form(name):
     "name",
     [
         # The exhaustive suite has the other kinds of steps.
-        pytest.param("hh_rlhf", marks=pytest.mark.slow),
+        pytest.param("hh_rlhf", marks=pytest.mark.exhaustive),
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("dapo", "gsm8k_lora", "higher_lower", "qwen2_5_7b")

@@ -98,7 +98,7 @@ def test_the_reward_function_of_the_guide_scores_and_logs_what_the_guide_says(tm
     assert defined["score"]("source", "12 or 13", "12", {})["score"] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_python_of_the_readme_trains_and_samples(tmp_path):
     (block,) = doc_pages.blocks(README, "python")
     assert block.text.count('load_config("arithmetic")') == 1

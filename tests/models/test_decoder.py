@@ -182,6 +182,7 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
         assert np.abs(one).max() > 0
 
 
+@pytest.mark.slow
 def test_policies_trade_memory_for_products_and_leave_the_gradient():
     """In a loop over layers, as deep models have."""
     architecture = dataclasses.replace(ARCHITECTURE, num_layers=MAX_UNROLLED_LAYERS + 1)

@@ -117,6 +117,7 @@ def test_a_token_changes_the_state_of_its_slot_once(actor, options):
     assert_logprobs(actor, prompts, rollout, n=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("decoding", ["gpu", pytest.param("tpu", marks=pytest.mark.exhaustive)])
 def test_an_accelerators_cache_keeps_the_rows_of_slots_that_no_longer_exist(decoding):
     actor = Actor(ARCHITECTURE)
@@ -126,6 +127,7 @@ def test_an_accelerators_cache_keeps_the_rows_of_slots_that_no_longer_exist(deco
     assert_logprobs(actor, prompts, rollout, n=2)
 
 
+@pytest.mark.slow
 def test_a_turn_that_waits_does_not_change_its_state(actor):
     prompts = make_prompts(LENGTHS)
     rows = np.arange(len(LENGTHS), dtype=np.int32) * 3 + 1
@@ -173,9 +175,14 @@ def test_int8_leaves_rates_and_decays_as_they_are(actor):
     assert all(x.dtype == jnp.bfloat16 for x in kept)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [(True, False, True), (True, True, False) * 4])
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_gradients_are_added_to_their_sum(pattern, remat):
     """In a loop over periods too, whose layers have parts of three stacks."""
     assert len(pattern) == 3 or len(pattern) > MAX_UNROLLED_LAYERS
@@ -205,6 +212,7 @@ def test_gradients_are_added_to_their_sum(pattern, remat):
         assert (np.abs(kernels).max((1, 2)) > 0).all()
 
 
+@pytest.mark.slow
 def test_adapters_are_pefts(tmp_path):
     """Of every projection that the model has; merged, they are the same model."""
     model = reference.save(tmp_path / "base", "qwen3_5_text", **QWEN_3_5)

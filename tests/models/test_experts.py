@@ -145,6 +145,7 @@ def test_the_router_loss_of_a_packed_sequence_is_transformers_loss_of_it_alone()
     np.testing.assert_allclose(even, [[2.0, 2.0]])
 
 
+@pytest.mark.slow
 def test_int8_experts_have_a_scale_per_column_and_the_router_keeps_its_type(params):
     mlp = quantize_kernels(unroll_params(params), jnp.bfloat16)["layer_1"]["mlp"]
     assert mlp["router"]["kernel"].dtype == jnp.bfloat16

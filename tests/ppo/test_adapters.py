@@ -146,7 +146,7 @@ def gradients(config, mesh, rows):
     [
         # The mesh of test_updates_on_meshes.py has adapters, too.
         pytest.param(True, 4, {"data": 1, "fsdp": 2, "model": 2}, marks=pytest.mark.exhaustive),
-        (True, 1, {}),
+        pytest.param(True, 1, {}, marks=pytest.mark.slow),
         pytest.param(True, 8, {"data": 8}, marks=pytest.mark.exhaustive),
     ],
 )

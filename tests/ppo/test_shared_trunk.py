@@ -54,6 +54,7 @@ def assert_close(ours, expected):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.exhaustive)])
 def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()

@@ -139,7 +139,10 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed,
 @pytest.mark.parametrize(
     "options",
     [
-        {"actor__policy_loss": "kl_cov", "actor__kl_cov_ratio": 0.2},
+        pytest.param(
+            {"actor__policy_loss": "kl_cov", "actor__kl_cov_ratio": 0.2},
+            marks=pytest.mark.exhaustive,
+        ),
         {
             "actor__policy_loss": "clip_cov",
             "actor__clip_cov_ratio": 0.2,
@@ -492,6 +495,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
     np.testing.assert_array_equal(jax.tree.leaves(after.actor)[0], before)
 
 
+@pytest.mark.slow
 def test_the_state_keeps_its_places():
     """Regression: the compiler split replicated norms, which forced a recompilation."""
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)

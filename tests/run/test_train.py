@@ -240,8 +240,14 @@ def test_a_run_writes_what_it_should(undisturbed):
         assert np.mean(losses) == pytest.approx(float(steps[-1][f"{role}/loss"]), rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["", "actor", "checkpoints/8"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("actor", marks=pytest.mark.exhaustive),
+        pytest.param("checkpoints/8", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undisturbed, tmp_path):
     path = undisturbed[0] / model
     options = {"model.path": str(path), "trainer.compilation_cache": "off"}

@@ -151,7 +151,12 @@ def assert_equal(rollout, expected):
 
 
 @pytest.mark.parametrize(
-    ("slots", "limits"), [(None, (None, None)), (3, (None, None)), (3, (2, 4))]
+    ("slots", "limits"),
+    [
+        pytest.param(None, (None, None), marks=pytest.mark.exhaustive),
+        pytest.param(3, (None, None), marks=pytest.mark.exhaustive),
+        (3, (2, 4)),
+    ],
 )
 def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots, limits):
     """Tokens, log-probs, mask and rewards are the same, in as few slots as there may be."""
@@ -241,6 +246,7 @@ def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, d
     assert len(begun) == len(set(begun)) == 2 * len(LENGTHS)
 
 
+@pytest.mark.exhaustive
 def test_devices_that_decode_the_same_samples_call_the_host_once():
     """Two shards of rows, and two devices that split the matrices of each."""
     even = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=64))

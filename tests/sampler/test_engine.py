@@ -156,7 +156,7 @@ def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     assert "rollout/slot_use" not in step  # this engine has no slots to count
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypatch):
     """The server kills itself after every third response; steps and samples stay the same."""
     monkeypatch.setattr(external, "MAX_DIFFERENCE", np.inf)  # its log-probs are no model's

@@ -112,7 +112,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("Mistral3", "Qwen3VL") else pytest.param(name, marks=pytest.mark.slow)
+        for name in OTHERS
+    ],
+)
 def test_the_text_part_of_other_families_computes_the_logits_of_the_whole(name, tmp_path):
     """The vocabulary's last tokens are those of images."""
     folder = tmp_path / "in"
