@@ -33,6 +33,7 @@ from jax_ppo.registries import (
 
 LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "shared_expert_gate",  # of an expert that every token passes through
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
 )
 STORED_DTYPES = ("float32", "bfloat16")

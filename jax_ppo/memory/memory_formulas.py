@@ -379,9 +379,10 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     width += architecture.hidden_size
     if net.attention == "xla":
         width += queries
-    if not architecture.num_experts:
-        inputs = len(architecture.mlp_projections) - 1
-        width += inputs * architecture.intermediate_size // parts
+    mlp = architecture.intermediate_size
+    if architecture.num_experts:
+        mlp = architecture.shared_expert_size
+    width += (len(architecture.mlp_projections) - 1) * mlp // parts
     return tokens * width * role.itemsize + scores * FLOAT32_BYTES
 
 

@@ -497,7 +497,8 @@ def count_forward_flops(
     kv_width = architecture.num_kv_heads * architecture.head_dim
     attention = (2 + architecture.output_gate) * D * heads_width + 2 * D * kv_width
     mlp = len(architecture.mlp_projections) * D * architecture.active_width
-    mlp += D * architecture.num_experts  # the router
+    # The router, and the gate of an expert that every token passes through.
+    mlp += D * (architecture.num_experts + (architecture.shared_expert_size > 0))
     flops = 0.0
     for is_local, is_linear in zip(
         architecture.layers_are_local, architecture.layers_are_linear, strict=True

@@ -63,6 +63,8 @@ class Architecture:
       mlp_bias: whether the projections of the MLP have biases, with experts its router too.
       num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
       experts_per_token: k, number of experts that each token passes through.
+      shared_expert_size: width of a further expert, beside those of the router, that every token
+        passes through; its output is multiplied by the sigmoid of a gate. 0: there is none.
       normalized_expert_weights: whether the weights of a token's k experts are divided by their
         sum.
       activation: activation of the MLP, or of its gate, one of `ACTIVATIONS`.
@@ -131,6 +133,7 @@ class Architecture:
     mlp_bias: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    shared_expert_size: int = 0
     normalized_expert_weights: bool = False
     activation: str = "silu"
     swiglu_limit: float | None = None
@@ -181,16 +184,18 @@ class Architecture:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Return the names of the projections that may have adapters: not those of experts."""
+        """Return the names of projections that may have adapters: not those of routed experts."""
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-        if not self.num_experts:
+        if self.shared_expert_size or not self.num_experts:
             names += self.mlp_projections
+        if self.shared_expert_size:
+            names += ("shared_expert_gate",)
         return names + DELTA_PROJECTIONS if self.linear_layers else names
 
     @property
     def active_width(self) -> int:
         """Return the width of the MLP that a token passes through, or of its experts together."""
-        return self.intermediate_size * (self.experts_per_token or 1)
+        return self.intermediate_size * (self.experts_per_token or 1) + self.shared_expert_size
 
     @property
     def attention_scale(self) -> float:

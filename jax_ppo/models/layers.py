@@ -287,11 +287,19 @@ def apply_gate(architecture: Architecture, gate: jax.Array, up: jax.Array) -> ja
 
 
 class MLP(nn.Module):
-    """The gated MLP."""
+    """The gated MLP, or the expert that every token passes through.
+
+    Attributes:
+      architecture: the architecture.
+      dtype: type of the computation.
+      lora_scale: scale of the adapters, if there are any.
+      is_shared_expert: whether it is that expert, whose output has a gate.
+    """
 
     architecture: Architecture
     dtype: DTypeLike
     lora_scale: float | None
+    is_shared_expert: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Auxiliary]:
@@ -301,9 +309,12 @@ class MLP(nn.Module):
         def project(name: str, features: int, x: jax.Array) -> jax.Array:
             return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
 
-        gate = project("gate_proj", a.intermediate_size, x)
-        up = project("up_proj", a.intermediate_size, x)
-        return project("down_proj", a.hidden_size, apply_gate(a, gate, up)), {}
+        width = a.shared_expert_size if self.is_shared_expert else a.intermediate_size
+        hidden = apply_gate(a, project("gate_proj", width, x), project("up_proj", width, x))
+        out = project("down_proj", a.hidden_size, hidden)
+        if self.is_shared_expert:
+            out *= nn.sigmoid(project("shared_expert_gate", 1, x))
+        return out, {}
 
 
 class Layer(nn.Module):
@@ -371,6 +382,9 @@ class Layer(nn.Module):
         elif a.pre_norms:
             mlp_input = norm("post_attention_norm", x)
         out, auxiliary = run_mlp(mlp_input)
+        if a.shared_expert_size:
+            shared = MLP(a, self.dtype, self.lora_scale, True, name="shared_expert")
+            out += shared(mlp_input)[0]
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
         return x + multiply(out, a.residual_multiplier), cache, auxiliary

@@ -14,7 +14,7 @@ from jax_ppo.types import Params
 
 MAX_INT8 = 127
 # A rounded router would choose other experts; the rates and decays of a recurrent state add up.
-EXACT_MODULES = ("router", "in_proj_a", "in_proj_b")
+EXACT_MODULES = ("router", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:

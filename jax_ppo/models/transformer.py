@@ -14,6 +14,8 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     layers/mlp/{gate_proj, up_proj, down_proj}/{kernel [L, in, out], bias [L, out]}
     or, with experts (experts.py), layers/mlp/router/kernel [L, D, E] and
     layers/mlp/experts/{gate_proj, up_proj, down_proj}/kernel [L, E, in, out]
+    and layers/shared_expert/{gate_proj, up_proj, down_proj, shared_expert_gate}/kernel
+    [L, in, out] (with shared_expert_size)
     norm/scale [D]
 
 Where some layers have a Gated DeltaNet (delta_net.py), `layers/delta_net` has the parameters of

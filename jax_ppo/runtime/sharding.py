@@ -32,6 +32,8 @@ ENCODER_RULES: Rules = (
     (r"layers/.*experts/(gate_proj|up_proj)/bias", P(None, "expert", "model")),
     (r"layers/.*experts/down_proj/bias", P(None, "expert")),
     (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
+    (r"layers/.*shared_expert_gate/(kernel|lora_a)", P(None, WEIGHTS, None)),
+    (r"layers/.*shared_expert_gate/lora_b", P()),
     (r"layers/.*(router/bias|sinks|conv_filter|log_rate|step_bias)", P()),
     # Each device of `model` has a whole Gated DeltaNet.
     (r"layers/.*in_proj_\w+/(kernel|lora_a)", P(None, WEIGHTS, None)),
@@ -75,6 +77,7 @@ DECODE_RULES: Rules = (
     (r"layer_\d+/.*experts/down_proj/kernel", P("expert", "model", None)),
     (r"layer_\d+/.*experts/down_proj/(bias|kernel_scale)", P("expert")),
     (r"layer_\d+/.*(router/(kernel|bias)|sinks|conv_filter|log_rate|step_bias)", P()),
+    (r"layer_\d+/.*shared_expert_gate/(kernel|lora_a|lora_b)", P()),
     (r"layer_\d+/delta_net/(in_proj_\w+|out_proj)/\w+", P()),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/(bias|kernel_scale)", P("model")),

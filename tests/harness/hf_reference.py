@@ -29,6 +29,8 @@ CLASS_PREFIXES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
+    "qwen3_next": "Qwen3Next",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
@@ -56,6 +58,7 @@ CLASSES = {
     # The classifier without "Text" is multimodal.
     "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
     "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+    "Qwen3_5MoeForSequenceClassification": "Qwen3_5MoeTextForSequenceClassification",
 }
 FIELDS = {
     "gpt2": {

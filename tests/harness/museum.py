@@ -364,8 +364,8 @@ MODELS = [
         ),
         holds="Pythia's tensor has query, key and value of one head after another",
         test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
-        where="_shared_input_projections",
-        old="a.num_heads if family.fused_by_head else 1",
+        where="_attention",
+        old="a.num_heads if FAMILIES[a.family].fused_by_head else 1",
         new="1",
     ),
     Exhibit(

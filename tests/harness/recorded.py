@@ -24,6 +24,14 @@ from safetensors.numpy import save_file
 
 EXPECTED = Path(__file__).parents[1] / "expected"
 LAYOUTS = "layouts"
+# Classifiers that transformers lacks, each with the base of its models and its configuration.
+MISSING_CLASSIFIERS = {
+    "GraniteForSequenceClassification": ("GranitePreTrainedModel", "GraniteConfig"),
+    "Qwen3_5MoeTextForSequenceClassification": (
+        "Qwen3_5MoePreTrainedModel",
+        "Qwen3_5MoeTextConfig",
+    ),
+}
 LIBRARIES = ("torch", "transformers", "peft")
 AGAIN = "store it again with tests/harness/regenerate_expected.py, which needs the extra `parity`"
 
@@ -206,10 +214,11 @@ def model_class(name: str) -> Any:
     """Return a class of transformers by its name, or the classifier that transformers lacks."""
     import transformers
 
-    if name == "GraniteForSequenceClassification":
-        base = transformers.models.granite.modeling_granite.GranitePreTrainedModel
-        return type(name, (transformers.modeling_layers.GenericForSequenceClassification, base), {})
-    return getattr(transformers, name)
+    if name not in MISSING_CLASSIFIERS:
+        return getattr(transformers, name)
+    base, config = (getattr(transformers, x) for x in MISSING_CLASSIFIERS[name])
+    generic = transformers.modeling_layers.GenericForSequenceClassification
+    return type(name, (generic, base), {"config_class": config})
 
 
 def write_checkpoint(

@@ -6,13 +6,14 @@ That they compute transformers' numbers is the subject of test_families.py.
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_families import QWEN_3_5
+from test_families import QWEN_3_5, SHARED_EXPERT
 
 import hf_reference as reference
 import tiny
@@ -214,11 +215,11 @@ def test_gradients_are_added_to_their_sum(pattern, remat):
 
 @pytest.mark.slow
 def test_adapters_are_pefts(tmp_path):
-    """Of every projection that the model has; merged, they are the same model."""
-    model = reference.save(tmp_path / "base", "qwen3_5_text", **QWEN_3_5)
+    """Of every projection that the model has, but not of routed experts; merged, it is the same."""
+    model = reference.save(tmp_path / "base", "qwen3_5_moe_text", **SHARED_EXPERT)
     architecture, params = reference.load(tmp_path / "base")
     lora = Lora(3, 6.0, existing_targets("all-linear", architecture))
-    assert "in_proj_a" in lora.targets and "down_proj" in lora.targets
+    assert {"in_proj_a", "down_proj", "shared_expert_gate"} <= set(lora.targets)
     shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(
@@ -246,19 +247,36 @@ def test_adapters_are_pefts(tmp_path):
     )
 
 
-def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_heads(tmp_path):
-    """config.json has the fields of Qwen3.5 on the hub."""
-    reference.save(tmp_path / "text", "qwen3_5_text", **QWEN_3_5)
+def stack_experts(tensors):
+    """Return the tensors with all experts of a layer in two: [E, gate and up, in], [E, out, in]."""
+    names = [name for name in tensors if re.search(r"experts\.0\.\w+_proj", name)]
+    stacked = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for name in names:
+        every = [tensors[name.replace("experts.0", f"experts.{i}")] for i in range(4)]
+        stacked[name.replace("experts.0", "experts").removesuffix(".weight")] = np.stack(every)
+    for name in [name for name in stacked if name.endswith("experts.gate_proj")]:
+        both = (stacked.pop(name), stacked.pop(name.replace("gate_proj", "up_proj")))
+        stacked[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both, axis=1)
+    return stacked
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("qwen3_5", QWEN_3_5), ("qwen3_5_moe", SHARED_EXPERT)]
+)
+def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_heads(
+    kind, changes, tmp_path
+):
+    """config.json and tensors are those on the hub, where a tensor holds all experts of a layer."""
+    reference.save(tmp_path / "text", f"{kind}_text", **changes)
     architecture, params = reference.load(tmp_path / "text")
     (tmp_path / "whole").mkdir()
     text = json.loads((tmp_path / "text/config.json").read_text())
     text |= {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
     text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     config = {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": kind,
         "text_config": text | {"mlp_only_layers": []},
-        "vision_config": {"model_type": "qwen3_5", "depth": 27},
+        "vision_config": {"model_type": kind, "depth": 27},
         "image_token_id": 90,
         "vision_start_token_id": 91,
         "tie_word_embeddings": False,
@@ -266,7 +284,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_he
     (tmp_path / "whole/config.json").write_text(json.dumps(config))
     tensors = {
         name.replace("model.", "model.language_model.", 1): x
-        for name, x in load_file(tmp_path / "text/model.safetensors").items()
+        for name, x in stack_experts(load_file(tmp_path / "text/model.safetensors")).items()
     }
     others = dict.fromkeys(("model.visual.merger.norm.weight", "mtp.fc.weight"), np.ones((2, 2)))
     save_file(tensors | others, tmp_path / "whole/model.safetensors")
@@ -275,7 +293,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_he
     loaded = load_checkpoint(tmp_path / "whole", read, reference.one_device(read, "lm"))
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     whole, further = describe_unread_parts(tmp_path / "whole")
-    assert "only the text part of qwen3_5 is used" in whole
+    assert f"only the text part of {kind} is used" in whole
     assert "mtp" in further and "neither read nor exported" in further
     assert not describe_unread_parts(tmp_path / "text")
 

@@ -80,6 +80,13 @@ EXPERTS = {
     "head_dim": 8,
     "num_key_value_heads": 1,
 }
+# Wider queries than keys, and more heads of values than of keys, which Qwen3-Next interleaves.
+SHARED_EXPERT = QWEN_3_5 | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 VARIANTS = {
     "llama": ("llama", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
@@ -114,6 +121,14 @@ VARIANTS = {
     "qwen3_5, in a loop": (
         "qwen3_5_text",
         QWEN_3_5 | {"num_hidden_layers": 12, "layer_types": None},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", SHARED_EXPERT),
+    "qwen3_next": ("qwen3_next", SHARED_EXPERT),
+    "qwen3_next, weights as they are": (
+        "qwen3_next",
+        SHARED_EXPERT
+        | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}
+        | {"full_attention_interval": 2, "layer_types": None},
     ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
@@ -321,6 +336,7 @@ FURTHER_FORMS = (
     "mixtral, in a loop",
     "qwen3_5, as many key heads",
     "qwen3_5, in a loop",
+    "qwen3_next, weights as they are",
     "qwen3_moe, weights as they are",
     "gpt_oss, in a loop",
     "qwen3, local layers",
@@ -702,7 +718,7 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, c
     [
         "qwen3, local layers",
         "qwen3_moe",
-        "qwen3_5",
+        "qwen3_next",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("gpt_oss", "gemma3, in a loop", "gpt_neox")

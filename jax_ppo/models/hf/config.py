@@ -109,11 +109,11 @@ def _read_family(config: Config) -> tuple[str, Family]:
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = ""
-        if nearest := difflib.get_close_matches(str(kind), FAMILIES, n=1):
+        if nearest := difflib.get_close_matches(str(kind), (*FAMILIES, *MULTIMODAL), n=1):
             hint = f"; the nearest is {nearest[0]}"
         raise UserError(
             f"config.json: model_type {quote_value(kind)} is not supported, only "
-            f"{', '.join((*FAMILIES, *MULTIMODAL))} are{hint}"
+            f"{', '.join(FAMILIES)} and multimodal models of these are{hint}"
         )
     return kind, FAMILIES[kind]
 
@@ -145,6 +145,8 @@ def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> 
 
 def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
     name = "intermediate_size"
+    if name in family.absent:
+        return reader.optional_integer(name) or 0
     if reader.name(name) in family.nullable:
         return reader.optional_integer(name) or 4 * hidden_size
     return reader.integer(name)

@@ -43,6 +43,13 @@ _DELTA_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
 }
+_DELTA_FIXED = {"block": "delta", "qk_norm": True, "norm_plus_one": True, "output_gate": True}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": "shared_expert_size"}
+_DELTA_EXPERTS = _DELTA_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 _GRANITE_FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "attention_multiplier": "attention_multiplier",
@@ -116,7 +123,7 @@ FAMILIES = {
         class_prefix="Qwen3_5",
         classifier_prefix="Qwen3_5Text",
         has_token_classifier=False,
-        fixed={"block": "delta", "qk_norm": True, "norm_plus_one": True, "output_gate": True},
+        fixed=_DELTA_FIXED,
         fields=_DELTA_FIELDS,
         bias_fields=_ATTENTION_BIAS,
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
@@ -124,6 +131,40 @@ FAMILIES = {
         linear_period=4,
         partial_rotary_factor=0.25,
         rope_aliases=_ROPE_OF_TEXT,
+    ),
+    "qwen3_5_moe_text": Family(
+        class_prefix="Qwen3_5Moe",
+        classifier_prefix="Qwen3_5MoeText",
+        has_token_classifier=False,
+        absent=frozenset({"intermediate_size"}),
+        fixed=_DELTA_FIXED,
+        fields=_DELTA_FIELDS | _SHARED_EXPERT,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        integers=frozenset(_DELTA_FIELDS | _SHARED_EXPERT),
+        expert_fields=("num_experts", "num_local_experts"),
+        expert_width="moe_intermediate_size",
+        linear_period=4,
+        partial_rotary_factor=0.25,
+        rope_aliases=_ROPE_OF_TEXT,
+    ),
+    "qwen3_next": Family(
+        class_prefix="Qwen3Next",
+        fixed=_DELTA_FIXED,
+        fields=_DELTA_FIELDS | _SHARED_EXPERT,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_DELTA_EXPERTS
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        integers=frozenset(_DELTA_FIELDS | _SHARED_EXPERT),
+        expert_fields=("num_experts", "num_local_experts"),
+        expert_width="moe_intermediate_size",
+        expert_weights_field="norm_topk_prob",
+        linear_period=4,
+        partial_rotary_factor=0.25,
+        fused_projections={
+            ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
+            ("in_proj_b", "in_proj_a"): "in_proj_ba",
+        },
     ),
     "mistral": Family(
         class_prefix="Mistral",
@@ -474,6 +515,7 @@ MULTIMODAL = {
     "qwen2_vl": _QWEN_2_VL,
     "qwen2_5_vl": _QWEN_2_VL,
     "qwen3_5": Multimodal(),
+    "qwen3_5_moe": Multimodal(),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
         defaults={"qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}},

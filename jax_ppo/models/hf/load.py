@@ -28,9 +28,14 @@ from jax_ppo.models.hf.files import (
     refuse_quantization,
     weight_files,
 )
-from jax_ppo.models.hf.ignored import OUTPUT_EMBEDDINGS, SCORE_WEIGHTS, is_ignorable
+from jax_ppo.models.hf.ignored import (
+    MULTI_TOKEN_HEADS,
+    OUTPUT_EMBEDDINGS,
+    SCORE_WEIGHTS,
+    is_ignorable,
+)
 from jax_ppo.models.hf.json_files import read_json_object
-from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.names import STACKED_EXPERTS, tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
 Progress = Callable[[int, int], None]
@@ -76,12 +81,19 @@ def describe_unread_parts(folder: str | Path) -> list[str]:
             f"{folder}: only the text part of {kind} is used, as {text['model_type']}; images are "
             "not read"
         )
-    if text.get("mtp_num_hidden_layers"):
+    if text.get("mtp_num_hidden_layers") or _has_multi_token_heads(folder):
         lines.append(
             f"{folder}: layers that predict further tokens than the next (mtp.*) are neither read "
             "nor exported"
         )
     return lines
+
+
+def _has_multi_token_heads(folder: str | Path) -> bool:
+    if not has_weights(folder):
+        return False
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        return any(name.startswith(MULTI_TOKEN_HEADS) for name in checkpoint.names())
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -122,9 +134,8 @@ def read_reward_architecture(
         )
     if needs_weights or has_weights(folder):
         with _open_checkpoint(folder) as checkpoint:
-            _validate_checkpoint(
-                checkpoint, tensor_table(architecture, "reward"), "reward", architecture
-            )
+            rows = _stored_tensors(checkpoint, architecture, "reward")
+            _validate_checkpoint(checkpoint, rows, "reward", architecture)
     return architecture
 
 
@@ -207,10 +218,10 @@ def load_checkpoint(
       UserError: A tensor is missing, has another shape or type, or would not be used. The message
         names it.
     """
-    rows = tensor_table(architecture, head)
-    places = tensors.flatten_like(shardings, rows, "`shardings`")
-    rows_to_read = tensors_to_read(rows, head)
     with _open_checkpoint(folder) as checkpoint:
+        rows = _stored_tensors(checkpoint, architecture, head)
+        places = tensors.flatten_like(shardings, rows, "`shardings`")
+        rows_to_read = tensors_to_read(rows, head)
         _validate_checkpoint(checkpoint, rows_to_read, head, architecture)
         return read_parameters(
             checkpoint,
@@ -220,6 +231,14 @@ def load_checkpoint(
             dtype=dtype,
             progress=progress,
         )
+
+
+def _stored_tensors(
+    checkpoint: SafetensorsCheckpoint, architecture: Architecture | DebertaArchitecture, head: str
+) -> TensorTable:
+    """Return the tensor table of a checkpoint, whose experts may be stacked or not."""
+    stacked = any(STACKED_EXPERTS in name for name in checkpoint.names())
+    return tensor_table(architecture, head, stacked)
 
 
 def tensors_to_read(rows: TensorTable, head: str) -> TensorTable:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jax_ppo.models.architecture import BLOCKS, Architecture
@@ -16,14 +17,20 @@ DELTA_NET = "linear_attn"
 MLP = "mlp"
 # The same names as those of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# In the name of a tensor that holds all experts of a layer.
+STACKED_EXPERTS = ".experts.gate_up_proj"
 
 
-def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) -> TensorTable:
+def tensor_table(
+    architecture: Architecture | DebertaArchitecture, head: str, stacked_experts: bool = False
+) -> TensorTable:
     """Return the checkpoint tensor of each parameter.
 
     Args:
       architecture: the decoder or encoder.
       head: one of `HEADS`; an encoder always has "reward".
+      stacked_experts: whether a tensor of the checkpoint holds all experts of a layer although
+        exports of the family have one for each.
 
     Returns:
       Tensors by our paths, for example `("layers", "mlp", "up_proj", "kernel")`.
@@ -49,9 +56,11 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
         )
     rows |= _norms(a) | _attention(a) | _delta_net(a)
     if a.num_experts:
-        rows |= _experts(a)
+        rows |= _experts(a, stacked_experts)
     else:
-        rows |= _mlp(a)
+        rows |= _mlp(a, "mlp", MLP, a.intermediate_size)
+    if a.shared_expert_size:
+        rows |= _shared_expert(a)
     if a.linear_layers:
         rows = {path: _of_some_layers(a, path, row) for path, row in rows.items()}
     if head != "lm":
@@ -173,7 +182,10 @@ def _attention(a: Architecture) -> TensorTable:
     keys = a.num_kv_heads * a.head_dim
     # A gate follows the queries of each head.
     widths = {"q_proj": queries * (1 + a.output_gate), "k_proj": keys, "v_proj": keys}
-    inputs = _shared_input_projections(a, "attention", ATTENTION, widths, a.qkv_bias)
+    groups = a.num_heads if FAMILIES[a.family].fused_by_head else 1
+    inputs = _shared_input_projections(
+        a, "attention", ATTENTION, _whole(widths), a.qkv_bias, groups
+    )
     output = _dense(
         a,
         path=("attention", "o_proj"),
@@ -195,24 +207,23 @@ def _delta_net(a: Architecture) -> TensorTable:
         return {}
     channels = sum(a.delta_widths)
     values = a.delta_widths[2]
-    widths = {
-        "in_proj_qkv": channels,
-        "in_proj_z": values,
-        "in_proj_b": a.delta_value_heads,
-        "in_proj_a": a.delta_value_heads,
-    }
-    rows: TensorTable = {}
-    for name, (inputs, outputs) in {
-        **{name: (a.hidden_size, width) for name, width in widths.items()},
-        "out_proj": (values, a.hidden_size),
-    }.items():
-        rows |= _dense(
-            a,
-            path=("delta_net", name),
-            hf_name=f"{DELTA_NET}.{name}",
-            inputs=inputs,
-            outputs=outputs,
-            bias=False,
+    heads = a.delta_value_heads
+    rows = _dense(
+        a,
+        path=("delta_net", "out_proj"),
+        hf_name=f"{DELTA_NET}.out_proj",
+        inputs=values,
+        outputs=a.hidden_size,
+        bias=False,
+    )
+    # Where they are fused, the tensors hold the projections of one key head, then of the next.
+    fused: tuple[dict[str, tuple[int, ...]], ...] = (
+        {"in_proj_qkv": a.delta_widths, "in_proj_z": (values,)},
+        {"in_proj_b": (heads,), "in_proj_a": (heads,)},
+    )
+    for parts in fused:
+        rows |= _shared_input_projections(
+            a, "delta_net", DELTA_NET, parts, False, a.delta_key_heads
         )
     for path, hf_name, shape in (
         (("conv_filter",), "conv1d.weight", (a.delta_window, 1, channels)),
@@ -235,21 +246,33 @@ def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) 
     return dataclasses.replace(row, layers=len(numbers), layer_numbers=numbers)
 
 
-def _mlp(a: Architecture) -> TensorTable:
-    widths = dict.fromkeys(BLOCKS[a.block].mlp_inputs, a.intermediate_size)
-    inputs = _shared_input_projections(a, "mlp", MLP, widths, a.mlp_bias)
+def _mlp(a: Architecture, module: str, hf_module: str, width: int) -> TensorTable:
+    widths = dict.fromkeys(BLOCKS[a.block].mlp_inputs, width)
+    inputs = _shared_input_projections(a, module, hf_module, _whole(widths), a.mlp_bias)
     output = _dense(
         a,
-        path=("mlp", "down_proj"),
-        hf_name=f"{MLP}.down_proj",
-        inputs=a.intermediate_size,
+        path=(module, "down_proj"),
+        hf_name=f"{hf_module}.down_proj",
+        inputs=width,
         outputs=a.hidden_size,
         bias=a.mlp_bias,
     )
     return inputs | output
 
 
-def _experts(a: Architecture) -> TensorTable:
+def _shared_expert(a: Architecture) -> TensorTable:
+    gate = _dense(
+        a,
+        path=("shared_expert", "shared_expert_gate"),
+        hf_name=f"{MLP}.shared_expert_gate",
+        inputs=a.hidden_size,
+        outputs=1,
+        bias=False,
+    )
+    return gate | _mlp(a, "shared_expert", f"{MLP}.shared_expert", a.shared_expert_size)
+
+
+def _experts(a: Architecture, stacked: bool) -> TensorTable:
     rows: TensorTable = {
         ("layers", "mlp", "router", "kernel"): TensorMapping(
             f"{_layer_name(a, f'{MLP}.gate')}.weight",
@@ -262,8 +285,8 @@ def _experts(a: Architecture) -> TensorTable:
         rows["layers", "mlp", "router", "bias"] = TensorMapping(
             f"{_layer_name(a, f'{MLP}.gate')}.bias", (a.num_experts,), layers=a.num_layers
         )
-    if FAMILIES[a.family].stacked_experts:
-        return rows | _stacked_experts(a)
+    if stacked or FAMILIES[a.family].stacked_experts:
+        return rows | _stacked_experts(a, has_halves=not FAMILIES[a.family].stacked_experts)
     inwards = (a.hidden_size, a.intermediate_size)
     outwards = (a.intermediate_size, a.hidden_size)
     shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
@@ -278,10 +301,17 @@ def _experts(a: Architecture) -> TensorTable:
     return rows
 
 
-def _stacked_experts(a: Architecture) -> TensorTable:
-    """Return projections of which a tensor holds all experts, gate and up in alternate columns."""
+def _stacked_experts(a: Architecture, has_halves: bool) -> TensorTable:
+    """Return projections of which a tensor holds all experts.
+
+    Args:
+      a: the architecture.
+      has_halves: whether gate and up are the halves of a tensor [E, out, in], instead of alternate
+        columns of one [E, in, out].
+    """
     E, D, width = a.num_experts, a.hidden_size, a.intermediate_size
-    first, second = (Fused(place, 2 * width, groups=width) for place in (0, 1))
+    groups = 1 if has_halves else width
+    first, second = (Fused(((i * width // groups, width),), 2 * width, groups) for i in (0, 1))
     rows: TensorTable = {}
     for name, hf_name, inputs, outputs, place in (
         ("gate_proj", "gate_up_proj", D, width, first),
@@ -289,7 +319,14 @@ def _stacked_experts(a: Architecture) -> TensorTable:
         ("down_proj", "down_proj", width, D, None),
     ):
         tensor = _layer_name(a, f"{MLP}.experts.{hf_name}")
-        kernel = TensorMapping(tensor, (E, inputs, outputs), layers=a.num_layers, fused=place)
+        kernel = TensorMapping(
+            tensor,
+            (E, inputs, outputs),
+            transposed=has_halves,
+            layers=a.num_layers,
+            fused=place,
+            stacked=True,
+        )
         rows["layers", "mlp", "experts", name, "kernel"] = kernel
         if a.mlp_bias:
             rows["layers", "mlp", "experts", name, "bias"] = dataclasses.replace(
@@ -298,31 +335,51 @@ def _stacked_experts(a: Architecture) -> TensorTable:
     return rows
 
 
+def _whole(widths: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return projections of one part each."""
+    return {name: (width,) for name, width in widths.items()}
+
+
 def _shared_input_projections(
-    a: Architecture, module: str, hf_module: str, widths: dict[str, int], bias: bool
+    a: Architecture,
+    module: str,
+    hf_module: str,
+    projections: dict[str, tuple[int, ...]],
+    bias: bool,
+    groups: int = 1,
 ) -> TensorTable:
-    """Return projections of the same input, which some families store as one tensor."""
-    family = FAMILIES[a.family]
-    fused = family.fused_projections.get(tuple(widths))
-    groups = a.num_heads if family.fused_by_head else 1
+    """Return projections of the same input, which some families store as one tensor.
+
+    Args:
+      a: the architecture.
+      module: our name of their module.
+      hf_module: the checkpoint's.
+      projections: the widths of the parts of each projection, in the order of the tensor.
+      bias: whether they have biases.
+      groups: the number of groups of such a tensor (`Fused`).
+    """
+    fused = FAMILIES[a.family].fused_projections.get(tuple(projections))
+    total = sum(map(sum, projections.values()))
     rows: TensorTable = {}
     first = 0
-    for name, width in widths.items():
+    for name, widths in projections.items():
         projection = _dense(
             a,
             path=(module, name),
             hf_name=f"{hf_module}.{fused or name}",
             inputs=a.hidden_size,
-            outputs=width,
+            outputs=sum(widths),
             bias=bias,
         )
         if fused:
-            place = Fused(first // groups, sum(widths.values()), groups)
+            firsts = itertools.accumulate(widths, initial=first)
+            parts = tuple((at // groups, width) for at, width in zip(firsts, widths, strict=False))
+            place = Fused(parts, total, groups)
             projection = {
                 path: dataclasses.replace(row, fused=place) for path, row in projection.items()
             }
         rows |= projection
-        first += width
+        first += sum(widths)
     return rows
 
 

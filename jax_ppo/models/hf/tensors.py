@@ -1,7 +1,7 @@
 """Description of how one of our parameters is stored in a Hugging Face checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,14 +15,21 @@ class Fused(NamedTuple):
     """The place of a parameter in a tensor that holds several, along the axis of their outputs.
 
     Attributes:
-      first: its first output in the tensor, or in each of its groups.
+      parts: the first output in the tensor, or in each of its groups, and the number of outputs of
+        each part of the parameter; most have one part.
       total: number of the tensor's outputs.
-      groups: with n, the tensor holds the first n-th of each parameter, then the second, ...
+      groups: with n, the tensor holds the first n-th of each part, then the second, ...
     """
 
-    first: int
+    parts: tuple[tuple[int, int], ...]
     total: int
     groups: int = 1
+
+    def outputs(self) -> np.ndarray:
+        """Return the place in the tensor of each of the parameter's outputs."""
+        starts = np.arange(self.groups)[:, None] * (self.total // self.groups)
+        places = [starts + first + np.arange(n // self.groups) for first, n in self.parts]
+        return np.concatenate([part.ravel() for part in places])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,7 @@ class TensorMapping:
       shape: shape of our parameter in one layer, without the axis of experts.
       transposed: whether the checkpoint stores the axes reversed, [out, in] where ours are
         [in, out].
+      stacked: whether the first axis of the shape is that of experts, which is never reversed.
       layers: number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
       layer_numbers: the index of each of these layers among all layers of the model; (): they are
@@ -51,6 +59,7 @@ class TensorMapping:
     fused: Fused | None = None
     experts: int | None = None
     layer_numbers: tuple[int, ...] = ()
+    stacked: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -64,9 +73,7 @@ class TensorMapping:
     @property
     def output_axis(self) -> int:
         """Return the axis of the checkpoint's tensor along which a fused one holds parameters."""
-        if self.transposed:
-            return 0
-        return len(self.shape) - 1
+        return self._in_hf_order(tuple(range(len(self.shape)))).index(len(self.shape) - 1)
 
     def read(
         self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]
@@ -81,10 +88,10 @@ class TensorMapping:
         if self.fused is None:
             return self._transpose(read(tuple(hf_index)))
         axis = self.output_axis
-        outputs = self._fused_outputs(index[-1])
+        outputs = self.fused.outputs()[index[-1]]
         # What lies between the first and the last is read, too.
-        first = int(outputs[0])
-        last = int(outputs[-1])
+        first = int(outputs.min())
+        last = int(outputs.max())
         hf_index[axis] = slice(first, last + 1)
         values = read(tuple(hf_index))
         if len(outputs) < last + 1 - first:
@@ -93,39 +100,30 @@ class TensorMapping:
 
     def _in_hf_order(self, axes: tuple[T, ...]) -> tuple[T, ...]:
         """Return entries for each axis of our parameter in the order of the checkpoint's axes."""
-        if self.transposed:
-            return axes[::-1]
-        return axes
+        if not self.transposed:
+            return axes
+        return axes[: self.stacked] + axes[self.stacked :][::-1]
 
     def _transpose(self, values: np.ndarray) -> np.ndarray:
         """Convert between the order of axes of our parameter and that of the checkpoint."""
-        if self.transposed:
-            return values.T
-        return values
+        return values.transpose(self._in_hf_order(tuple(range(values.ndim))))
 
-    def _fused_outputs(self, block: slice) -> np.ndarray:
-        """Return the indices of some of our outputs in a fused tensor, in ascending order."""
-        assert self.fused is not None
-        first, total, groups = self.fused
-        width = self.shape[-1] // groups
-        outputs = np.arange(self.shape[-1])[block]
-        return outputs // width * (total // groups) + first + outputs % width
+    def write(self, values: np.ndarray, tensor: np.ndarray | None) -> np.ndarray:
+        """Return the checkpoint's tensor with this parameter in it.
 
-    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the checkpoint's tensor of the parameters, in order, that it holds."""
-        values = [self._transpose(part) for part in parts]
+        Args:
+          values: the parameter in one layer.
+          tensor: the tensor with other parameters that it holds; `None`: this is the first one.
+        """
+        values = self._transpose(values)
         if self.fused is None:
-            return values[0]
-        axis = self.output_axis
-        groups = self.fused.groups
-        if groups == 1:
-            return np.concatenate(values, axis)
-        # [.., groups, width, ..] next to each other.
-        split = [
-            value.reshape(*value.shape[:axis], groups, -1, *value.shape[axis + 1 :])
-            for value in values
-        ]
-        return np.concatenate(split, axis + 1).reshape(self.hf_shape)
+            return values
+        if tensor is None:
+            tensor = np.empty(self.hf_shape, values.dtype)
+        np.moveaxis(tensor, self.output_axis, 0)[self.fused.outputs()] = np.moveaxis(
+            values, self.output_axis, 0
+        )
+        return tensor
 
     @property
     def full_shape(self) -> tuple[int, ...]:

@@ -154,7 +154,8 @@ def _gather_round(
                 continue
             parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
             if writer == process:
-                values = rows[tensor.paths[0]].join([np.asarray(part) for part in parts])
+                for path, part in zip(tensor.paths, parts, strict=True):
+                    values = rows[path].write(np.asarray(part), values)
             # The devices' copies are freed before the next tensor is gathered.
             del parts
         if values is not None:

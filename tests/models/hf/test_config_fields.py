@@ -27,11 +27,21 @@ YARN = {
     "beta_fast": 32.0,
     "truncate": True,
 }
+SHARED_EXPERT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 MODELS = {
     "llama": {"head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "rope_parameters": YARN},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
+    "qwen3_5_moe_text": SHARED_EXPERT,
+    "qwen3_next": SHARED_EXPERT,
     "mistral": {"sliding_window": 5},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "head_dim": 8},

@@ -12,7 +12,7 @@ import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
-from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import NEUTRAL_VALUES
 from jax_ppo.models.hf.files import (
     BLOCK_SIZE,
@@ -380,8 +380,8 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
     [
         (
             {"model_type": "lama"},
-            f"model_type 'lama' is not supported, only {', '.join((*FAMILIES, *MULTIMODAL))} are; "
-            "the nearest is llama",
+            f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} and multimodal "
+            "models of these are; the nearest is llama",
         ),
         ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported"),
         ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),
