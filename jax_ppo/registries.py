@@ -446,7 +446,7 @@ class KLEstimator(Entry):
 
 
 SCHULMAN = "http://joschu.net/blog/kl-approx.html"
-# verl's names are accepted in addition to those of Schulman's note.
+# verl's names are accepted beside the names of Schulman's note.
 KL_ESTIMATORS = Registry(
     KLEstimator,
     "KL estimators",

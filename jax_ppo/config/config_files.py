@@ -154,7 +154,7 @@ def shrink(
     """Return the smoke form of a configuration: its algorithm with a model for two cores.
 
     The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
-    those of the small model that a run creates. The configuration is changed in place.
+    the options of the small model that a run creates. The configuration is changed in place.
 
     Args:
       config: the configuration that its file returned.

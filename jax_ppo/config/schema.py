@@ -39,7 +39,7 @@ LORA_TARGETS = (
 STORED_DTYPES = ("float32", "bfloat16")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
-# The commands that read an option: all where nothing is said. `plan` takes those of `train`.
+# The commands that read an option: all where nothing is said. `plan` takes the options of `train`.
 POLICY = ("train",)
 PPO = ("train", "critic")
 SAMPLING = (*PPO, "evaluate")
@@ -154,7 +154,7 @@ LEARNS_FROM_FILES = Condition(lambda c: c.learns_from_files,
     "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the "
     "command is critic or score")
 HAS_RESPONSES = Requirement(lambda c: bool(c.score.file), "`score.file` is set",
-    "there are no responses to learn from besides those of the actor; set config.score.file")
+    "there are no responses to learn from but the actor's; set config.score.file")
 HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 # CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)

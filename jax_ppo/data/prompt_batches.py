@@ -217,7 +217,7 @@ def make_batch(
 ) -> PromptBatch:
     """Return the batch of the data set's rows `indices`; the first `count` of them are real.
 
-    It has `width` columns, unset those of `bucket_width`.
+    It has `width` columns, or as many as `bucket_width` says.
     """
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)

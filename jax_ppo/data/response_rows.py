@@ -275,7 +275,7 @@ class ResponseReader:
 def find_response_files(path: Path, option: str) -> list[Path]:
     """Return the files of a pattern with `*` or `?`, of a run's rollouts/, or the file itself.
 
-    Of rollouts/ they are the responses of training; those of evaluations stay held out.
+    Of rollouts/ they are the responses of training; responses of evaluations stay held out.
 
     Raises:
       UserError: there is no such file.

@@ -51,7 +51,7 @@ BOYS = (
 ANIMALS = ("dog", "cat", "bunny", "bird", "bear", "mouse", "frog", "duck", "fish", "pig")
 HELD_OUT_EVERY = 4  # every fourth name is held out
 
-_STREAM = 303  # keeps these random numbers apart from those of other generators
+_STREAM = 303  # keeps these random numbers apart from other generators'
 
 _OPENINGS = (
     "Once upon a time, there was a {adjective} {kind} named {name}.",

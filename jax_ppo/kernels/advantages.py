@@ -134,8 +134,8 @@ def bi_level_gae(
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
     """Compute advantages and returns of tokens by `gae` within turns, and over turns between them.
 
-    Let A_k and V_k be those of `turn_gae`, with turn_gamma and turn_lam. Within turn k of tokens
-    i = 0 .. n the recursion is that of `gae`, with gamma and lam, and it ends with what follows:
+    Let A_k and V_k be as in `turn_gae`, with turn_gamma and turn_lam. Within turn k of tokens
+    i = 0 .. n the recursion is `gae`'s, with gamma and lam, and it ends with what follows:
 
         delta_n = r_n + turn_gamma (V_{k+1} + turn_lam A_{k+1}) - V_{k,n},    A_{k,n} = delta_n
 
@@ -279,7 +279,7 @@ def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " 
     """
     deviations = _deviations_from_group_mean(scores_B, n)
     if by_std:
-        # The mean of the deviations is 0, so their squares are those of the variance.
+        # The mean of the deviations is 0, so the mean of their squares is the variance.
         std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1, keepdims=True) / (n - 1))
         deviations = deviations / (std + 1e-6)
     return deviations.reshape(-1)
@@ -345,8 +345,8 @@ def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, "
 
     Bias: the expected gradient is (n - 1) / n of the true one. Whitening over the whole rollout,
     left to the caller, divides the advantages of every prompt by the same number. Unlike the
-    division in `grpo`, it weighs no prompt above another. Arguments and result are those of
-    `grpo`, whose value without `by_std` this is.
+    division in `grpo`, it weighs no prompt above another. Arguments and result are as in `grpo`
+    without `by_std`.
     """
     return _deviations_from_group_mean(scores_B, n).reshape(-1)
 

@@ -73,10 +73,10 @@ def delta_chunks(
       v_BxTxHxV: values.
       decay_BxTxH: logarithms of the factors on the states, 0 or less.
       rate_BxTxH: rates, from 0 to 1.
-      segments_BxT: the sequence of each token; those of a sequence are adjacent. `None`: each row
+      segments_BxT: the sequence of each token; a sequence's tokens are adjacent. `None`: each row
         is one sequence.
-      ends_B: numbers of tokens, 0 to T, after which states are returned. They are those of the
-        sequence that the last one of these tokens belongs to. `None`: no state is returned.
+      ends_B: numbers of tokens, 0 to T, after which states are returned: the states of
+        the sequence that the last one of these tokens belongs to. `None`: no state is returned.
     """
     B, T, H, K = q_BxTxHxK.shape
     V = v_BxTxHxV.shape[-1]
@@ -134,7 +134,7 @@ def _decay_factors(
     decay_NxBxHxC: Float[Array, "N B H C"], segments_NxBx1xC: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C"], Float[Array, "N B H C C"]]:
     """Return d_i0, from the start of the chunk to each token, and d_ij, between two tokens."""
-    # Sums of whole numbers are exact: a strong decay does not round those of the tokens after it.
+    # Sums of whole numbers are exact: a strong decay does not round the decays after it.
     decay = jnp.maximum(decay_NxBxHxC, STRONGEST_DECAY)
     whole = jnp.round(decay)
     whole, rest = (jnp.cumsum(x, axis=-1) for x in (whole, decay - whole))

@@ -116,7 +116,7 @@ def chunk_logits(
 def keep_tokens(
     logits_GxCxV: Float32[Array, " G C V"], kept_GxCxW: UInt8[Array, " G C W"] | None
 ) -> Float32[Array, " G C V"]:
-    """Return the logits, with those of tokens that were not kept replaced by `DROPPED`.
+    """Return the logits, with `DROPPED` for tokens that were not kept.
 
     Args:
       logits_GxCxV: logits.

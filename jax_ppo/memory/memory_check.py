@@ -45,7 +45,7 @@ class LeastMemory:
       parameters: trained parameters, unless they are in the host's memory.
       optimizer: optimizer states, unless they are in the host's memory.
       frozen: reference, base of adapters and reward model, unless they are in the host's memory.
-      gradients: those of the phase that needs more; clipping needs a whole gradient at once.
+      gradients: of the phase that needs more; clipping needs a whole gradient at once.
       decoding: the built-in engine's copy of the actor's weights.
       fetched: what that phase copies from the host's memory.
     """

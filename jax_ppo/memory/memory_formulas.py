@@ -228,7 +228,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     tokens = device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
     # Gradients are added to the sum as they are computed (training/learner.py), except in stages,
-    # which have those of a micro-batch and those of a tick, and for adapters.
+    # which have the gradients of a micro-batch and of a tick, and for adapters.
     gradients = 0
     if schedule.stages > 1 or role.net.lora is not None:
         gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
@@ -338,7 +338,7 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
         # A gated MLP has gate, up and their product; an ungated one has the input and the output of
         # its activation.
         mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
-    # The steps of a gelu are in float32; those of a silu are fused into the products.
+    # The steps of a gelu are in float32; the steps of a silu are fused into the products.
     mlp_itemsize = FLOAT32_BYTES
     if getattr(architecture, "activation", "") == "silu":
         mlp_itemsize = role.itemsize

@@ -61,7 +61,7 @@ class StepPlan:
       source: origin of the temporaries, for the user.
       phases: in the order of a step.
       tokens: prompt and response tokens of a step.
-      response_tokens: those of the responses alone.
+      response_tokens: tokens of the responses alone.
       remedies: changes of options, and the estimated bytes per device after each, in ascending
         order.
     """

@@ -36,7 +36,7 @@ class PhaseWork:
       flops: operations of matrix products; recomputed activations count too.
       memory_bytes: bytes read from and written to the device's memory.
       link_bytes: bytes that the device sends to others.
-      row_bytes: those of them that the mesh's axes of rows exchange: gathered weights and
+      row_bytes: the part of them that the mesh's axes of rows exchange: gathered weights and
         gradients, which cross from host to host.
     """
 
@@ -429,7 +429,7 @@ def count_step_flops(
       nets: the roles' models.
       step: the step, from 0.
       prompt_lengths: int [N], tokens of each prompt.
-      lengths: int [B], tokens of each prompt and response; those of a prompt are adjacent.
+      lengths: int [B], tokens of each prompt and response; a prompt's responses are adjacent.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())

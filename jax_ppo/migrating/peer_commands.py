@@ -69,7 +69,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     notes = []
     if name and not is_exact:
         notes.append(
-            f"{name}: its contents are not seen; its options were read as those of {program.name}"
+            f"{name}: its contents are not seen; its options were read as {program.name}'s"
         )
     words, values = _fill_in_variables(words[:start], words[start:])
     before = {word for word in words if "=" in word}

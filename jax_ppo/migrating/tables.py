@@ -99,7 +99,7 @@ def read_framework(name: str) -> Framework:
 
 
 def _read_program(table: dict[str, Any], defaults: dict[str, str]) -> Program:
-    """Return a program; `defaults` are those of all programs of the framework."""
+    """Return a program; `defaults` hold for all programs of the framework."""
     options = _by_name(table.pop("options", {}))
     own_defaults = table.pop("defaults", {})
     return Program(**table, options=options, defaults={**defaults, **own_defaults})

@@ -83,7 +83,7 @@ class Translation:
     Attributes:
       program: what the command starts in its framework, and what runs the same here.
       options: values by name, without `config.`, of the options in the command.
-      defaults: likewise the framework's defaults that differ from those of the base configuration.
+      defaults: likewise the framework's defaults that differ from the base configuration.
       notes: one line for each option without a counterpart or in need of a review.
       remarks: lines about what the command does not set.
     """
@@ -155,7 +155,7 @@ def translate(framework: str, text: str) -> Translation:
     if defaults:
         remarks.append(
             f"the last {len(defaults)} options, from config.{next(iter(defaults))} on: defaults of "
-            f"{framework}, unlike those of {program.base}"
+            f"{framework}, unlike {program.base}"
         )
     kept = {name: base[name] for name in _NAMED if name not in values}
     if texts := [f"config.{name}={value}" for name, value in kept.items() if value]:

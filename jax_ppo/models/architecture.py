@@ -184,7 +184,7 @@ class Architecture:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Return the names of projections that may have adapters: not those of routed experts."""
+        """Return the names of projections that may have adapters; routed experts have none."""
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
         if self.shared_expert_size or not self.num_experts:
             names += self.mlp_projections

@@ -5,7 +5,7 @@ gathers: with grouped queries they are small beside the activations, 64 MiB per 
 tokens with 4 key heads of 128 in bfloat16. Its queries are two blocks that are mirror images in the
 row (`packing.split_columns`), so that the devices have as many earlier keys each.
 
-The programs are those of attention.py. Only splash skips what its own device's queries do not read:
+The programs are attention.py's. Only splash skips what its own device's queries do not read:
 xla skips the second half of the row for the queries of the first, and cuDNN nothing.
 """
 

@@ -1,6 +1,6 @@
 """Select the program that computes attention on a platform, and the row lengths that it takes.
 
-The programs are those of attention.py.
+attention.py selects among these programs.
 """
 
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def program_obstacle(
 ) -> str | None:
     """Return why a program cannot run, or `None` if it can.
 
-    The arguments after `program` are those of `select_attention_program`.
+    The arguments after `program` are as for `select_attention_program`.
     """
     if sinks and program != "xla":
         return f"{program} has no attention sinks, the model has"

@@ -135,7 +135,7 @@ class DeltaLayer(Layer):
     """A layer with either attention or a Gated DeltaNet, as its kind says."""
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's own mixer; `inputs` are those of `Attention`.
+        """Return the output of the layer's own mixer; `inputs` as for `Attention`.
 
         Without a cache, the last of them is the numbers of tokens that the state includes.
         """

@@ -216,7 +216,7 @@ def run_experts(
       x_RxLxD: input of the MLP.
       weights_RxLxk: weights of each token's experts.
       experts_RxLxk: their indices.
-      projections: those of all experts, or of consecutive ones; the others add nothing.
+      projections: of all experts, or of consecutive ones; the others add nothing.
       first_expert: index of the first of these; `None` if they are all.
       dtype: type of the products.
       gate: joins the outputs of the first two projections.

@@ -390,7 +390,7 @@ class Layer(nn.Module):
         return x + multiply(out, a.residual_multiplier), cache, auxiliary
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's attention; `inputs` are those of `Attention`."""
+        """Return the output of the layer's attention; `inputs` as for `Attention`."""
         attention = Attention(
             architecture=self.architecture,
             dtype=self.dtype,

@@ -23,12 +23,12 @@ def inverse_frequencies(
     """Return the inverse frequencies and the factor on cos and sin.
 
     In Hugging Face's code, `dynamic` and `longrope` change with the length of the sequence. Here
-    they are those of sequences no longer than `max_sequence_length`, which the caller must
+    they hold for sequences no longer than `max_sequence_length`, which the caller must
     enforce, so that cached keys stay valid.
 
     Args:
       architecture: the decoder.
-      local: whether to return those of local layers.
+      local: whether the layer is local.
 
     Returns:
       The inverse frequencies, float32 [rotary_dim / 2], and the factor.
@@ -160,7 +160,7 @@ def rotation_tables(
       architecture: the decoder.
       positions_BxT: positions of the tokens.
       length: size of the table; positions outside it become NaN.
-      local: whether to return those of local layers.
+      local: whether the layer is local.
       queries: whether they multiply by the factor of queries at each position, too.
     """
     inverse, factor = inverse_frequencies(architecture, local)

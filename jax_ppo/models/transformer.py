@@ -19,7 +19,7 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     norm/scale [D]
 
 Where some layers have a Gated DeltaNet (delta_net.py), `layers/delta_net` has the parameters of
-these alone, and `layers/attention` those of the others.
+these alone, and `layers/attention` belongs to the others.
 
 An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
 
@@ -218,7 +218,7 @@ class Transformer:
         return x
 
     def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
-        """Return the rotations of global layers, and those of local ones or queries if others."""
+        """Return the rotations of global layers, and of local ones or queries if these differ."""
         a = self.architecture
         global_rotation = rope.rotation_tables(a, positions_BxT, length)
         if a.query_growth:
@@ -243,7 +243,7 @@ class Transformer:
     def _run_stacked(
         self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: Any = None
     ) -> tuple[jax.Array, Auxiliary]:
-        """Run all stacked layers, or those of a stage, as one scan."""
+        """Run all stacked layers, or the layers of a stage, as one scan."""
         params, kind_of_each = layers
         positions, segments, routed_experts_BxTxLxk = rows
         rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
@@ -447,7 +447,7 @@ def layer_stacks(layers: Params, is_linear: bool) -> Params:
 
 
 def stack_places(linear_layers: tuple[bool, ...]) -> list[int]:
-    """Return the index of each layer among those of its kind, which share `MIXERS`."""
+    """Return the index of each layer among the layers of its kind, which share `MIXERS`."""
     return [linear_layers[:i].count(is_linear) for i, is_linear in enumerate(linear_layers)]
 
 

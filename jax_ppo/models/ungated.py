@@ -1,6 +1,6 @@
 """The ungated block: LayerNorm, attention and an MLP of two projections, all with biases.
 
-Attention is layers.py's. Its biases and positions are those of the architecture.
+Attention is layers.py's. The architecture says which biases and positions it has.
 """
 
 import flax.linen as nn
@@ -62,7 +62,7 @@ class UngatedMLP(nn.Module):
 class UngatedLayer(Layer):
     """One layer: LayerNorm, attention, LayerNorm and MLP, with residual connections.
 
-    The attributes and arguments are those of `Layer`.
+    Attributes and arguments as for `Layer`.
     """
 
     @nn.compact

@@ -2,8 +2,8 @@
 
 `estimate_experience` is a pipeline: shape rewards, subtract the KL penalty, estimate advantages,
 normalize returns, whiten, weight by importance, and set the next step's control. Each step is a
-function that returns its result with the metrics that describe it; those of rewards are in
-`reward_shaping.py`, those of advantages in `advantages.py`.
+function that returns its result with the metrics that describe it; the functions of rewards are in
+`reward_shaping.py`, of advantages in `advantages.py`.
 """
 
 import functools

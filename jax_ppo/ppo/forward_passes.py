@@ -143,7 +143,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
     response_or_padding = jnp.where(column < prompts + lengths, from_response, 0)
     routed_experts = rollout.routed_experts
     if routed_experts is not None:
-        # Columns beyond those of the rollout are never read.
+        # Columns beyond the rollout's are never read.
         missing = length - routed_experts.shape[1]
         routed_experts = jnp.pad(routed_experts, ((0, 0), (0, missing), (0, 0), (0, 0)))
     return Sequences(
@@ -164,7 +164,7 @@ def reuses_logprobs(config: Config) -> bool:
     In float32 the two differ by 1e-6 on CPU, unless decoding rounds the weights to int8. On other
     platforms float32 products are rounded to fewer bits, and differently from program to program.
     If the update takes one optimizer step per rollout, it uses the log-probs that it differentiates
-    as the old ones (a ratio of 1), and those of the sampler are only reported, unless the reward
+    as the old ones (a ratio of 1), and the sampler's are only reported, unless the reward
     contains a KL, to reference or teacher, or a controller follows it.
     """
     if config.algorithm.rollout_is != "none":

@@ -129,7 +129,7 @@ class RolloutObjective:
       metrics: how each metric of the loss is reduced.
       options: the role's options.
       net: the role's model.
-      reference: frozen parameters: those of the reference, which adapters apply to. `None` if
+      reference: the reference's frozen parameters, which adapters apply to. `None` if
         neither adapters nor a loss need them.
       experience: the rollout's experience.
     """
@@ -365,7 +365,7 @@ def count_learned_tokens(
 ) -> Int32[Array, " B"]:
     """Return the number of tokens of each sample that a mini-batch learns from.
 
-    They are those of the mask, or all action tokens.
+    They are the tokens of the mask, or all action tokens.
 
     Samples outside the mini-batch, or excluded by the sample mask, have 0.
     """

@@ -342,7 +342,7 @@ def _require_correctness(correct_B: np.ndarray) -> None:
 
 
 def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) -> Selected:
-    """Return the groups with these indices; those of `drawn` follow those of `selected`."""
+    """Return the groups with these indices, counted through `selected` and then `drawn`."""
     responses = len(drawn.addresses) // len(groups)
     rows = (groups[:, None] * responses + np.arange(responses)).ravel()
     return Selected(

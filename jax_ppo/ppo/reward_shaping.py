@@ -74,7 +74,7 @@ class Masks(NamedTuple):
       samples: False for samples that are excluded from all losses.
       loss: the action tokens of the samples that are not excluded.
       starts: the first action token of each turn.
-      values: those of the tokens in `loss` whose values the critic learns.
+      values: the tokens in `loss` whose values the critic learns.
     """
 
     actions: Mask

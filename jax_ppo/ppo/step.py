@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
       rewards: float32 [B], the rules' scores plus the reward model's.
-      metrics: those of experience and update, on the mesh.
+      metrics: the metrics of experience and update, on the mesh.
     """
 
     sampled: SampledBatch

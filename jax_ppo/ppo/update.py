@@ -93,7 +93,7 @@ def update_state(
       state: its trained trees are donated.
       experience: the rollout's experience.
       actor_batches: the actor's optimizer steps.
-      critic_batches: those of a separate critic; `None` without one.
+      critic_batches: a separate critic's optimizer steps; `None` without one.
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as

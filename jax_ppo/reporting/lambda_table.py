@@ -26,7 +26,7 @@ PARTS = 10
 
 
 class Tokens(NamedTuple):
-    """The tokens that the policy chose, B responses: those of each from column 0, then zeros.
+    """The tokens that the policy chose, B responses, each from column 0 on, then zeros.
 
     Attributes:
       rewards: float [B, T].

@@ -21,7 +21,7 @@ from jax_ppo.training.state import StateBuilder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPORun(StepParts):
-    """The parts of a run: those of a step, and what the run reads and writes around it.
+    """The parts of a run: the parts of a step, and what the run reads and writes around it.
 
     Attributes:
       config: all options.

@@ -56,7 +56,7 @@ def train(
     Args:
       config: all options.
       workdir: the folder to write to.
-      cycle: what takes the steps; its arguments are those of `life_cycle.train`.
+      cycle: what takes the steps; arguments as for `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -336,7 +336,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
     if failures == scored:
         raise UserError(
             f"config.reward.normalize='reference': the reward function failed on all {scored} "
-            "responses by whose rewards those of the run would be divided"
+            "responses by whose rewards the run's would be divided"
         )
     console.print_on_main(
         f"the first policy's rewards: mean {float(moments.mean):.4g}, "

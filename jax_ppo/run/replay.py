@@ -162,7 +162,7 @@ def _saved_steps(source: Path) -> list[int]:
 
 
 def _find_options(source: Path, wanted: str) -> Options:
-    """Return the options with a hash: the newest of the run, or those of a checkpoint.
+    """Return the options with a hash: the newest of the run, or a checkpoint's.
 
     Raises:
       UserError: they are nowhere.

@@ -45,7 +45,7 @@ def train(
       config: all options.
       workdir: the folder to write to.
       task: what is trained.
-      cycle: what takes the steps; its arguments are those of `life_cycle.train`.
+      cycle: what takes the steps; arguments as for `life_cycle.train`.
 
     Returns:
       The contents of summary.json.

@@ -299,7 +299,7 @@ def _reference_kl(algorithm: Algorithm, outputs: ForwardOutputs, actions: jax.Ar
 
 
 def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarray:
-    """Return the rows that have advantages; if groups are compared, those of a prompt adjacent."""
+    """Return the rows that have advantages; if groups are compared, a prompt's are adjacent."""
     if not (":" in estimator or ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups):
         return np.arange(len(rows))
     groups: dict[tuple[bytes, str], list[int]] = {}

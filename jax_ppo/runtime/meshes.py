@@ -66,7 +66,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
 def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:
     """Count the devices of each slice, inside which a fast network connects them.
 
-    Slices are those of a TPU Multislice job, or the hosts of a GPU job.
+    A slice is a slice of a TPU Multislice job, or a host of a GPU job.
     """
     return collections.Counter(getattr(device, "slice_index", 0) for device in devices)
 
@@ -179,7 +179,7 @@ def validate_architecture(
 ) -> None:
     """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
 
-    A decoder's heads need not be divisible: those of queries are padded (`pad_query_heads`), those
+    A decoder's heads need not be divisible: query heads are padded (`pad_query_heads`), heads
     of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly.
 
     Args:

@@ -45,7 +45,7 @@ def exchange_own_seconds(seconds: float) -> dict[int, float]:
     """Publish this process's seconds of a step, and return the latest ones of all processes.
 
     Returns:
-      Seconds by process, on process 0; those of another process may be of the step before. Empty on
+      Seconds by process, on process 0; another process's may be of the step before. Empty on
       the others, and in a run of one process.
     """
     state = compat.distributed_state()
@@ -59,7 +59,7 @@ def exchange_own_seconds(seconds: float) -> dict[int, float]:
 
 
 def find_straggler(seconds: dict[int, float]) -> tuple[int, float]:
-    """Return the slowest process, and its seconds beyond those of the median process.
+    """Return the slowest process, and by how many seconds it is slower than the median.
 
     The lower median: of two processes, the faster one is the measure.
 

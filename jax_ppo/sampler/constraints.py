@@ -1,7 +1,7 @@
 """Constraints on the tokens that may be drawn: minimum length, forbidden strings, and biases.
 
 They change what is drawn, not the log-probabilities that are recorded: those stay the policy's own,
-like those of tokens drawn by top-k or top-p.
+like the log-probs of tokens drawn by top-k or top-p.
 """
 
 import jax

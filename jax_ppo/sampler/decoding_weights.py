@@ -58,7 +58,7 @@ class WeightPreparation:
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
-        """Prepare the programs; the arguments are those of `shape_decoding_weights`."""
+        """Prepare the programs; arguments as for `shape_decoding_weights`."""
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
         self._is_linear = {

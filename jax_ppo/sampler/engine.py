@@ -34,7 +34,7 @@ class SamplingOptions:
       stop: strings that end a response as an EOS does; the token that completes one is its last.
       forbidden: strings that no response contains: no token that would complete one is drawn.
       logit_bias: (token, number added to its logit) pairs. As with top-k, recorded log-probs are
-        those of the policy without it.
+        the policy's without it.
       environment: answers the policy's turns with observations, which become tokens of the
         response; `None`: a response is one turn.
       max_turns: turns of the policy after which a response ends; `None`: no limit.

@@ -1,6 +1,6 @@
 """The record of the experts that sampled tokens pass through, to be replayed in training.
 
-A prompt's experts are recorded by its prefill, those of all later tokens by the decode step that
+A prompt's experts are recorded by its prefill, a later token's by the decode step that
 runs them. The last token of a response is not run, so nothing is recorded for it.
 """
 

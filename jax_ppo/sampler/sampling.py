@@ -5,8 +5,8 @@ then top-p of what top-k left, then min-p. All keep every token that is as likel
 kept, so that nothing depends on the order of a sort (Hugging Face does so for top-k only).
 
 Where several devices split the vocabulary, each keeps its own logits. They exchange the largest
-logit of a row, the weights of blocks of about sqrt(V) tokens and those of one block, and one number
-per bisection of a filter: never the logits themselves.
+logit of a row, the weights of blocks of about sqrt(V) tokens and of the tokens of one block, and
+one number per bisection of a filter: never the logits themselves.
 
 Randomness is addressed: the token at position t of sample b has the key
 fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
@@ -223,7 +223,7 @@ def keep_top_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE
 
 
 def keep_min_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
-    """Replace all logits by -inf but those of tokens at least p times as likely as the likeliest.
+    """Replace the logits of tokens less than p times as likely as the likeliest by -inf.
 
     Nguyen et al. 2024, "Turning up the heat: min-p sampling", arXiv:2407.01082.
     """
@@ -272,7 +272,7 @@ def draw_tokens(
     uniform picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. A token
     of probability 0 is never drawn, be it filtered (-inf) or padding of the last block.
 
-    Blocks are those of the whole vocabulary, however many devices split it, so that the draw is the
+    Blocks divide the whole vocabulary, however many devices split it, so that the draw is the
     same up to the rounding of a block that two devices share.
 
     Returns:
@@ -316,7 +316,7 @@ def _split_into_blocks(
 
 
 def _place_blocks(sums_BxM: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
-    """Return the sums of M blocks from `first` on among those of `count` blocks, otherwise 0."""
+    """Return the sums of M blocks from `first` on in their places among `count`, 0 elsewhere."""
     if isinstance(first, int):
         return sums_BxM
     # Room for M more: a slice past the end would be moved back inside.

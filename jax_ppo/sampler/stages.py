@@ -94,7 +94,7 @@ def plan_next_stage(
 
 
 def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
-    """Return a state whose results are those of the samples `order_N`."""
+    """Return a state that holds the results of the samples `order_N`."""
     routing = state.routing
     if routing is not None:
         routing = routing._replace(sequences=routing.sequences[order_N])

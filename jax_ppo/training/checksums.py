@@ -4,7 +4,7 @@ CRC-32 detects every flipped bit and truncation. zlib computes it at more than 1
 releases the interpreter lock, so that reading the files takes most of the time.
 
 A bucket verifies and keeps a checksum of each object itself. There one listing, without reading
-the arrays, compares these checksums and the sizes with those of the time of writing.
+the arrays, compares checksums and sizes with the ones taken when they were written.
 """
 
 import asyncio

@@ -138,7 +138,7 @@ class LocalCheckpoints:
           The arrays, and `meta`.
 
         Raises:
-          UserError: the arrays have another layout than those of the checkpoint.
+          UserError: the arrays have another layout than the checkpoint's.
         """
         manifest = self._read_manifest(self.step)
 

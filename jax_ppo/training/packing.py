@@ -161,8 +161,8 @@ def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
     """Return the packing in which the devices of `mesh.context` hold parts of the same rows.
 
     A row is cut into 2 C blocks of columns. Part i has blocks i and 2 C - 1 - i, in this order: a
-    token reads the earlier ones, so these two blocks together have as much to read as those of any
-    other part (as in ring attention with striped or mirrored blocks).
+    token reads the earlier ones, so the two blocks of each part have equally much to read (as in
+    ring attention with striped or mirrored blocks).
 
     Args:
       plan: NumPy arrays [..., R, L], with L a multiple of 2 C.
@@ -196,7 +196,7 @@ def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Pac
       first_lengths: int [pairs], tokens of each pair's first sequence.
 
     Returns:
-      Packing of 2 x pairs sequences: those of pair b are b and pairs + b.
+      Packing of 2 x pairs sequences: pair b consists of b and pairs + b.
     """
     # Empty places (-1) look up pair 0, and are left alone below.
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]

@@ -198,7 +198,7 @@ def _history(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed_models(meta: dict[str, Any], frozen: dict[str, str] | None) -> list[str]:
-    """Return the options whose frozen models are not those of the checkpoint."""
+    """Return the options whose frozen models differ from the checkpoint's."""
     saved = meta.get("frozen", {})
     return [name for name, digest in (frozen or {}).items() if saved.get(name, digest) != digest]
 

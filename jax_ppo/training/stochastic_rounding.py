@@ -61,7 +61,7 @@ def widen(tree: Any) -> Any:
 
 
 def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
-    """Return the tree with leaves rounded stochastically where those of `stored` are bfloat16.
+    """Return the tree with leaves rounded stochastically where `stored` has bfloat16.
 
     Args:
       tree: as computed, in float32; other types are left alone.
@@ -81,7 +81,7 @@ def gradient_shapes(params: Any, dtype: str) -> Any:
 
     Args:
       params: what the gradients are of, or its shapes.
-      dtype: "float32" also sums those of bfloat16 parameters in float32.
+      dtype: "float32" also sums gradients of bfloat16 parameters in float32.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:

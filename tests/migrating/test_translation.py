@@ -167,7 +167,7 @@ def test_a_script_of_a_user_is_said_to_be_unseen():
     notes = translate("trl", "python train_ppo.py --learning_rate 1e-6").notes
     assert "no program: read as options of ppo" in translate("trl", "--kl_coef 0.1").remarks
     assert notes[0] == (
-        "train_ppo.py: its contents are not seen; its options were read as those of ppo"
+        "train_ppo.py: its contents are not seen; its options were read as ppo's"
     )
     assert not [note for note in translate("trl", "python ppo.py").notes if "not seen" in note]
 
@@ -449,7 +449,7 @@ def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
         "Not in the command:\n"
         "- no program: read as options of main_ppo\n"
         "- the last 5 options, from config.data.filter_overlong_prompts on: defaults of verl, "
-        "unlike those of gsm8k\n"
+        "unlike gsm8k\n"
         "- config.model.path=Qwen/Qwen2.5-0.5B-Instruct, config.data.train_files="
         "hf:openai/gsm8k/main/train-00000-of-00001.parquet: set by gsm8k, not by the command\n"
     )

@@ -41,7 +41,7 @@ def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, 
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith(f"error: JAX_PLATFORMS={platform}: ")
-    assert "expected some of those of this machine: cpu" in result.stderr
+    assert "expected some of this machine's: cpu" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

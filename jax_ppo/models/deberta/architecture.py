@@ -12,7 +12,7 @@ from jax_ppo.models.hf.fields import (
 from jax_ppo.models.hf.json_files import quote_value
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")
-# Fields of config.json, besides those of all families, that do not change the scores.
+# Fields of config.json, besides the common ones, that do not change the scores.
 UNUSED_FIELDS = frozenset(
     {"legacy", "summary_activation", "summary_type", "summary_use_proj", "tie_word_embeddings"}
 )

@@ -55,7 +55,7 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
 
 
 def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
-    """Return the projections of attention; those of positions unless they share the content's."""
+    """Return the projections of attention, for positions too unless they share the content's."""
     names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
     # Checkpoints hold these projections only for the terms that are configured.
     if a.content_to_position and not a.share_keys:

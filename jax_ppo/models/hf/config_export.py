@@ -101,7 +101,7 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
     for name, before, after in (
         ("bos_token_id", described.bos_id, architecture.bos_id),
         ("pad_token_id", described.pad_id, architecture.pad_id),
-        # Also those of generation_config.json: some programs read one of the files only.
+        # generation_config.json's too: some programs read one of the files only.
         ("eos_token_id", described.eos_ids, architecture.eos_ids),
     ):
         if before != after:

@@ -436,7 +436,7 @@ FAMILIES = {
             "mlp.up_proj": "mlp.c_fc",
             "mlp.down_proj": "mlp.c_proj",
         },
-        # The first files on the hub are those of the model without a head.
+        # The first files on the hub hold the model without a head.
         older_prefixes={
             prefix: f"transformer.{prefix}" for prefix in ("wte.", "wpe.", "h.", "ln_f.")
         },

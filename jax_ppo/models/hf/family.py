@@ -28,7 +28,7 @@ class Family:
       bias_fields: boolean fields of config.json, `False` by default, and the biases, or other
         switches, of `Architecture` that each one turns on.
       defaults: values that transformers uses for fields missing from config.json.
-      integers: those of `fields` that are whole numbers.
+      integers: the fields among `fields` that are whole numbers.
       nullable: sizes and numbers of config.json that transformers accepts as null.
       expert_fields: names of the number of experts in config.json, of which one is read and the
         first is written; (): the MLP is a single one.
@@ -57,8 +57,8 @@ class Family:
       linear_period: with n, all layers but every n-th one have a Gated DeltaNet, unless config.json
         has another `full_attention_interval` or lists `layer_types`; 0: no layer has one.
       local_rope_theta: base of layers with a sliding window, where these have rotary parameters
-        of their own, unless config.json has one; `None`: they have those of all layers.
-      rope_numbers: further numbers among the rotary parameters, which are then those of YaRN.
+        of their own, unless config.json has one; `None`: all layers share them.
+      rope_numbers: further numbers among the rotary parameters, which then describe YaRN.
       rope_parameters: the rotary parameters unless config.json has some.
       rope_length_outside: whether `original_max_position_embeddings` is stored outside the rotary
         parameters.

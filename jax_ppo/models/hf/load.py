@@ -117,8 +117,8 @@ def read_reward_architecture(
       needs_weights: False also accepts a folder without weights.
 
     Raises:
-      UserError: as in `read_architecture`, or the weights are not those of a sequence classifier
-        with one label.
+      UserError: as in `read_architecture`, or the weights do not belong to a sequence
+        classifier with one label.
     """
     config = _read_config(folder)
     kind = str(config.get("model_type"))
@@ -322,7 +322,7 @@ def _read_tensors(
     dtype: np.dtype,
     sharding: Sharding,
 ) -> jax.Array:
-    """Read one tensor, or those of all experts of a layer, as a sharded array, block by block."""
+    """Read one tensor, or the tensors of a layer's experts, as a sharded array, block by block."""
     # Devices that hold the same block share one read.
     blocks: dict[tuple, np.ndarray] = {}
 
@@ -371,7 +371,7 @@ def _validate_checkpoint(
     head: str,
     architecture: Architecture | DebertaArchitecture,
 ) -> None:
-    """Raise `UserError` unless the checkpoint's tensors are those of this model."""
+    """Raise `UserError` unless the checkpoint has exactly this model's tensors."""
     validate_tensors(checkpoint, rows, head)
     used = {name for row in rows.values() for name in row.names()}
     unused = sorted(

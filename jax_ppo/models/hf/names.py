@@ -15,7 +15,7 @@ PEFT_PREFIX = "base_model.model."
 ATTENTION = "self_attn"
 DELTA_NET = "linear_attn"
 MLP = "mlp"
-# The same names as those of a single MLP.
+# The names of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # In the name of a tensor that holds all experts of a layer.
 STACKED_EXPERTS = ".experts.gate_up_proj"

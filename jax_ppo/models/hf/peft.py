@@ -203,7 +203,7 @@ def validate_adapters(
 
 
 def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head: str) -> None:
-    """Raise `UserError` unless the tensors are exactly those of these adapters."""
+    """Raise `UserError` unless the file has the tensors of these adapters and no others."""
     validate_tensors(checkpoint, rows, head, ADAPTER_CONFIG)
     used = {name for row in rows.values() for name in row.names()}
     bias = f"{PEFT_PREFIX}score.bias"
@@ -245,7 +245,7 @@ def save_adapters(
     In a run of several processes, all of them must call this; process 0 writes.
 
     Args:
-      adapters: adapters of one role, on any devices. With a scalar head they are those of a
+      adapters: adapters of one role, on any devices. With a scalar head they belong to a
         sequence classifier.
       architecture: the decoder that they belong to.
       lora: their shape.

@@ -128,7 +128,7 @@ def _write_description(
     source_folder: str | Path | None,
     tokenizer_folder: str | Path | None,
 ) -> None:
-    """Write all files of an export but its weights; the arguments are those of the export."""
+    """Write all files of an export but its weights; arguments as for the export."""
     write_json(folder / "config.json", _model_config(architecture, dtype, head, source_folder))
     write_json(folder / "generation_config.json", _generation_config(architecture, source_folder))
     if tokenizer := tokenizer_folder or source_folder:

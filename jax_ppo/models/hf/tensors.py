@@ -169,7 +169,7 @@ def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> d
       The leaves of `tree` by path.
 
     Raises:
-      ValueError: the paths differ from those of the table.
+      ValueError: the paths differ from the table's.
     """
     flat = traverse_util.flatten_dict(tree)
     missing = sorted(rows.keys() - flat.keys())

@@ -135,7 +135,7 @@ def _gather_round(
     rows: TensorTable,
     dtype: str,
 ) -> Iterator[np.ndarray]:
-    """Yield the tensors of this process's file, and take part in gathering those of the others.
+    """Yield the tensors of this process's file, and take part in gathering the other files'.
 
     Every process gathers the first tensor of each file, then the second of each, and so on: they
     write at the same time, each from one tensor in its memory.

@@ -20,9 +20,9 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make each shard of rows run `function` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless experts or an axis other than
-    those of rows are split: all devices must then take part in every matrix product, and `function`
-    gets `any_shard`, which maps a bool to whether it holds on any shard. Without a mesh in the
-    context, `function` runs unchanged.
+    the axes of rows are split: all devices must then take part in every matrix product, and
+    `function` gets `any_shard`, which maps a bool to whether it holds on any shard. Without a mesh
+    in the context, `function` runs unchanged.
 
     Args:
       function: called as `function(params, rows, other_rows, key)`, with `any_shard` by keyword if

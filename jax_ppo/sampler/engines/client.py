@@ -137,7 +137,7 @@ class ServerProcess:
 
         Args:
           command: program and arguments.
-          environment: variables besides those of this process.
+          environment: variables in addition to this process's.
           log: file that its output is appended to.
         """
         self._log = log
