@@ -34,8 +34,7 @@ def start_backends() -> None:
         if not platforms:
             raise UserError(f"JAX finds no devices: {reason}") from error
         raise UserError(
-            f"JAX_PLATFORMS={platforms}: {reason}; expected some of this machine's: "
-            f"{_platforms()}"
+            f"JAX_PLATFORMS={platforms}: {reason}; expected some of this machine's: {_platforms()}"
         ) from error
 
 

@@ -166,9 +166,7 @@ def test_sizes_of_ppo_are_not_lost_in_a_command_of_sft():
 def test_a_script_of_a_user_is_said_to_be_unseen():
     notes = translate("trl", "python train_ppo.py --learning_rate 1e-6").notes
     assert "no program: read as options of ppo" in translate("trl", "--kl_coef 0.1").remarks
-    assert notes[0] == (
-        "train_ppo.py: its contents are not seen; its options were read as ppo's"
-    )
+    assert notes[0] == ("train_ppo.py: its contents are not seen; its options were read as ppo's")
     assert not [note for note in translate("trl", "python ppo.py").notes if "not seen" in note]
 
 
