@@ -6,9 +6,10 @@ multiplied by the SiLU of a gate. What a layer remembers of a sequence is a `cac
 Its parameters are, per layer,
 
     delta_net/{in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj}/kernel [in, out]
-    delta_net/conv_filter [W, 1, C], log_rate [H], step_bias [H], norm/scale [V]
+    delta_net/window_filter [W, 1, C], log_rate [H], step_bias [H], norm/scale [V]
 
-The devices of `model` each compute all heads.
+C has the channels of the queries, keys and values of one key head, then of the next: each device of
+`model` computes the key heads of its part, and the value heads that read them.
 """
 
 from typing import Any
@@ -83,7 +84,7 @@ class DeltaNet(nn.Module):
         rate = nn.sigmoid(project("in_proj_b", a.delta_value_heads, x_BxTxD).astype(jnp.float32))
         decay = self._decay(project("in_proj_a", a.delta_value_heads, x_BxTxD))
         shape = (a.delta_window, 1, inputs.shape[-1])
-        weights = self.param("conv_filter", nn.initializers.normal(shape[0] ** -0.5), shape)
+        weights = self.param("window_filter", nn.initializers.normal(shape[0] ** -0.5), shape)
         weights_WxC = weights.astype(self.dtype)[:, 0]
         if cache is None:
             q, k, v = self._heads(convolve(inputs, weights_WxC, segments_BxT))
@@ -117,18 +118,15 @@ class DeltaNet(nn.Module):
     def _heads(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values, float32 [B, T, H, K or V]."""
         a = self.architecture
-        keys, _, _ = a.delta_widths
-        parts = jnp.split(convolved.astype(jnp.float32), (keys, 2 * keys), axis=-1)
-        shapes = (
-            (a.delta_key_heads, a.delta_key_dim),
-            (a.delta_key_heads, a.delta_key_dim),
-            (a.delta_value_heads, a.delta_value_dim),
-        )
-        q, k, v = (x.reshape(*x.shape[:2], *shape) for x, shape in zip(parts, shapes, strict=True))
+        B, T, _ = convolved.shape
+        K = a.delta_key_dim
+        grouped = convolved.astype(jnp.float32).reshape(B, T, a.delta_key_heads, -1)
+        q, k, v = jnp.split(grouped, (K, 2 * K), axis=-1)
+        v = v.reshape(B, T, a.delta_value_heads, a.delta_value_dim)
         # Each head of queries and keys serves several heads of values, which are adjacent.
         copies = a.delta_value_heads // a.delta_key_heads
         q, k = (jnp.repeat(_unit_length(x), copies, axis=2) for x in (q, k))
-        return q * a.delta_key_dim**-0.5, k, v
+        return q * K**-0.5, k, v
 
 
 class DeltaLayer(Layer):

@@ -200,6 +200,7 @@ def validate_architecture(
         sizes["model"]["attention heads"] = architecture.num_heads
     else:
         sizes["model"]["width of the shared expert"] = architecture.shared_expert_size
+        sizes["model"]["key heads of a Gated DeltaNet"] = architecture.delta_key_heads
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}

@@ -21,6 +21,10 @@ from jax_ppo.runtime.meshes import (
 
 Rules = tuple[tuple[str, P], ...]
 
+# Projections of hidden states and back to them: `model` splits the sides between the two.
+INPUTS = r"(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)"
+OUTPUTS = "(o_proj|down_proj|out_proj)"
+
 # (path pattern, layout). The first pattern that matches the end of a parameter's path decides; a
 # parameter without a match raises. Parameters below "layers/" have the stacked layers' axis in
 # front. Stages split it in a decoder (`TRAIN_RULES`); an encoder's is never split.
@@ -34,21 +38,18 @@ ENCODER_RULES: Rules = (
     (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/(kernel|lora_a)", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/lora_b", P()),
-    (r"layers/.*(router/bias|sinks|conv_filter|log_rate|step_bias)", P()),
-    # Each device of `model` has a whole Gated DeltaNet.
-    (r"layers/.*in_proj_\w+/(kernel|lora_a)", P(None, WEIGHTS, None)),
-    (r"layers/.*in_proj_\w+/lora_b", P()),
-    (r"layers/.*out_proj/(kernel|lora_b)", P(None, None, WEIGHTS)),
-    (r"layers/.*out_proj/lora_a", P()),
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, WEIGHTS, "model")),
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
-    (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", WEIGHTS)),
-    (r"layers/.*(o_proj|down_proj)/bias", P()),
+    (r"layers/.*(router/bias|sinks)", P()),
+    (r"layers/.*window_filter", P(None, None, None, "model")),
+    (r"layers/.*(log_rate|step_bias)", P(None, "model")),
+    (rf"layers/.*{INPUTS}/kernel", P(None, WEIGHTS, "model")),
+    (rf"layers/.*{INPUTS}/bias", P(None, "model")),
+    (rf"layers/.*{OUTPUTS}/kernel", P(None, "model", WEIGHTS)),
+    (rf"layers/.*{OUTPUTS}/bias", P()),
     # Adapters are split like the sides of the kernel that they touch; their rank is never split.
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P(None, WEIGHTS, None)),
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, None, "model")),
-    (r"layers/.*(o_proj|down_proj)/lora_a", P(None, "model", None)),
-    (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, WEIGHTS)),
+    (rf"layers/.*{INPUTS}/lora_a", P(None, WEIGHTS, None)),
+    (rf"layers/.*{INPUTS}/lora_b", P(None, None, "model")),
+    (rf"layers/.*{OUTPUTS}/lora_a", P(None, "model", None)),
+    (rf"layers/.*{OUTPUTS}/lora_b", P(None, None, WEIGHTS)),
     (r"layers/.*norm/(scale|bias)", P()),
     (r"norm/(scale|bias)", P()),
     # Learned positions are few.
@@ -76,17 +77,18 @@ DECODE_RULES: Rules = (
     (r"layer_\d+/.*experts/(gate_proj|up_proj)/(bias|kernel_scale)", P("expert", "model")),
     (r"layer_\d+/.*experts/down_proj/kernel", P("expert", "model", None)),
     (r"layer_\d+/.*experts/down_proj/(bias|kernel_scale)", P("expert")),
-    (r"layer_\d+/.*(router/(kernel|bias)|sinks|conv_filter|log_rate|step_bias)", P()),
+    (r"layer_\d+/.*(router/(kernel|bias)|sinks)", P()),
+    (r"layer_\d+/.*window_filter", P(None, None, "model")),
+    (r"layer_\d+/.*(log_rate|step_bias)", P("model")),
     (r"layer_\d+/.*shared_expert_gate/(kernel|lora_a|lora_b)", P()),
-    (r"layer_\d+/delta_net/(in_proj_\w+|out_proj)/\w+", P()),
-    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
-    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/(bias|kernel_scale)", P("model")),
-    (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
-    (r"layer_\d+/.*(o_proj|down_proj)/(bias|kernel_scale)", P()),
-    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P()),
-    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, "model")),
-    (r"layer_\d+/.*(o_proj|down_proj)/lora_a", P("model", None)),
-    (r"layer_\d+/.*(o_proj|down_proj)/lora_b", P()),
+    (rf"layer_\d+/.*{INPUTS}/kernel", P(None, "model")),
+    (rf"layer_\d+/.*{INPUTS}/(bias|kernel_scale)", P("model")),
+    (rf"layer_\d+/.*{OUTPUTS}/kernel", P("model", None)),
+    (rf"layer_\d+/.*{OUTPUTS}/(bias|kernel_scale)", P()),
+    (rf"layer_\d+/.*{INPUTS}/lora_a", P()),
+    (rf"layer_\d+/.*{INPUTS}/lora_b", P(None, "model")),
+    (rf"layer_\d+/.*{OUTPUTS}/lora_a", P("model", None)),
+    (rf"layer_\d+/.*{OUTPUTS}/lora_b", P()),
     (r"(layer_\d+/.*)?norm/(scale|bias)", P()),
     (r"positions/embedding", P()),
 )

@@ -139,7 +139,7 @@ def cache_shapes(
 def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
     """Return the bytes per device of the caches of a stage, as `cache_shapes` returns them.
 
-    Heads are split over `model`, and the slots' columns perhaps further; recurrent states are not.
+    Heads are split over `model`, and the slots' columns perhaps further.
     """
 
     def count_bytes(caches: Cache) -> int:
@@ -151,7 +151,7 @@ def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
         for cache in stage
     )
     columns = slots // meshes.cache_parts(mesh) + prompts
-    return columns // int(mesh.shape["model"]) + count_bytes(tuple(states))
+    return (columns + count_bytes(tuple(states))) // int(mesh.shape["model"])
 
 
 def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:

@@ -113,7 +113,7 @@ def assert_logprobs(actor, prompts, rollout, n, atol=2e-4):
 def test_a_token_changes_the_state_of_its_slot_once(actor, options):
     """Prompts have 1 to 16 tokens; two samples each."""
     prompts = make_prompts(LENGTHS)
-    rollout = actor.sample(prompts, n=2, eos_ids=(3, 7, 11), **options)
+    rollout = actor.sample(prompts, n=2, eos_ids=(3, 7, 11, 30, 41), **options)
     assert len(set(rollout.lengths.tolist())) > 3
     assert_logprobs(actor, prompts, rollout, n=2)
 
@@ -308,6 +308,8 @@ def test_what_cannot_be_split_is_refused_by_name():
         with pytest.raises(UserError, match=rf"^config\.mesh\.{axis}=2: must be 1, .* recurrent"):
             validate_architecture(mesh(**{axis: 2}), architecture)
     validate_architecture(mesh(model=2), architecture)
+    with pytest.raises(UserError, match=r"^config\.mesh\.model=2: .*key heads of .* \(1\)"):
+        validate_architecture(mesh(model=2), dataclasses.replace(architecture, delta_key_heads=1))
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,11 @@ def _delta_net(a: Architecture) -> TensorTable:
     channels = sum(a.delta_widths)
     values = a.delta_widths[2]
     heads = a.delta_value_heads
+    # Ours are grouped by key head, so that devices can split them.
+    starts = (0, a.delta_widths[0], 2 * a.delta_widths[0])
+    by_head = Fused(
+        tuple(zip(starts, a.delta_widths, strict=True)), channels, own_groups=a.delta_key_heads
+    )
     rows = _dense(
         a,
         path=("delta_net", "out_proj"),
@@ -217,22 +222,29 @@ def _delta_net(a: Architecture) -> TensorTable:
         bias=False,
     )
     # Where they are fused, the tensors hold the projections of one key head, then of the next.
-    fused: tuple[dict[str, tuple[int, ...]], ...] = (
+    inputs: tuple[dict[str, tuple[int, ...]], ...] = (
         {"in_proj_qkv": a.delta_widths, "in_proj_z": (values,)},
         {"in_proj_b": (heads,), "in_proj_a": (heads,)},
     )
-    for parts in fused:
+    for parts in inputs:
         rows |= _shared_input_projections(
             a, "delta_net", DELTA_NET, parts, False, a.delta_key_heads
         )
+    qkv = ("layers", "delta_net", "in_proj_qkv", "kernel")
+    place = (rows[qkv].fused or by_head)._replace(own_groups=a.delta_key_heads)
+    rows[qkv] = dataclasses.replace(rows[qkv], fused=place)
     for path, hf_name, shape in (
-        (("conv_filter",), "conv1d.weight", (a.delta_window, 1, channels)),
+        (("window_filter",), "conv1d.weight", (a.delta_window, 1, channels)),
         (("log_rate",), "A_log", (a.delta_value_heads,)),
         (("step_bias",), "dt_bias", (a.delta_value_heads,)),
         (("norm", "scale"), "norm.weight", (a.delta_value_dim,)),
     ):
         rows["layers", "delta_net", *path] = TensorMapping(
-            _layer_name(a, f"{DELTA_NET}.{hf_name}"), shape, transposed=True, layers=a.num_layers
+            _layer_name(a, f"{DELTA_NET}.{hf_name}"),
+            shape,
+            transposed=True,
+            layers=a.num_layers,
+            fused=by_head if path == ("window_filter",) else None,
         )
     return rows
 

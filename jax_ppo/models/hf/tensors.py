@@ -19,17 +19,20 @@ class Fused(NamedTuple):
         each part of the parameter; most have one part.
       total: number of the tensor's outputs.
       groups: with n, the tensor holds the first n-th of each part, then the second, ...
+      own_groups: the same of the parameter.
     """
 
     parts: tuple[tuple[int, int], ...]
     total: int
     groups: int = 1
+    own_groups: int = 1
 
     def outputs(self) -> np.ndarray:
         """Return the place in the tensor of each of the parameter's outputs."""
         starts = np.arange(self.groups)[:, None] * (self.total // self.groups)
         places = [starts + first + np.arange(n // self.groups) for first, n in self.parts]
-        return np.concatenate([part.ravel() for part in places])
+        in_groups = [part.reshape(self.own_groups, -1) for part in places]
+        return np.concatenate(in_groups, axis=1).ravel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ class TensorMapping:
         last = int(outputs.max())
         hf_index[axis] = slice(first, last + 1)
         values = read(tuple(hf_index))
-        if len(outputs) < last + 1 - first:
+        if not np.array_equal(outputs, np.arange(first, last + 1)):
             values = np.take(values, outputs - first, axis)
         return self._transpose(values)
 

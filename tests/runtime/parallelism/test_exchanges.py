@@ -8,6 +8,17 @@ from test_pipeline import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
 import tiny
 from hlo import read_collectives
 
+DELTA = dataclasses.replace(
+    ARCHITECTURE,
+    block="delta",
+    num_layers=2,
+    linear_layers=(True, False),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=4,
+    delta_value_dim=6,
+    delta_window=3,
+)
 DENSE, MIXTURE = (dataclasses.replace(each, num_layers=2) for each in (ARCHITECTURE, EXPERTS))
 # Weights, and keys and values or tokens, are gathered, gradients summed; embeddings change sides.
 CONTEXT = {f"{kind} context" for kind in ("all-gather", "reduce-scatter", "all-reduce")}
@@ -22,6 +33,8 @@ STAGE = {
 @pytest.mark.parametrize(
     ("shape", "architecture", "expected"),
     [
+        # Each device has its own heads of a Gated DeltaNet: only their sums are exchanged.
+        ({"model": 2, "data": 4}, DELTA, {f"all-reduce {x}" for x in ("model", "data")}),
         ({"context": 8}, DENSE, CONTEXT | {"all-to-all context"}),
         (
             {"stage": 2, "context": 4},
@@ -50,7 +63,7 @@ STAGE = {
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["parts", "stages of parts", "experts of parts", "experts", "stages of experts"],
+    ids=["heads", "parts", "stages of parts", "experts of parts", "experts", "stages of experts"],
 )
 def test_each_axis_exchanges_what_it_must_and_no_more(shape, architecture, expected):
     mesh = tiny.make_mesh(8, **({"data": 1} | shape))
