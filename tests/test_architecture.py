@@ -84,8 +84,13 @@ LATE = (
 )
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}
-# Workers, which start without the rest, end with their parent by a system call.
-PRIVATE_PARTS = {"jax_ppo/runtime/compat.py", "jax_ppo/processes.py"}
+# Workers, which start without the rest, end with their parent by a system call; what confines a
+# model's code consists of such calls.
+PRIVATE_PARTS = {
+    "jax_ppo/runtime/compat.py",
+    "jax_ppo/processes.py",
+    "jax_ppo/environments/sandbox_launcher.py",
+}
 # Names that are public in spite of their underscore.
 PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
 MOST_TAKERS_OF_CONFIG = 40

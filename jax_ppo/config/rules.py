@@ -241,14 +241,31 @@ def _require_address(option: str, url: str, key_variable: str) -> None:
         raise UserError(f"{option}={url!r}: expected http://HOST:PORT or https://HOST:PORT")
 
 
-def require_known_environment(options: MultiTurn) -> None:
-    """Raise `UserError` unless the environment is empty, `module:Class` or a server's address."""
+def require_known_environment(options: MultiTurn, cache_dir: str) -> None:
+    """Raise `UserError` for what names no environment, or for options that do not fit it.
+
+    Args:
+      options: `config.rollout.multi_turn`.
+      cache_dir: `config.data.cache_dir`.
+    """
     environment = options.environment
     if environment and ":" not in environment:
         raise UserError(
             f"config.rollout.multi_turn.environment={environment!r}: expected module:Class, "
             "path/to/file.py:Class or http://HOST:PORT"
         )
+    if environment.startswith("tools:"):
+        if cache_dir:
+            raise UserError(
+                f"config.data.cache_dir={cache_dir!r}: the prompts in it do not describe the tools "
+                f"of config.rollout.multi_turn.environment={environment!r}; leave it empty"
+            )
+        if options.python_timeout >= options.timeout:
+            raise UserError(
+                f"config.rollout.multi_turn.python_timeout={options.python_timeout:g}: expected "
+                f"less than config.rollout.multi_turn.timeout={options.timeout:g}, which bounds "
+                "all calls of a turn together"
+            )
     if not environment.startswith(("http://", "https://")):
         return
     option = "config.rollout.multi_turn.environment"

@@ -206,6 +206,11 @@ ENVIRONMENT_IS_SERVER = Requirement(
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
+HAS_PYTHON_TOOL = Requirement(
+    lambda c: "python" in c.rollout.multi_turn.environment.removeprefix("tools:").split(","),
+    "`rollout.multi_turn.environment` has the tool python",
+    "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} has no tool "
+    "python; set it to tools:python")
 LEARNS_TRUNCATED = Condition(lambda c: not c.algorithm.mask_truncated,
     "`algorithm.mask_truncated` is off")
 NORMALIZES_REWARDS = Condition(lambda c: c.reward.normalize != "none",
@@ -713,9 +718,10 @@ class MultiTurn:
     environment: str = option("",
         "what answers each turn of the policy: a class, `module:Class` or `file.py:Class`, see "
         "environments/protocol.py, or one with Gymnasium's methods; `gymnasium:ID`, one that is "
-        "registered there; or the address of a server, http://HOST:PORT, which is sent the "
-        "environment variable JAX_PPO_ENVIRONMENT_KEY as a bearer token, if it is set; empty: a "
-        "response is one turn",
+        "registered there; tools that the policy calls in its chat template's format, "
+        "`tools:calculator,python,file.py:function`; or the address of a server, "
+        "http://HOST:PORT, which is sent the environment variable JAX_PPO_ENVIRONMENT_KEY as a "
+        "bearer token, if it is set; empty: a response is one turn",
         requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS))
     max_assistant_turns: int | None = option(None,
         "turns of the policy after which a response is cut off; unset: no limit",
@@ -730,6 +736,14 @@ class MultiTurn:
         "longest time for a `step` of a host environment (the first includes `reset`); a dialogue "
         "that exceeds it ends with a reward of 0 for the turn",
         unit="seconds", above=0, effective_when=(HAS_ENVIRONMENT,))
+    observation_role: str = option("",
+        "role under which the chat template renders what an environment on the host returns, such "
+        "as user; empty: it is inserted unchanged (results of tools: as the role tool)",
+        effective_when=(HAS_ENVIRONMENT,))
+    python_timeout: float = option(5.0, "longest time for a program of the tool python",
+        unit="seconds", above=0, requires=(HAS_PYTHON_TOOL,))
+    python_memory: float = option(1.0, "address space of a program of the tool python",
+        unit="GiB", above=0, requires=(HAS_PYTHON_TOOL,))
     url_timeout: float = option(20.0,
         "longest time for a call of the environment's server; rollout.multi_turn.timeout bounds "
         "all calls of a turn together",

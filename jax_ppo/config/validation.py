@@ -62,7 +62,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     rules.require_valid_top_k(rollout)
     rules.require_dual_clip_above_one(config.actor)
     rules.require_engine_fits(rollout)
-    rules.require_known_environment(rollout.multi_turn)
+    rules.require_known_environment(rollout.multi_turn, data.cache_dir)
     rules.require_valid_constraints(rollout, data.max_response_length)
     rules.require_several_responses_to_compare(config.algorithm, rollout)
     rules.require_what_the_estimator_compares(config.algorithm, config.reward, rollout)

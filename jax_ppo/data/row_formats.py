@@ -491,7 +491,16 @@ def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{location}: tools must be a list of objects, got {quote_cell(value)}")
-    return tuple(drop_missing(value))
+    tools = drop_missing(value)
+    return tuple(function_schema(tool) if "inputSchema" in tool else tool for tool in tools)
+
+
+def function_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates read it: one of MCP, or a bare function, is wrapped."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    function = {"parameters" if name == "inputSchema" else name: x for name, x in tool.items()}
+    return {"type": "function", "function": function}
 
 
 def _require_text(value: Any, location: str, name: str) -> str:

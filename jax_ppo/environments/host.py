@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ppo.data.message_frames import MessageFrame
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import FAILED, EnvironmentLost, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
@@ -75,6 +76,7 @@ class HostEnvironment:
         observation_length: int,
         timeout: float,
         metric_names: Sequence[str] = (),
+        frame: MessageFrame | None = None,
     ) -> None:
         """Create the environment and its threads.
 
@@ -85,6 +87,7 @@ class HostEnvironment:
           observation_length: O; longer observations are cut off.
           timeout: seconds that a `step` may take; the first one includes `reset`.
           metric_names: the metrics that turns may report.
+          frame: what surrounds observations; `None` if they are inserted unchanged.
         """
         self.observation_length = observation_length
         self._class = environment_class
@@ -92,6 +95,7 @@ class HostEnvironment:
         self._examples = examples
         self._metric_names = (*metric_names, FAILED)
         self._name = getattr(environment_class, "__name__", str(environment_class))
+        self._frame = frame
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
@@ -184,13 +188,11 @@ class HostEnvironment:
                 self._close(replaced[b])
                 made.result().reset(examples[b], int(seeds[b]))
             observation, reward, ends, *reported = made.result().step(text)
-            _validate_answer(observation, reward, ends)
+            _validate_answer(observation, reward, ends, takes_several=self._frame is not None)
             if ends:
                 self._close(made)
-            text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
-            tokens = encode_text(self._tokenizer, text, special=False)
             return _Answer(
-                tokens[: self.observation_length],
+                self._encode(observation, last=int(turns[b, lengths[b] - 1])),
                 float(reward),
                 bool(ends),
                 read_figures(*reported, names=self._metric_names[:-1]),
@@ -219,6 +221,15 @@ class HostEnvironment:
                 figures[b, self._metric_names.index(name)] = value
             figures[b, -1] = 0
         return observations, observed, rewards, has_ended, figures
+
+    def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
+        """Return the tokens to insert after a turn with this last token."""
+        if self._frame is not None:
+            contents = (observation,) if isinstance(observation, str) else observation
+            return self._frame.encode(contents, last, self.observation_length)
+        assert isinstance(observation, str)
+        text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
+        return encode_text(self._tokenizer, text, special=False)[: self.observation_length]
 
     def _construct_dialogue(self) -> CallResult:
         dialogue: CallResult = concurrent.futures.Future()
@@ -262,9 +273,17 @@ class HostEnvironment:
             )
 
 
-def _validate_answer(observation: Any, reward: Any, ends: Any) -> None:
-    """Raise `TypeError` or `ValueError` for an answer that would be read as something else."""
-    if not isinstance(observation, str):
+def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bool) -> None:
+    """Raise `TypeError` or `ValueError` for an answer that would be read as something else.
+
+    Args:
+      observation: what is shown.
+      reward: of the turn.
+      ends: whether the dialogue has ended.
+      takes_several: whether the observation may be a tuple of several messages.
+    """
+    contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
+    if not contents or not all(isinstance(content, str) for content in contents):
         raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
     # Python would read a number in text, and every text but "" as true.
     if isinstance(reward, (str, bytes)):

@@ -9,10 +9,13 @@ from typing import Any
 
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
+from jax_ppo.data.message_frames import MessageFrame
+from jax_ppo.data.tokenizer import ChatTemplate, template_variables
 from jax_ppo.environments.gymnasium import GymnasiumEnvironment, has_gymnasium_reset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import EnvironmentLost, validate_metric_names
 from jax_ppo.environments.remote import RemoteEnvironment
+from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import RequestFault
 from jax_ppo.sampler.environment import Environment, PerDialogue
@@ -37,6 +40,8 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     validate_metric_names(info_metrics, info_setting)
     if name.startswith(("http://", "https://")):
         return RemoteEnvironment(options, info_metrics, ENVIRONMENT_OPTION)
+    if name.startswith(TOOLS_PREFIX):
+        return ToolEnvironment(options, ENVIRONMENT_OPTION)
     if name.startswith(_GYMNASIUM):
         return GymnasiumEnvironment(name, _find_registered(name), info_metrics)
     environment_class = plugins.load_plugin(
@@ -98,18 +103,21 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
-    """Begin a dialogue whose environment shows something at once, as an adapted one does.
+    """Begin a dialogue whose environment shows something at once; try what confines code.
 
     Args:
       environment_class: the result of `load_environment_class`.
       example: a row of the data.
 
     Returns:
-      A note if the policy does not see what the environment shows first; otherwise "".
+      A note if the policy does not see what the environment shows first, or if the system cannot
+      confine the code that it writes; otherwise "".
 
     Raises:
       UserError: it fails, or the server does not answer.
     """
+    if isinstance(environment_class, ToolEnvironment):
+        return environment_class.describe_gaps()
     if not isinstance(environment_class, RemoteEnvironment | GymnasiumEnvironment):
         return ""
     setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
@@ -137,6 +145,7 @@ def make_environment(
     options: MultiTurn,
     tokenizer: Any,
     examples: Sequence[Example],
+    chat_template: ChatTemplate = True,
 ) -> Environment:
     """Construct the environment for the decode loop.
 
@@ -145,6 +154,10 @@ def make_environment(
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
       examples: the rows of the training data, then of the held-out data.
+      chat_template: how the tokenizer's template renders chats.
+
+    Raises:
+      UserError: the template does not render observations as the options want.
     """
     if _is_in_jax(environment_class):
         dialogues = environment_class(tokenizer=tokenizer, examples=examples)
@@ -161,7 +174,45 @@ def make_environment(
         observation_length=options.max_observation_length,
         timeout=options.timeout,
         metric_names=getattr(environment_class, "metric_names", ()),
+        frame=_make_frame(environment_class, options, tokenizer, chat_template),
     )
+
+
+def _make_frame(
+    environment_class: Callable[..., Any],
+    options: MultiTurn,
+    tokenizer: Any,
+    chat_template: ChatTemplate,
+) -> MessageFrame | None:
+    """Return what surrounds observations, `None` if they are inserted unchanged."""
+    has_tools = isinstance(environment_class, ToolEnvironment)
+    role = options.observation_role or (ROLE if has_tools else "")
+    if not role:
+        return None
+    setting = f"config.rollout.multi_turn.observation_role={role!r}"
+    if has_tools:
+        setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
+    if chat_template is False or not tokenizer.chat_template:
+        raise UserError(
+            f"{setting}: needs a chat template; config.data.chat_template is off or the tokenizer "
+            "has none"
+        )
+    if has_tools and "tools" not in template_variables(tokenizer):
+        raise UserError(f"{setting}: the tokenizer's chat template does not describe tools")
+    try:
+        frame = MessageFrame(tokenizer, role, chat_template)
+    except ValueError as error:
+        raise UserError(
+            f"{setting}: the chat template renders no message of the role {role!r} after the "
+            f"assistant's: {error}"
+        ) from error
+    if options.max_observation_length <= frame.overhead:
+        raise UserError(
+            f"config.rollout.multi_turn.max_observation_length={options.max_observation_length}: "
+            f"the chat template writes {frame.overhead} tokens around an observation; set it to "
+            "more"
+        )
+    return frame
 
 
 def _is_in_jax(environment_class: Callable[..., Any]) -> bool:

@@ -20,6 +20,7 @@ from jax_ppo.environments.loading import (
     load_environment_class,
     try_first_reset,
 )
+from jax_ppo.environments.tool_calls import ToolEnvironment
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
@@ -104,6 +105,9 @@ def set_up_run(
     environment_class = load_environment_class(config.rollout.multi_turn)
     if note := try_first_reset(environment_class, (examples or held_out_examples)[0]):
         report(f"note: {note}")
+    if isinstance(environment_class, ToolEnvironment):
+        examples = environment_class.describe(examples, ENVIRONMENT_OPTION)
+        held_out_examples = environment_class.describe(held_out_examples, ENVIRONMENT_OPTION)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
@@ -130,7 +134,11 @@ def set_up_run(
         )
     if environment_class is not None:
         prompts = set_up_environment(
-            environment_class, config.rollout.multi_turn, models.tokenizer, prompts
+            environment_class,
+            config.rollout.multi_turn,
+            models.tokenizer,
+            prompts,
+            chat_template(data),
         )
         _try_environment(config.rollout.multi_turn, prompts.environment, data.max_response_length)
     total_steps = 0

@@ -11,6 +11,7 @@ from jax_ppo.config.schema import Data, MultiTurn, Reward
 from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.sources import locate_parquet
+from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.environments.loading import make_environment
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
@@ -145,6 +146,7 @@ def set_up_environment(
     options: MultiTurn,
     tokenizer: Any,
     prompts: RunPrompts,
+    chat_template: ChatTemplate = True,
 ) -> RunPrompts:
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
@@ -153,6 +155,7 @@ def set_up_environment(
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
       prompts: the prompts without an environment.
+      chat_template: how the tokenizer's template renders chats.
     """
     training = dataclasses.replace(prompts.training, first_row=0)
     parts = [training.examples]
@@ -161,5 +164,5 @@ def set_up_environment(
         held_out = dataclasses.replace(prompts.held_out, first_row=len(training))
         parts.append(held_out.examples)
     examples = ConcatenatedExamples(parts)
-    environment = make_environment(environment_class, options, tokenizer, examples)
+    environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
     return RunPrompts(training, held_out, environment)

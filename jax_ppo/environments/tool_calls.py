@@ -1,0 +1,278 @@
+"""Tools that the policy calls in the format of its chat template.
+
+    assistant   <tool_call>
+                {"name": "calculator", "arguments": {"expression": "48/2"}}
+                </tool_call>
+    tool        24
+    assistant   48/2 is 24.
+
+The schemas of the tools are described in the prompts by the template. A turn without a call ends
+the dialogue. A call that is wrong, and a tool that raises, are answered with a line that begins
+with "error:". The environment gives no rewards; the whole response gets one.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax_ppo.config import parsing, plugins
+from jax_ppo.config.schema import MultiTurn
+from jax_ppo.data.row_formats import function_schema
+from jax_ppo.environments import calculator, sandbox
+from jax_ppo.errors import UserError, printable_lines, shorten
+from jax_ppo.types import Example
+
+log = logging.getLogger(__name__)
+
+TOOLS_PREFIX = "tools:"
+PYTHON_TOOL = "python"
+ROLE = "tool"  # of the messages with results
+
+_OPENED, _CLOSED, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_LONGEST_ERROR = 500  # characters
+
+Turn = tuple[str | tuple[str, ...], float, bool, dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A tool.
+
+    Attributes:
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}.
+      function: called with the arguments by name; what it returns is text, or becomes JSON.
+    """
+
+    schema: dict[str, Any]
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name by which the policy calls it."""
+        return str(self.schema["function"]["name"])
+
+    def call(self, arguments: dict[str, Any]) -> str:
+        """Return the result.
+
+        Raises:
+          ValueError: the schema has no such arguments, or requires others.
+        """
+        parameters = self.schema["function"].get("parameters", {})
+        known, required = parameters.get("properties", {}), parameters.get("required", ())
+        if unknown := [name for name in arguments if name not in known]:
+            raise ValueError(f"unknown argument {unknown[0]!r}; expected {', '.join(known)}")
+        if missing := [name for name in required if name not in arguments]:
+            raise ValueError(f"missing argument {missing[0]!r}")
+        result = self.function(**arguments)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and arguments of each call in a turn; thoughts before it have none.
+
+    Raises:
+      ValueError: the next call is malformed.
+    """
+    for part in text.rpartition(_THOUGHT)[2].split(_OPENED)[1:]:
+        body, closed, _ = part.partition(_CLOSED)
+        if not closed:
+            raise ValueError(f"the call is not closed by {_CLOSED}")
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the call is not JSON: {error}") from None
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+            raise ValueError("expected an object with name and arguments, and nothing else")
+        if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+            raise ValueError("expected name to be text and arguments to be an object")
+        yield call["name"], call["arguments"]
+
+
+class ToolEnvironment:
+    """Tools of all dialogues; a call makes the environment of one.
+
+    Attributes:
+      metric_names: calls of a dialogue, and those that were answered with an error.
+      schemas: of the tools, for the chat template.
+    """
+
+    metric_names = ("tool_calls", "tool_errors")
+
+    def __init__(self, options: MultiTurn, option: str) -> None:
+        """Find the tools that `tools:NAME,FILE.py:FUNCTION` names.
+
+        Raises:
+          UserError: one cannot be loaded, has no schema, or has the name of another one.
+        """
+        self._name = options.environment
+        self._tools: dict[str, Tool] = {}
+        setting = f"config.{option}={self._name!r}"
+        for name in parsing.parse_names(self._name.removeprefix(TOOLS_PREFIX)):
+            tool = _built_in_tools(options).get(name) or _load_tool(name, option)
+            if tool.name in self._tools:
+                raise UserError(f"{setting}: two tools have the name {tool.name!r}")
+            self._tools[tool.name] = tool
+        if not self._tools:
+            raise UserError(f"{setting}: expected tools:NAME, such as tools:calculator")
+        self.schemas = tuple(tool.schema for tool in self._tools.values())
+
+    def __str__(self) -> str:
+        """Return the value of the option."""
+        return self._name
+
+    def __call__(self) -> "ToolDialogue":
+        """Return the environment of a dialogue."""
+        return ToolDialogue(self._tools)
+
+    def describe(self, examples: Sequence[Example], option: str) -> list[Example]:
+        """Return examples whose prompts describe the tools; those of a row itself come first.
+
+        Raises:
+          UserError: a prompt is not a chat.
+        """
+        described = []
+        for example in examples:
+            if isinstance(example.prompt, str):
+                raise UserError(
+                    f"config.{option}={self._name!r}: tools need chats, but the prompt "
+                    f"{shorten(example.prompt)!r} is plain text"
+                )
+            tools = example.tools or self.schemas
+            described.append(dataclasses.replace(example, tools=tools))
+        return described
+
+    def describe_gaps(self) -> str:
+        """Return a note of what code that the policy writes is not denied; "" if it runs none."""
+        gaps = sandbox.describe_gaps() if PYTHON_TOOL in self._tools else []
+        if not gaps:
+            return ""
+        return (
+            f"the tool {PYTHON_TOOL}: this system cannot deny the model's code access to "
+            f"{', nor to '.join(gaps)}; run it in a container that can"
+        )
+
+
+class ToolDialogue:
+    """A `TextEnvironment` that answers calls with the results of tools."""
+
+    def __init__(self, tools: dict[str, Tool]) -> None:
+        """Refer to the tools by name."""
+        self._tools = tools
+        self._calls = self._errors = 0
+
+    def reset(self, example: Example, seed: int) -> None:
+        """Do nothing: tools have no state."""
+
+    def step(self, text: str) -> Turn:
+        """Answer the calls of a turn, in order, up to one that is malformed."""
+        results = []
+        try:
+            for name, arguments in parse_calls(text):
+                results.append(self._answer(name, arguments))
+        except ValueError as error:
+            results.append(self._describe_error(error))
+        self._calls += len(results)
+        figures: dict[str, float] = {"tool_calls": self._calls, "tool_errors": self._errors}
+        return tuple(results) or "", 0.0, not results, figures
+
+    def _answer(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self._tools:
+            known = ", ".join(self._tools)
+            return self._describe_error(ValueError(f"unknown tool {name!r}; there are {known}"))
+        try:
+            return self._tools[name].call(arguments)
+        except ValueError as error:
+            return self._describe_error(error)
+        except (Exception, SystemExit) as error:
+            _report_fault(name, printable_lines(traceback.format_exc(limit=-4)))
+            return self._describe_error(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def _describe_error(self, error: Exception) -> str:
+        self._errors += 1
+        return f"error: {shorten(str(error), _LONGEST_ERROR)}"
+
+
+@functools.lru_cache(maxsize=64)
+def _report_fault(name: str, cause: str) -> None:
+    """Log an exception of a tool, equal ones once."""
+    log.warning("the tool %s failed, and the policy is told so: %s", name, cause)
+
+
+def _calculate(expression: str) -> str:
+    if len(expression) >= calculator.LONGEST:
+        raise ValueError(f"expected fewer than {calculator.LONGEST} characters")
+    result = calculator.calculate(f"{expression}=")
+    if not result:
+        raise ValueError("expected numbers joined by + - * / and parentheses")
+    return result
+
+
+def _describe_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
+    """Return the schema of a tool with one text as argument."""
+    return function_schema(
+        {
+            "name": name,
+            "description": description,
+            "inputSchema": {
+                "type": "object",
+                "properties": {argument: {"type": "string", "description": meaning}},
+                "required": [argument],
+            },
+        }
+    )
+
+
+def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
+    timeout, memory = options.python_timeout, options.python_memory
+    return {
+        "calculator": Tool(
+            _describe_tool(
+                "calculator", "Evaluate arithmetic.", "expression", "such as (3+4)*2 or 48/2"
+            ),
+            _calculate,
+        ),
+        PYTHON_TOOL: Tool(
+            _describe_tool(
+                PYTHON_TOOL, "Run a Python program.", "code", "the program; print what you need"
+            ),
+            functools.partial(sandbox.run_code, timeout=timeout, memory_gib=memory),
+        ),
+    }
+
+
+def _load_tool(name: str, option: str) -> Tool:
+    """Return the user's function as a tool."""
+    setting = f"config.{option}: the tool {name!r}"
+    if ":" not in name:
+        known = ", ".join(_built_in_tools(MultiTurn()))
+        raise UserError(f"{setting}: expected {known}, module:function or file.py:function")
+
+    def arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+        return tuple(schema_of(function)["function"].get("parameters", {}).get("properties", {}))
+
+    def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+        from transformers.utils import get_json_schema
+
+        try:
+            schema = getattr(function, "schema", None) or get_json_schema(function)
+        except Exception as error:
+            raise UserError(
+                f"{setting}: needs type hints and a docstring with Args, or an attribute schema: "
+                f"{error}"
+            ) from error
+        if isinstance(schema, dict):
+            schema = function_schema(schema)
+        if not isinstance(schema, dict) or not isinstance(
+            schema.get("function", {}).get("name"), str
+        ):
+            raise UserError(
+                f"{setting}: expected a schema with a name, got {shorten(repr(schema))}"
+            )
+        return schema
+
+    function = plugins.load_plugin(name, option, (), by_name=True, other_arguments=arguments)
+    return Tool(schema_of(function), function)
