@@ -1,4 +1,7 @@
-"""Per-token estimators of KL(actor || reference), and the controller of its coefficient."""
+"""Per-token estimators of KL(actor || reference), and the controller of its coefficient.
+
+`training/control.py` applies the controller after each step, if the options configure it.
+"""
 
 from collections.abc import Callable
 

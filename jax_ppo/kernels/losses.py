@@ -35,8 +35,8 @@ class PolicyBatch(NamedTuple):
         anything where mask is 0.
       sequence_sum: maps x, which is 0 where mask is 0, to the sum of x over the token's response,
         at each token.
-      selected: True on the tokens of the mini-batch that the loss treats differently, for losses
-        that select some; `None` if no token is selected.
+      selected: True on the tokens that a selecting loss (clip_cov, kl_cov) treats differently,
+        chosen over the whole mini-batch; `None` for all other losses.
     """
 
     logprobs: Float[Array, " *shape"]
@@ -49,7 +49,7 @@ class PolicyBatch(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Range in which the ratio is not clipped.
+    """Bounds of the ratio, which is clipped to [1 - low, 1 + high]; gmpo clips log-ratios instead.
 
     Attributes:
       low: > 0, and < 1 except for gmpo.
@@ -105,21 +105,28 @@ def loss_weights(
     sum_i sum_t w_i loss_it is then the loss of these B samples together.
 
         "token-mean"               1 / sum_j count_j
-                                   tokens equal (DAPO, arXiv 2503.14476), long responses more
+                                   equal weight per token (DAPO, arXiv 2503.14476): a long
+                                   response weighs more than a short one
         "seq-mean-token-sum"       1 / n
-                                   the policy gradient of the expected return; scales with counts
+                                   the policy gradient of the expected return; its size grows
+                                   with the counts
         "seq-mean-token-mean"      1 / (count_i n)
-                                   samples equal (GRPO), tokens of long responses less
+                                   equal weight per sample (GRPO): a token of a long response
+                                   weighs less
         "seq-mean-token-sum-norm"  1 / (n scale)
-                                   the policy gradient over a constant (Dr. GRPO, arXiv 2503.20783)
+                                   the policy gradient divided by a constant (Dr. GRPO, arXiv
+                                   2503.20783)
 
     n is the number of samples of count > 0. A sample of count 0 is absent: its weight is 0, and it
     does not reduce the weight of another. If all samples are absent, all weights are 0.
 
-    The on-policy gradient ascends the expected return with the two sums; E[return / count] with
-    "seq-mean-token-mean", biased against long good responses and towards long bad ones; and
-    E[return n / (count + counts of the n - 1 others)] with "token-mean": the same bias in a small
-    mini-batch, which vanishes (but for a factor) in a large one.
+    The on-policy gradient is that of a different objective in each mode:
+
+        both sums              E[return], without bias
+        "seq-mean-token-mean"  E[return / count]: biased against long good responses and towards
+                               long bad ones
+        "token-mean"           E[return n / (count + counts of the n - 1 others)]: the same bias in
+                               a small mini-batch; in a large one E[return] up to a factor
 
     Args:
       action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
@@ -149,22 +156,22 @@ Scale = float | Float[Array, ""] | None
 
 
 def token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
-    """Return the number of all tokens."""
+    """Return the divisor of each sample's token losses: the number of all tokens."""
     return jnp.maximum(jnp.sum(counts_B), 1).astype(samples.dtype)
 
 
 def seq_mean_token_sum(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
-    """Return the number of samples."""
+    """Return the divisor of each sample's token losses: the number of samples."""
     return samples
 
 
 def seq_mean_token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
-    """Return the number of samples times each one's number of tokens."""
+    """Return the divisors: the number of samples times the sample's number of tokens."""
     return jnp.maximum(counts_B, 1).astype(samples.dtype) * samples
 
 
 def seq_mean_token_sum_norm(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
-    """Return the number of samples times the scale, in tokens."""
+    """Return the divisor: the number of samples times the scale, in tokens."""
     assert scale is not None, "seq-mean-token-sum-norm divides by a scale, which is missing"
     return samples * scale
 
@@ -178,9 +185,9 @@ def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip;
     high > low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al.
-    2020, arXiv 1912.09729): with the clip alone, the loss of a bad token that became more likely is
-    unbounded in rho. Where a clipped term is active the gradient is 0, which biases the policy
-    gradient on purpose.
+    2020, arXiv 1912.09729): with the clip alone, the loss of a token with A < 0 grows without bound
+    as rho does. Where a clipped term is active the gradient is 0, which biases the policy gradient
+    on purpose.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
@@ -193,7 +200,7 @@ def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     dual_clipped = jnp.zeros_like(clipped)
     if clip.dual is not None:
-        # Beyond this ratio a bad token has no gradient, however likely it became.
+        # Above a ratio of `dual`, a token with a negative advantage has no gradient.
         ceiling = -advantages * clip.dual
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
@@ -277,8 +284,8 @@ def value_loss(
     unclipped_loss = _half_squared_error(values - returns, huber_delta)
     if clip is None:
         return ValueLoss(loss=unclipped_loss, clipped=jnp.zeros_like(unclipped_loss))
-    # clip(V, ...) and not V_old + clip(V - V_old): inside the range it is exactly V, so that
-    # nothing is flagged there.
+    # Not V_old + clip(V - V_old), which rounds: inside the range the clipped value must be exactly
+    # V, or tokens there would be flagged as clipped.
     clipped_loss = _half_squared_error(
         jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
     )

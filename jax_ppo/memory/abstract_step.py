@@ -90,7 +90,7 @@ class AbstractStep:
       packed: the packing of a rollout.
       rollout_mesh: the mesh to decode on.
       decoding_weights: the copy of the weights that decodes.
-      caches: shapes of the slots' and the staged prompts' caches, for each stage of one queue.
+      caches: shapes of the slots' cache and of the prefill buffer, for each stage of one queue.
       constrains_logits: whether some tokens may not be drawn.
       least: bytes of weights, as the check at the start of a run adds them up.
     """

@@ -35,7 +35,7 @@ class PhaseMemory:
       gradients: the sum of gradients over micro-batches.
       frozen: parameters of reference and reward model.
       decoding_copy: the copy of the weights that sampling reads.
-      cache: keys and values of the slots, and of the prompts on their stage.
+      cache: keys and values of the slots, and of the prompts in the prefill buffer.
       batch: prompts, rollout, scores and packing, as arguments and results.
       process: interpreter, libraries and compiled programs, if the device is the run's only CPU.
       temporaries: everything else, also of a program that runs at the same time.

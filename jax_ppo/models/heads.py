@@ -5,7 +5,9 @@ The parameters of a role are the decoder's dict with one further entry:
     lm_head/embedding [V, D] if the output embedding is not the input embedding
     score/kernel [D, 1] for a scalar head, without a bias
 
-An actor that shares its trunk with the critic has both.
+An actor that shares its trunk with the critic has both. A run's critic starts with a head of zeros,
+unless `critic.keep_head` keeps that of its checkpoint: `hf.load.read_parameters` fills them in, or
+`lora.init_adapters` with new adapters. `init_params` is for shapes and for models from scratch.
 """
 
 import jax
@@ -24,7 +26,7 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
     Args:
       model: the decoder.
       key: random key.
-      head: "lm", "scalar" or "both". A scalar head starts at zero, as a critic must.
+      head: "lm", "scalar" or "both". A scalar head starts at zero.
     """
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)

@@ -1,9 +1,8 @@
 """From forward passes and rewards of a rollout to the experience that the update learns from.
 
 `estimate_experience` is a pipeline: shape rewards, subtract the KL penalty, estimate advantages,
-normalize returns, whiten, weight by importance, and set the next step's control. Each step is a
-function that returns its result with the metrics that describe it; the functions of rewards are in
-`reward_shaping.py`, of advantages in `advantages.py`.
+whiten, normalize returns, weight by importance, and set the next step's control. Each part is a
+function; those of rewards are in `reward_shaping.py`, those of advantages in `advantages.py`.
 """
 
 import functools
@@ -38,20 +37,20 @@ def estimate_experience(
         r_t = [t is the last action] * score + step reward - kl_coef * KL_t
 
     (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`. A
-    teacher adds `reward_shaping.add_teacher_rewards`.
-    Returns are computed before advantages are whitened over the whole rollout.
+    teacher adds further rewards (`reward_shaping.add_teacher_rewards`). Returns are computed from
+    the raw advantages, before these are whitened over the whole rollout.
 
     Args:
       options: see `ExperienceOptions`.
       control: the control of this step.
       sequences: the rollout.
-      sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `outputs` has none;
-        otherwise metrics compare the two, which differ by rounding and by the sampler's weights.
+      sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `outputs` has none. If it
+        has, metrics compare the two, which differ by rounding, or by older weights of the sampler.
       outputs: see `ForwardOutputs`.
       rewards: the reward of each sample.
       step_rewards: rewards earned within the responses; `None` if there are none.
-      extra_scores: what else the estimator reads: the scores of greedy responses, one per prompt,
-        or the `reward.components` of the samples [B, K]; `None` if it reads neither.
+      extra_scores: what else the estimator reads: the scores of the greedy responses [prompts], or
+        the `reward.components` of the samples [B, K]; `None` if it reads neither.
 
     Returns:
       The experience, and metrics: scalars on the mesh.
@@ -80,7 +79,8 @@ def estimate_experience(
         token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
 
     if extra_scores is not None and extra_scores.ndim == 1:
-        # Greedy responses' scores are normalized and clipped like the others'.
+        # Greedy responses' scores are normalized and clipped like the others', without penalties:
+        # as if they had length 0 and were not truncated.
         zeros = jnp.zeros(len(extra_scores), jnp.int32)
         extra_scores = reward_shaping.shape_scores(
             options.reward,
@@ -126,7 +126,7 @@ def estimate_experience(
 
 
 def select_old_logprobs(outputs: ForwardOutputs, sampled_logprobs: Tokens) -> Tokens:
-    """Return the log-probs that ratios divide by; without a forward pass, the sampler's."""
+    """Return the recomputed log-probs, or the sampler's if there was no such forward pass."""
     if outputs.old_logprobs is None:
         return sampled_logprobs
     return outputs.old_logprobs
@@ -135,8 +135,7 @@ def select_old_logprobs(outputs: ForwardOutputs, sampled_logprobs: Tokens) -> To
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
     """Return which tokens count; `mask_truncated` excludes responses that were cut off."""
     actions = sequences.action_mask
-    # `truncated` is boolean, so this is True for every sample.
-    samples = jnp.ones_like(sequences.truncated)
+    samples = jnp.ones_like(sequences.truncated)  # True for all
     if algorithm.mask_truncated:
         samples = ~sequences.truncated
     loss = actions & samples[:, None]
@@ -162,11 +161,11 @@ def weight_by_importance(
 ) -> tuple[Tokens | None, Metrics]:
     """Return the importance weights of the sampled tokens, `None` if they are not configured.
 
-    The metrics also compare the sampler's log-probs with those computed again, if any were.
+    If the log-probs were recomputed, the metrics also compare the sampler's with them.
     """
     metrics: Metrics = {}
     if outputs.old_logprobs is not None:
-        # Reported without a correction, too: how far sampler and trainer differ.
+        # How far sampler and trainer differ; reported even if no weights correct for it.
         mismatch = importance.mismatch(old_logprobs, sampled_logprobs, masks.actions)
         metrics = {f"rollout/{name}": value for name, value in mismatch.items()}
     if algorithm.rollout_is == "none":

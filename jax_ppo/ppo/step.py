@@ -1,8 +1,9 @@
 """One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
 
 Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
-and critic. The host must wait for the mesh once per step, for the sampled tokens that the rules
-score. Where it also waits to time a phase, the mesh already has its next work.
+and critic. The host must wait for the mesh once per step, until sampling has ended: the lengths of
+the responses decide how they are packed. It also waits to time the forward passes, but only after
+the update has been dispatched, so that the mesh does not idle.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      next_sampled: the samples of the next step in a run one step off; `None` otherwise.
-      packed: how the samples are packed.
+      next_sampled: the samples of the next step, with `rollout.one_step_off`; `None` otherwise.
+      packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
       rewards: float32 [B], the rules' scores plus the reward model's.
@@ -65,11 +66,11 @@ def take_step(
       state: the train state; donated.
       batches: yields the prompts.
       step: the step, from 0.
-      sampled: its samples, if the step before has sampled them already.
-      observer: follows what the host does.
+      sampled: the samples of this step if the previous step drew them; `None` to draw them now.
+      observer: times the phases, and writes pending reports.
 
     Returns:
-      The new state, and what else the step leaves. Both may still be being computed.
+      The new state and the other results. The mesh may still be computing both.
     """
     options = parts.step_options
     nets = parts.nets
@@ -77,21 +78,21 @@ def take_step(
     # 1. Sample responses.
     if sampled is None:
         sampled = sample_responses(parts, state, batches, step, observer)
-    # The lengths of the responses decide how they are packed: the one wait of a step.
+    # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
         packed = parts.packer.pack(step, lengths)
 
-    # 2. Compute log-probs under policy and reference, and values; nothing is waited for.
+    # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # One step off: sample with the weights from before this step's update. The options
-    # exclude that samples are then selected by their rewards.
+    # One step off: sample the next step with the weights from before this step's update. The
+    # options rule out that rewards select the samples of such a run.
     next_sampled = None
     if options.one_step_off and step + 1 < parts.total_steps:
         next_sampled = sample_batch(parts, state, batches, step + 1, observer)
-    observer.flush()  # has nothing left to write if sampling ahead has just flushed
+    observer.flush()  # does nothing if `sample_batch` has just flushed
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):
@@ -117,7 +118,7 @@ def take_step(
         rule_rewards.extra_scores,
     )
 
-    # 5. Update actor and critic, which takes over the buffers of `state`.
+    # 5. Update actor and critic. This donates the buffers of `state`.
     with observer.phase("update"):
         state, update_metrics = update_state(
             options.update,
@@ -128,7 +129,7 @@ def take_step(
             packed.actor,
             packed.critic,
         )
-    # The mesh has the update to do next: timing the forward passes leaves no gap.
+    # The update is already dispatched, so waiting for the forward passes does not idle the mesh.
     with observer.phase("score"):
         jax.block_until_ready(outputs)
     # On CPUs: the update needs the memory that rollout and forward passes have freed.
@@ -164,7 +165,7 @@ def sample_responses(
 def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
     """Return the rules' rewards of a batch, and update the solve rates of its prompts.
 
-    Samples that were selected by their rewards are scored already, and their prompts observed.
+    Samples that come with rewards, selected by them or given with them, are not scored again.
     """
     if sampled.rule_rewards is not None:
         return sampled.rule_rewards

@@ -1,4 +1,4 @@
-"""The update: all epochs, mini-batches and micro-batches of a role in one compiled, donated call.
+"""The update: all epochs, mini-batches and micro-batches of a role in one compiled call.
 
 Actor and critic learn from the same rollout, each in its own optimizer steps, or in common ones if
 they share a trunk. Each token's weight in a loss is fixed by its whole mini-batch before the
@@ -98,8 +98,8 @@ def update_state(
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
       `learner.Metric` states; NaN if no step had tokens to learn from. During the critic's
-      warm-up the actor's metrics describe the step that it did not take. Values of each optimizer
-      step, if they are logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
+      warm-up the actor's metrics are computed, but its parameters stay unchanged. Values of each
+      optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
     """
     arguments = update_arguments(
         options, nets, total_steps, state, experience, actor_batches, critic_batches
@@ -110,7 +110,7 @@ def update_state(
     else:
         step, metrics = next_step(state.step), {}
     if critic_batches is not None:
-        # It does not need the actor's result.
+        # The critic's update does not depend on the actor's, so both may run at once.
         models["critic"], optimizers["critic"], critic_metrics = dispatch.beside(
             update_critic, *arguments["critic"]
         )
@@ -129,7 +129,7 @@ def update_arguments(
     critic_batches: MiniBatches | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of `update_actor` and `update_critic`, where the run trains them."""
-    # A donated buffer may appear in no other argument: trained trees are passed separately.
+    # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
     shared_args = (state.without_trained(), experience)
     arguments: dict[str, tuple[Any, ...]] = {}
     if "actor" in state.optimizers:
@@ -143,7 +143,7 @@ def update_arguments(
 
 @jax.jit
 def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the number of the next step, where no update of the actor returns it."""
+    """Return the number of the next step, for a run that does not train the actor."""
     return step + 1
 
 
@@ -174,35 +174,35 @@ def update_actor(
       total_steps: number of steps of the whole run.
       params: donated.
       optimizer_state: donated.
-      fixed_state: the state without its trained trees.
+      fixed_state: the state without the trained trees of all roles.
       experience: the rollout's experience.
       batches: the optimizer steps to take.
 
     Returns:
       The next step's number, the new parameters and optimizer state, and metrics.
     """
+    fixed_state = fixed_state.on_device()
     # The actor's schedule starts after the critic's warm-up.
     step = fixed_state.step
     warmup = options.warmup_steps
     actor = options.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
-    frozen = fixed_state.on_device()
     teacher = None
     if options.teacher_coef:
-        teacher = (nets["teacher"], frozen.role_params("teacher", nets))
+        teacher = (nets["teacher"], fixed_state.role_params("teacher", nets))
     learner = actor_learner(
         options,
         nets.actor,
         experience,
-        frozen.reference,
+        fixed_state.reference,
         teacher,
-        reference_policy(nets, frozen),
+        reference_policy(nets, fixed_state),
     )
     params, optimizer_state, metrics = _train(
         learner, params, optimizer_state, rate, update_enabled, batches
     )
-    # A rate of 0 shows in the log that the actor did not learn in this step.
+    # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
     return step + 1, params, optimizer_state, metrics
 
@@ -225,7 +225,7 @@ def update_critic(
     """
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
-    # Only adapters need the base here, and with adapters it is on the device already.
+    # Only a critic with adapters reads it: it is their base, which is never offloaded.
     reference = placement.to_device(fixed_state.reference)
     assert nets.critic is not None, "there is no separate critic"
     learner = critic_learner(options, nets.critic, experience, reference)
@@ -242,14 +242,16 @@ def _train(
     batches: MiniBatches,
 ) -> tuple[Params, optax.OptState, Metrics]:
     """Train; return new parameters and optimizer state in the memory and layout of the old ones."""
-    start, start_state = placement.to_device((params, optimizer_state))
-    *trained, metrics = learner.train(start, start_state, rate, update_enabled, batches)
-    # Otherwise the compiler splits arrays that the table of rules replicates, and the next call
-    # would compile another program.
-    new_params, new_state = constrain_tree(tuple(trained), TRAIN_RULES)
+    device_params, device_optimizer = placement.to_device((params, optimizer_state))
+    *trained, metrics = learner.train(
+        device_params, device_optimizer, rate, update_enabled, batches
+    )
+    # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the
+    # next call would compile another program for this layout.
+    new_params, new_optimizer = constrain_tree(tuple(trained), TRAIN_RULES)
     return (
         placement.to_memory_of(new_params, params),
-        placement.to_memory_of(new_state, optimizer_state),
+        placement.to_memory_of(new_optimizer, optimizer_state),
         metrics,
     )
 

@@ -1,7 +1,7 @@
 """The life cycle of a training run: resume, take steps, report, evaluate, save, export.
 
-PPO, supervised fine-tuning, reward models and critics go through it. What differs, `Training`
-names: what is loaded, what a step does, what an evaluation measures, and what is exported.
+PPO, supervised fine-tuning, reward models and critics share it. `Training` declares what differs
+between them: what is loaded, what a step does, what an evaluation measures, what is exported.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ Quality = dict[str, float | None]
 
 
 class Training(Protocol[JournalT]):
-    """The training that a run consists of; its state is a pytree on the mesh.
+    """One kind of training, as the life cycle drives it; its state is a pytree on the mesh.
 
     Attributes:
-      command: the command's name: options that it does not read may change on resume.
+      command: the command's name. Options that this command does not read may change on resume.
       mesh: the run's mesh.
       total_steps: number of steps of the whole run.
       position: training examples consumed by the steps so far.
@@ -47,21 +47,27 @@ class Training(Protocol[JournalT]):
     can_evaluate: bool
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Return facts that differ if the training data ("data"), or frozen models, do."""
+        """Return fingerprints of the training data ("data") and, if any, frozen models ("frozen").
+
+        A resumed run compares them with those in its checkpoint.
+        """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of all steps: engines and workers run in it."""
+        """Return the context in which all steps are taken, while engines and workers run."""
 
     def open_journal(
         self, workdir: Path, progress: Progress, compiled: compilation.Compilations
     ) -> JournalT:
-        """Return the reports of the run."""
+        """Return the journal, which writes the reports of the run."""
 
     def compile_programs(self, progress: Progress) -> Iterator[Any]:
-        """Make the arguments of a step's programs; return what compiles one with each `next`."""
+        """Return an iterator that compiles one program of a step with each `next`.
+
+        The call itself makes the programs' arguments; `next` makes no arrays.
+        """
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
-        """Return the state to start from: of the checkpoint after `step` steps, or a new one."""
+        """Return the state of the checkpoint after `step` steps; at step 0, a new state."""
 
     def begin(self, state: Any, checkpoints: Checkpointer, progress: Progress) -> Any:
         """Find the first batch, and return the state of the first step."""
@@ -79,12 +85,12 @@ class Training(Protocol[JournalT]):
         journal: JournalT,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Quality:
-        """Evaluate and report it.
+        """Evaluate a state, and report the result.
 
         Args:
-          state: the state.
-          completed_steps: steps before it.
-          journal: gets the figures.
+          state: the state to evaluate.
+          completed_steps: the number of steps that led to it.
+          journal: reports the result.
           before_batch: called before each batch; it may raise an exception to end the evaluation.
         """
 
@@ -92,7 +98,7 @@ class Training(Protocol[JournalT]):
         """Return the trees of arrays that a checkpoint holds, by name."""
 
     def export(self, state: Any, folder: Path, journal: JournalT) -> None:
-        """Write the trained models to folders of a folder."""
+        """Write the trained models to subfolders of `folder`."""
 
 
 def train(
@@ -139,7 +145,7 @@ def train(
             if config.trainer.export and not was_preempted:
                 training.export(state, workdir, journal)
                 if config.trainer.export_best:
-                    del state  # the devices may not hold two
+                    del state  # the devices may have no room for two states
                     export_best(training, checkpoints, workdir, journal)
             return journal.write_summary(cycle.completed_steps, mesh)
 
@@ -176,7 +182,7 @@ def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: s
 
 
 class LifeCycle:
-    """The steps of a run, with what is due between them.
+    """The loop over the steps of a run, with the evaluations and checkpoints between them.
 
     Attributes:
       completed_steps: the number of completed steps.
@@ -191,7 +197,7 @@ class LifeCycle:
         progress: Progress,
         journal: JournalT,
     ) -> None:
-        """Collect the parts; checkpoints hold all `options`."""
+        """Collect the parts; each checkpoint also records `options`, all options of the run."""
         self._training = training
         self._trainer = trainer
         self._options = options
@@ -205,7 +211,7 @@ class LifeCycle:
         """Take the remaining steps of the run.
 
         Returns:
-          The last state, and whether a signal has ended the run after its current step was saved.
+          The last state, and whether a signal has ended the run early; its state is then saved.
         """
         state = self._start()
         for step in range(self.completed_steps, self._training.total_steps):
@@ -218,13 +224,13 @@ class LifeCycle:
         return state, False
 
     def _start(self) -> Any:
-        """Return the state to start from, evaluated if it is untrained.
+        """Return the state to start from, while the programs of a step are compiled.
 
-        The programs of a step are compiled in the background.
+        The state is evaluated if it is untrained, or if a signal interrupted its evaluation.
         """
         training, progress = self._training, self._progress
         with contextlib.ExitStack() as precompilation:
-            # A finished run only exports: no program of a step is needed.
+            # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
                 programs = training.compile_programs(progress)
                 precompilation.enter_context(compile_in_background(programs, training.mesh))
@@ -260,7 +266,7 @@ class LifeCycle:
                 self._checkpoints.save(step, trees, meta, quality)
             else:
                 self._checkpoints.save_local(step, trees, meta)
-        # The next step's time does not include the checkpoint.
+        # Exclude the checkpoint from the next step's time.
         self._journal.restart_clock()
 
     def _evaluate_if_due(self, state: Any) -> Quality | None:
@@ -281,14 +287,16 @@ class LifeCycle:
 
 @contextlib.contextmanager
 def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]:
-    """Compile beside what runs in the context, and wait at its end.
+    """Compile in another thread while the context runs, and wait for the thread at its end.
 
-    A call finds the program that was compiled for arguments of its shapes and shardings: JAX keeps
-    one cache for both. If the context ends with an error, no further program is compiled.
+    A later call with arguments of the same shapes and shardings uses the compiled program: JAX
+    keeps one cache for all threads. If the context ends with an error, no further program is
+    compiled.
 
     Args:
-      programs: compiles a program with each `next`. It makes no arrays: all processes must run
-        their programs in one order, which another thread would disturb.
+      programs: compiles a program with each `next`. It must make no arrays: making one runs a
+        program, and all processes must run their programs in the same order, which another thread
+        would disturb.
       mesh: the run's mesh.
 
     Raises:

@@ -56,7 +56,7 @@ def train(
     Args:
       config: all options.
       workdir: the folder to write to.
-      cycle: what takes the steps; arguments as for `life_cycle.train`.
+      cycle: runs the life cycle; takes the same arguments as `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -89,10 +89,10 @@ class PPOTraining:
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
-        self._sampled: SampledBatch | None = None  # one step ahead
+        self._sampled_ahead: SampledBatch | None = None  # the next step's, if sampled already
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Return facts that differ if the training prompts or the frozen models do."""
+        """Return fingerprints of the training prompts ("data") and of the frozen models."""
         run = self._run
         return {
             "data": fingerprint_data(run.config.data, run.training),
@@ -101,7 +101,7 @@ class PPOTraining:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the engine and the reward workers, and explain a device that runs out of memory."""
+        """Run the engine and the reward workers, and explain errors of exhausted memory."""
         run = self._run
         with (
             explain_out_of_memory(PPOMemory(run.config, run.nets, run.mesh, run.folders)),
@@ -113,14 +113,14 @@ class PPOTraining:
     def open_journal(
         self, workdir: Path, progress: Progress, compiled: compilation.Compilations
     ) -> Reporter:
-        """Return the reports of the run."""
+        """Return the journal, which writes the reports of the run."""
         return Reporter(self._run, workdir, progress, compiled)
 
     def compile_programs(self, progress: Progress) -> Iterator[str]:
-        """Return what compiles a program of a step with each `next`.
+        """Return an iterator that compiles one program of a step with each `next`.
 
-        The sampler is compiled for the length bucket of the prompts of the next step; given
-        responses need none.
+        The sampler is compiled for the length bucket of the next step's prompts. A run that reads
+        all responses from files has no sampler.
         """
         run = self._run
         batch = next(run.batches(progress.position, progress.solve_rates))
@@ -141,12 +141,12 @@ class PPOTraining:
             rollout = take_given_batch(
                 run, run.training, run.batches(progress.position, progress.solve_rates)
             ).rollout
-        # Packings have one shape for all lengths, so lengths of 1 stand for any.
+        # A packing has the same shape for all lengths, so any lengths will do.
         packed = run.packer.pack(0, np.ones(step.samples, np.int32))
         return compile_programs(step, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
-        """Return the state to start from; train a small actor first if the run makes one."""
+        """Return the state to start from; first train the actor if the run creates its own."""
         run = self._run
         run.train_missing_actor()
         # A checkpoint holds what training changes; frozen models are read from their folders.
@@ -156,23 +156,28 @@ class PPOTraining:
         return run.states.create(run.folders, console.make_loading_reporter, trained, step)
 
     def begin(self, state: TrainState, checkpoints: Checkpointer, progress: Progress) -> TrainState:
-        """Find the first batch; return the state with the moments of the first rewards."""
+        """Find the first batch; return the state of the first step.
+
+        With `reward.normalize=reference`, it holds the moments of the first policy's rewards.
+        """
         run = self._run
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        # What the run had sampled one step ahead when it was saved.
-        self._sampled = restore_sampled_batch(run, checkpoints, progress, self._batches)
+        # A run one step off had sampled the next batch when it was saved.
+        self._sampled_ahead = restore_sampled_batch(run, checkpoints, progress, self._batches)
         self.position = progress.position
         return state
 
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""
         assert self._batches is not None, "the run has not begun"
-        state, result = take_step(self._run, state, self._batches, step, self._sampled, journal)
+        state, result = take_step(
+            self._run, state, self._batches, step, self._sampled_ahead, journal
+        )
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result, state)
-        self._sampled = result.next_sampled
+        self._sampled_ahead = result.next_sampled
         self.position = result.sampled.position
         return state
 
@@ -191,8 +196,8 @@ class PPOTraining:
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and the rollout that was sampled one step ahead."""
         trees = trained_trees(state)
-        if self._sampled is not None:
-            trees[ROLLOUT] = rollout_arrays(self._sampled.rollout)
+        if self._sampled_ahead is not None:
+            trees[ROLLOUT] = rollout_arrays(self._sampled_ahead.rollout)
         return trees
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
@@ -209,7 +214,7 @@ def report_step(
       run: the parts of the run.
       reporter: gets the report.
       step: the step, from 0.
-      result: what the step left.
+      result: the results of the step.
       state: the state after the step.
     """
     sampled = result.sampled
@@ -257,21 +262,21 @@ def _hash_step(result: StepResult, state: TrainState) -> dict[str, jax.Array]:
 def restore_sampled_batch(
     run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: TrainingBatches
 ) -> SampledBatch | None:
-    """Return the batch that a run one step off had sampled ahead of the checkpoint.
+    """Return the batch that a run one step off had sampled for the next step when it was saved.
 
-    The resumed run could not sample it again: the weights are one update newer by now.
+    The resumed run could not sample it again: the checkpoint's weights are one update newer.
 
     Returns:
-      The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of this
-      run's data and size, or one that records routing or kept tokens although this run does not,
-      or the reverse.
+      The batch, whose prompts are taken from `batches`. `None` if the checkpoint holds no such
+      rollout, or one that does not fit this run: its data have changed, its shape differs, or only
+      one of the two records routing or kept tokens.
     """
     config = run.config
     step = progress.step
     if not (step and config.rollout.one_step_off):
         return None
     if not progress.position:
-        return None  # the data have changed: it was sampled for rows that are gone
+        return None  # changed data have reset the position: the rollout's prompts are gone
     saved = checkpoints.saved_tree(step, ROLLOUT)
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
@@ -306,10 +311,10 @@ def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
 def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
     """Return the state with the moments of the rewards that its policy earns.
 
-    They are taken over `reward.normalize_samples` responses, rounded up to whole batches.
+    They are measured on `reward.normalize_samples` responses, rounded up to whole batches.
 
     Raises:
-      UserError: the reward function failed on all of them.
+      UserError: the reward function failed on all of these responses.
     """
     config = run.config
     samples_per_batch = config.data.train_batch_size * config.rollout.n
@@ -336,7 +341,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
     if failures == scored:
         raise UserError(
             f"config.reward.normalize='reference': the reward function failed on all {scored} "
-            "responses by whose rewards the run's would be divided"
+            "responses from which rewards would be normalized"
         )
     console.print_on_main(
         f"the first policy's rewards: mean {float(moments.mean):.4g}, "

@@ -1,10 +1,11 @@
 """The decode loop: responses to prompts, on the device from first to last.
 
-One `while_loop` per number of slots. No slot waits for the longest response: slots whose response
-has ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
-slots are idle, the others move into fewer, unless responses are short. With stages (`stages.py`),
-samples that outgrow a stage wait until the next one, whose fewer slots have more room. With an
-environment a response may have several turns (`dialogues.py`).
+No slot waits for the longest response: a slot whose response has ended takes the next sample of the
+queue (`slots.py`). Once the queue is empty, the samples still being decoded move into fewer slots
+whenever they fit three quarters, half or a quarter of them; each number of slots has a separate
+`while_loop`. (Short responses keep all slots.) With stages (`stages.py`), samples that outgrow a
+stage wait until the next one, whose fewer slots have more room. With an environment a response may
+have several turns (`dialogues.py`).
 """
 
 import dataclasses
@@ -138,25 +139,25 @@ def _first_state(
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, up to its limit."""
     widths = slot_widths(job.width, job.limit - job.start)
-    # The first loop refills its slots; the narrower ones only finish what is left.
+    # The first loop empties the queue; the narrower ones only finish what is left.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:
             step = functools.partial(refill_and_decode, job, narrower)
         else:
             state = compact_slots(job, state, width)
             step = functools.partial(decode_and_answer, job)
-        state = jax.lax.while_loop(functools.partial(_uses_width, job, narrower), step, state)
+        state = jax.lax.while_loop(functools.partial(_needs_width, job, narrower), step, state)
     return state
 
 
-def _uses_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
-    """Return whether samples wait, or more are being decoded than the narrower loop has slots."""
+def _needs_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
+    """Return whether the queue has samples, or the busy slots exceed those of the next loop."""
     too_many = busy_slots(job, state).sum() > narrower
     return job.any_shard(has_queue(job, state) | too_many)
 
 
 def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> DecodeState:
-    """Fill idle slots from the queue, then decode until a refill pays or the loop is left.
+    """Fill idle slots from the queue; decode until `job.refill` are idle again, or fewer suffice.
 
     Args:
       job: inputs that the loops do not change.
@@ -164,39 +165,40 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
       state: what the decode loop carries.
     """
 
-    # Prefill once the staged prompts are used up.
-    def can_stage(state: DecodeState) -> jax.Array:
+    # Prefill once all samples of the prefilled prompts have entered slots.
+    def should_prefill(state: DecodeState) -> jax.Array:
         return job.any_shard(needs_prefill(job, state))
 
-    # Fill while a staged sample waits and a slot is idle.
+    # Fill while a sample of a prefilled prompt waits and a slot is idle.
     def can_fill(state: DecodeState) -> jax.Array:
-        staged = jnp.minimum(state.staged * job.options.n, job.count)
-        return job.any_shard((state.entered < staged) & ~busy_slots(job, state).all())
+        ready = jnp.minimum(state.prefilled * job.options.n, job.count)
+        return job.any_shard((state.entered < ready) & ~busy_slots(job, state).all())
 
     # Decode while this width is needed, until enough slots are idle to refill them together.
     def can_decode(state: DecodeState) -> jax.Array:
         idle = (~busy_slots(job, state)).sum()
         can_refill = job.any_shard(has_queue(job, state) & (idle >= job.refill))
-        return _uses_width(job, narrower, state) & ~can_refill
+        return _needs_width(job, narrower, state) & ~can_refill
 
-    # Loops of at most one turn instead of conditionals, whose branches XLA would copy state into.
-    state = jax.lax.while_loop(can_stage, functools.partial(prefill_group, job), state)
+    # The first of these loops runs at most once. It is not a `cond`, into whose branches XLA would
+    # copy the state.
+    state = jax.lax.while_loop(should_prefill, functools.partial(prefill_group, job), state)
     state = jax.lax.while_loop(can_fill, functools.partial(fill_slots, job), state)
     return jax.lax.while_loop(can_decode, functools.partial(decode_and_answer, job), state)
 
 
 def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Stage the keys and values of the next G prompts, if the previous group is used up."""
-    tokens_GxP = jax.lax.dynamic_slice_in_dim(job.prompts.tokens, state.staged, job.group)
-    lengths_G = jax.lax.dynamic_slice_in_dim(job.prompts.lengths, state.staged, job.group)
+    """Prefill the next G prompts into the buffer, if all samples of the last G have entered."""
+    tokens_GxP = jax.lax.dynamic_slice_in_dim(job.prompts.tokens, state.prefilled, job.group)
+    lengths_G = jax.lax.dynamic_slice_in_dim(job.prompts.lengths, state.prefilled, job.group)
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
     record = state.routing
     replayed = None
     if record is not None and job.start:
         # An earlier stage has run these tokens: they pass through the same experts again.
-        replayed = routing.recorded_prompts(record, state.staged)
-    prefilled: TransformerOutput = job.model.apply(  # type: ignore[assignment]
+        replayed = routing.recorded_prompts(record, state.prefilled)
+    output: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params},
         tokens_GxP,
         columns_GxP,
@@ -207,18 +209,20 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     # Shards whose loops run in step with this one may need the prefill when this one does not.
     used_up = needs_prefill(job, state)
-    stage = jax.tree.map(
-        lambda new, old: jnp.where(used_up, new, old), prefilled.cache, state.stage
+    buffer = jax.tree.map(
+        lambda new, old: jnp.where(used_up, new, old), output.cache, state.prefill_buffer
     )
     if record is not None:
         record = routing.record_prefill(
             record,
             job.model.architecture.num_experts,
-            prefilled.auxiliary["routed_experts"],
+            output.auxiliary["routed_experts"],
             is_prompt_GxP > 0,
             used_up,
         )
-    return state._replace(staged=state.staged + used_up * job.group, stage=stage, routing=record)
+    return state._replace(
+        prefilled=state.prefilled + used_up * job.group, prefill_buffer=buffer, routing=record
+    )
 
 
 def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -226,7 +230,7 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
     state = decode_step(job, state)
     if state.dialogues is None:
         return state
-    # A loop of at most one turn, as above: once answered, no turn waits.
+    # A loop instead of a `cond`, as above. It runs at most once: then no turn waits any more.
     return jax.lax.while_loop(
         functools.partial(dialogues.should_answer, job),
         functools.partial(dialogues.answer_turns, job),
@@ -239,11 +243,13 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     options = job.options
     slots = state.slots
     busy_B = busy_slots(job, state)
-    # An idle slot computes for the last sample, and its results are not written.
+    # An idle slot computes for the last sample; its results are dropped.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
-    # The prompt includes what earlier stages have drawn.
-    own_B = slots.drawn - job.start
-    positions_B = jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + own_B - 1, 0)
+    # The prompt includes the tokens that earlier stages have drawn; count only this stage's.
+    stage_drawn_B = slots.drawn - job.start
+    positions_B = jnp.where(
+        busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
+    )
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
@@ -256,6 +262,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     forbidden_B = state.forbidden_states[sample_B]
     added_BxV = constrain_logits(options, logits_BxV.shape[1], slots.drawn, forbidden_B)
     tokens_B, logprobs_B, kept_BxW = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
+    # The sample that each slot writes to; N, past the end of the arrays, writes nothing.
     written_B = slots.sample
     if state.dialogues is not None:
         # Observations take the place of what is drawn; slots that wait write nothing.
@@ -266,7 +273,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         written_B = jnp.where(waits_B, job.samples, written_B)
         # A slot that waits will run its token again.
         cache = keep_states(cache, slots.cache, waits_B)
-    # A response ends with an EOS, a stop string, or at the limit, which alone is not `finished`.
+    # An EOS or a stop string finishes a response. The limit ends it without finishing it.
     finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
     stop_B = state.stop_states[sample_B]
@@ -277,7 +284,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     if options.forbidden is not None:
         forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
     ended_B = finishes_B | (drawn_B == job.limit)
-    # An idle slot's sample is N, past the end of these arrays.
     recorded = state._replace(
         slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
         responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),

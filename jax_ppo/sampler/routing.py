@@ -17,11 +17,11 @@ class RoutingRecord(NamedTuple):
     """Experts by layer, k of each token; E, the number of experts, where there is no record.
 
     Attributes:
-      staged: [G, P, layers, k], of the prompts on the stage.
+      buffer: [G, P, layers, k], of the prompts in the prefill buffer.
       sequences: [N, S, layers, k], of the samples: column i is the token at position i.
     """
 
-    staged: jax.Array
+    buffer: jax.Array
     sequences: jax.Array
 
 
@@ -43,7 +43,7 @@ def empty_record(
         shape = (rows, columns, a.num_layers, a.experts_per_token)
         return jnp.full(shape, a.num_experts, routed_experts_dtype(a.num_experts))
 
-    return RoutingRecord(staged=empty(prompts, prompt_length), sequences=empty(samples, length))
+    return RoutingRecord(buffer=empty(prompts, prompt_length), sequences=empty(samples, length))
 
 
 def routing_bytes(architecture: Architecture, samples: int, length: int) -> int:
@@ -59,26 +59,26 @@ def record_prefill(
     is_prompt_GxP: jax.Array,
     is_new: jax.Array,
 ) -> RoutingRecord:
-    """Return the record with the experts of the prompts on the stage, if these are new ones."""
+    """Return the record with the experts of the prompts just prefilled, if these are new ones."""
     routed_GxPxLxk = jnp.moveaxis(routed_experts_LxGxPxk, 0, 2)
     # A column of padding may be that of a response's token.
     routed_GxPxLxk = jnp.where(is_prompt_GxP[..., None, None], routed_GxPxLxk, num_experts)
-    staged = routed_GxPxLxk.astype(record.staged.dtype)
-    return record._replace(staged=jnp.where(is_new, staged, record.staged))
+    routed_GxPxLxk = routed_GxPxLxk.astype(record.buffer.dtype)
+    return record._replace(buffer=jnp.where(is_new, routed_GxPxLxk, record.buffer))
 
 
 def record_entries(
-    record: RoutingRecord, sample_g: jax.Array, staged_g: jax.Array
+    record: RoutingRecord, sample_g: jax.Array, buffer_g: jax.Array
 ) -> RoutingRecord:
     """Return the record with the prompts of samples that enter slots.
 
     Args:
-      record: with the prompts on the stage.
+      record: with the prompts in the buffer.
       sample_g: the samples; N for none.
-      staged_g: the row of the stage that holds the prompt of each.
+      buffer_g: the row of the buffer that holds the prompt of each.
     """
-    P = record.staged.shape[1]
-    sequences = record.sequences.at[sample_g, :P].set(record.staged[staged_g], mode="drop")
+    P = record.buffer.shape[1]
+    sequences = record.sequences.at[sample_g, :P].set(record.buffer[buffer_g], mode="drop")
     return record._replace(sequences=sequences)
 
 
@@ -102,14 +102,14 @@ def record_tokens(
 
 
 def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
-    """Return the recorded experts of the next prompts to be staged, [G, P, layers, k].
+    """Return the recorded experts of the next prompts to be prefilled, [G, P, layers, k].
 
     Each of the prompts must have one sample.
 
     Args:
-      record: with stage and samples in the order of the queue.
+      record: with the samples in the order of the queue.
       first: the first of the samples; those past the end have no meaning.
     """
-    G, P = record.staged.shape[:2]
+    G, P = record.buffer.shape[:2]
     rows_G = jnp.minimum(first + jnp.arange(G), len(record.sequences) - 1)
     return record.sequences[rows_G, :P]

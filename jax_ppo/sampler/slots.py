@@ -2,7 +2,7 @@
 
 All prompts of a step wait in a queue on the device. B slots decode together, one token per step and
 slot; a slot whose response has ended takes the next sample. Prompts are prefilled in groups into a
-stage, from where each of their n samples copies keys and values into its slot.
+prefill buffer, from where each of their n samples copies keys and values into its slot.
 
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
 When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
@@ -87,8 +87,8 @@ class DecodeState(NamedTuple):
     Attributes:
       slots: the samples being decoded.
       entered: int32 scalar, samples that have left the queue, which they do in their order.
-      staged: int32 scalar, prompts prefilled; the last G of them are on the stage.
-      stage: keys and values of each layer, as in the cache but with P columns and G rows.
+      prefilled: int32 scalar, prompts prefilled; the last G of them are in the buffer.
+      prefill_buffer: keys and values of each layer, as in the cache but with P columns and G rows.
       responses: int32 [N, T], tokens drawn; 0 past the length.
       logprobs: float32 [N, T], their log-probabilities; 0 past the length.
       lengths: int32 [N], tokens of each response so far.
@@ -103,8 +103,8 @@ class DecodeState(NamedTuple):
 
     slots: Slots
     entered: jax.Array
-    staged: jax.Array
-    stage: Cache
+    prefilled: jax.Array
+    prefill_buffer: Cache
     responses: jax.Array
     logprobs: jax.Array
     lengths: jax.Array
@@ -216,7 +216,7 @@ def plan_job(
 
 
 def initial_state(job: DecodeJob) -> DecodeState:
-    """Return the state in which all slots are idle and nothing is staged."""
+    """Return the state in which all slots are idle and nothing is prefilled."""
     architecture = job.model.architecture
     T = job.options.max_response_length
     P = job.prompts.tokens.shape[1]
@@ -254,8 +254,8 @@ def initial_state(job: DecodeJob) -> DecodeState:
             cache=cache(B, P + job.limit - job.start, slot_cache()),
         ),
         entered=jnp.int32(0),
-        staged=jnp.int32(0),
-        stage=cache(job.group, P),
+        prefilled=jnp.int32(0),
+        prefill_buffer=cache(job.group, P),
         responses=jnp.zeros((N, T), jnp.int32),
         logprobs=jnp.zeros((N, T)),
         lengths=jnp.zeros(N, jnp.int32),
@@ -294,7 +294,7 @@ def kept_tokens_width(vocab_size: int) -> int:
 
 
 def slot_cache() -> Any:
-    """Return the module of the slots' cache; the stage of prompts is never split."""
+    """Return the module of the slots' cache; the prefill buffer is never split."""
     if num_cache_parts() > 1:
         return split_cache
     return whole_cache
@@ -327,29 +327,29 @@ def busy_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
 
 
 def needs_prefill(job: DecodeJob, state: DecodeState) -> jax.Array:
-    """Return whether samples wait but all of the staged prompts' have entered, bool scalar."""
-    return has_queue(job, state) & (state.entered == state.staged * job.options.n)
+    """Return whether samples wait, but none of a prefilled prompt, bool scalar."""
+    return has_queue(job, state) & (state.entered == state.prefilled * job.options.n)
 
 
 def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Give up to `job.refill` idle slots the next samples whose prompts are on the stage."""
+    """Give up to `job.refill` idle slots the next samples whose prompts are prefilled."""
     n = job.options.n
     slots = state.slots
     B = len(slots.sample)
     # Idle slots meet the next samples of the queue, in order; B stands for no slot.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
-    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.count))
+    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.prefilled * n, job.count))
     # Writes to slot B, which does not exist, are dropped.
     slot_g = jnp.where(enters_g, slot_g, B)
-    # The n samples of a prompt enter one after the other and copy the same stage row.
-    prompt_g = jnp.minimum(sample_g // n, state.staged - 1)
-    staged_g = prompt_g - (state.staged - job.group)
+    # The n samples of a prompt enter one after the other and copy the same row of the buffer.
+    prompt_g = jnp.minimum(sample_g // n, state.prefilled - 1)
+    buffer_g = prompt_g - (state.prefilled - job.group)
 
     def put(slots_B: jax.Array, new_g: jax.Array | int) -> jax.Array:
         return slots_B.at[slot_g].set(new_g, mode="drop")
 
-    entering = jax.tree.map(lambda x: x[staged_g], state.stage)
+    entering = jax.tree.map(lambda x: x[buffer_g], state.prefill_buffer)
     cache = tuple(
         slot_cache().write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
@@ -364,7 +364,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     routing = state.routing
     if routing is not None:
-        routing = record_entries(routing, jnp.where(enters_g, sample_g, job.samples), staged_g)
+        routing = record_entries(routing, jnp.where(enters_g, sample_g, job.samples), buffer_g)
     return state._replace(
         slots=filled, entered=state.entered + enters_g.sum(dtype=jnp.int32), routing=routing
     )

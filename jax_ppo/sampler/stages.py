@@ -126,11 +126,11 @@ def cache_shapes(
         keys_N = jnp.zeros(len(prompts.lengths) * options.n)
         first = plan_job(model, options, {}, prompts, keys_N, limit=limits[0])
         state = initial_state(first)
-        caches = [(state.slots.cache, state.stage)]
+        caches = [(state.slots.cache, state.prefill_buffer)]
         prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
         for start, limit in itertools.pairwise(limits):
             state = plan_next_stage(first, prompts_N, state, start, limit).state
-            caches.append((state.slots.cache, state.stage))
+            caches.append((state.slots.cache, state.prefill_buffer))
         return caches
 
     return jax.eval_shape(all_caches, prompts)

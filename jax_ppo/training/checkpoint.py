@@ -1,11 +1,17 @@
 """Checkpoints: written atomically while training continues, and restored onto any mesh.
 
-A checkpoint is a folder DIRECTORY/STEP with one item per tree of arrays (`state.trained_trees`),
-`meta` (JSON) and `metrics` (JSON, by which the best checkpoint is chosen). A folder gets its name
-once all of it is on disk, with a checksum of each file; in a bucket, an object written last
-completes it. A process that is killed while saving leaves a temporary folder, which is ignored, and
-removed by the next run. A checkpoint whose files are not as they were written is set aside when the
-directory is opened, and the next older one is used.
+A checkpoint is a folder DIRECTORY/STEP that holds
+
+    trees of arrays  in PPO the trained models, "optimizer" and "control" (`state.trained_trees`),
+                     and "rollout" if the next step's samples are drawn already
+    meta             JSON: position in the data, fingerprints of data and frozen models, history
+                     of the run (`progress.HISTORY`), all options
+    metrics          JSON: means of the evaluation, by which the best checkpoint is chosen
+
+A folder gets its name once all of it is on disk, with a checksum of each file; in a bucket, an
+object written last completes it. A process that is killed while saving leaves a temporary folder,
+which is ignored, and removed by the next run. A checkpoint whose files are not as they were written
+is set aside when the directory is opened, and the next older one is used.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The learner: optimizer steps over mini-batches and micro-batches, whatever is minimized.
+"""The learner: optimizer steps over mini-batches and micro-batches, for any objective.
 
 An objective fixes each token's weight by its whole mini-batch before the mini-batch is split into
 micro-batches or over devices, so neither split changes the gradient.
@@ -40,7 +40,7 @@ class Metric(enum.Enum):
     MEAN: shares add up to a mini-batch's value; the mean over steps.
     SUM: shares add up; the sum over steps, 0 if there were none.
     MIN, MAX: the extreme of all shares of all steps.
-    FIRST_MAX: the maximum over rows, of the first optimizer step that had tokens.
+    FIRST_MAX: the maximum over rows, of the first optimizer step that was run.
     """
 
     MEAN = enum.auto()
@@ -66,19 +66,19 @@ class Metric(enum.Enum):
             return jnp.maximum(total, share)
         return total + share
 
-    def over_steps(self, values_U: jax.Array, has_tokens_U: jax.Array) -> jax.Array:
-        """Return one value of all steps that had tokens; NaN if none had, except for SUM."""
+    def over_steps(self, values_U: jax.Array, was_run_U: jax.Array) -> jax.Array:
+        """Return one value of all steps that were run; NaN if none was, except for SUM."""
         if self is Metric.SUM:
-            return jnp.sum(values_U, where=has_tokens_U)
+            return jnp.sum(values_U, where=was_run_U)
         if self is Metric.MIN:
-            value = jnp.min(values_U, where=has_tokens_U, initial=self.start)
+            value = jnp.min(values_U, where=was_run_U, initial=self.start)
         elif self is Metric.MAX:
-            value = jnp.max(values_U, where=has_tokens_U, initial=self.start)
+            value = jnp.max(values_U, where=was_run_U, initial=self.start)
         elif self is Metric.FIRST_MAX:
-            value = values_U[jnp.argmax(has_tokens_U)]
+            value = values_U[jnp.argmax(was_run_U)]
         else:
-            value = jnp.sum(values_U, where=has_tokens_U) / jnp.sum(has_tokens_U)
-        return jnp.where(jnp.any(has_tokens_U), value, jnp.nan)
+            value = jnp.sum(values_U, where=was_run_U) / jnp.sum(was_run_U)
+        return jnp.where(jnp.any(was_run_U), value, jnp.nan)
 
 
 class Objective(Protocol):
@@ -96,7 +96,7 @@ class Objective(Protocol):
         """Return whether a mini-batch has anything to learn from, bool scalar."""
 
     def weigh(self, batch: MiniBatches) -> Any:
-        """Return what a mini-batch's weights depend on, before it is split."""
+        """Return what `loss` needs of the whole mini-batch, such as the weights of its samples."""
 
     def loss(self, params: Params, rows: Rows, weights: Any) -> LossAndMetrics:
         """Return the share of a mini-batch's loss and metrics that some of its rows contribute.
@@ -161,7 +161,7 @@ class Learner:
           params: the trained parameters, or adapters.
           optimizer_state: the state of their optimizer.
           rate: the learning rate.
-          update_enabled: bool scalar; False measures without moving anything.
+          update_enabled: bool scalar; False computes the metrics but changes no parameter or state.
           batches: U mini-batches.
 
         Returns:
@@ -173,26 +173,26 @@ class Learner:
         ) -> tuple[Carry, tuple[Metrics, jax.Array, jax.Array]]:
             params, optimizer_state, within_limit = carry
             # Past the limit, or without any token to learn from, no micro-batch is run.
-            has_tokens = within_limit & self.objective.has_tokens(batch)
-            batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
+            runs = within_limit & self.objective.has_tokens(batch)
+            batch = dataclasses.replace(batch, counts=jnp.where(runs, batch.counts, 0))
             params, optimizer_state, metrics, is_within = self.take_optimizer_step(
-                params, optimizer_state, rate, update_enabled & has_tokens, batch
+                params, optimizer_state, rate, update_enabled & runs, batch
             )
             within_limit &= is_within
             carry = (params, optimizer_state, within_limit)
-            return carry, (metrics, has_tokens, within_limit & has_tokens)
+            return carry, (metrics, runs, within_limit & runs)
 
         # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (params, optimizer_state, jnp.bool_(True))
-        (params, optimizer_state, _), (metrics_U, has_tokens_U, taken_U) = jax.lax.scan(
+        (params, optimizer_state, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(
             mini_batch, start, batches
         )
-        metrics = self._reduce_over_steps(metrics_U, has_tokens_U)
+        metrics = self._reduce_over_steps(metrics_U, was_run_U)
         if self.early_stop is not None:
             metrics[f"{self.prefix}steps_taken"] = jnp.sum(taken_U)
         if self.logs_optimizer_steps:
             metrics |= {
-                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(has_tokens_U, values_U, jnp.nan)
+                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(was_run_U, values_U, jnp.nan)
                 for name, values_U in metrics_U.items()
             }
         return params, optimizer_state, metrics
@@ -209,15 +209,15 @@ class Learner:
 
         Returns:
           The new parameters and optimizer state, metrics, and whether the mini-batch is within the
-          limit of the early stop; if it is not, nothing was moved.
+          limit of the early stop; if it is not, parameters and state are unchanged.
         """
-        # The metric is measured before the step: one that exceeds the limit is not taken.
         stored_key, sum_key = rounding_keys(
             self.rounding_seed, self.rounding_stream, optimizer_state
         )
         gradients, metrics = self.gradients(params, batch, sum_key)
         is_within: bool | jax.Array = True
         if self.early_stop is not None:
+            # Measured before the step, so that a step past the limit is not taken.
             is_within = metrics[self.early_stop.metric] <= self.early_stop.limit
         params, optimizer_state, norm, is_finite = descend(
             transform=make_optimizer(self.optim, self.grad_clip),
@@ -270,8 +270,8 @@ class Learner:
         start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
         return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
 
-    def _reduce_over_steps(self, metrics_U: Metrics, has_tokens_U: Bool[Array, " U"]) -> Metrics:
-        """Return one value per metric from the optimizer steps that had tokens."""
+    def _reduce_over_steps(self, metrics_U: Metrics, was_run_U: Bool[Array, " U"]) -> Metrics:
+        """Return one value per metric from the optimizer steps that were run."""
         # Besides the objective's own metrics: what `take_optimizer_step` adds.
         reductions = {
             **self.objective.metrics,
@@ -279,7 +279,7 @@ class Learner:
             f"{self.prefix}skipped": Metric.SUM,
         }
         return {
-            name: reductions[name].over_steps(values_U, has_tokens_U)
+            name: reductions[name].over_steps(values_U, was_run_U)
             for name, values_U in metrics_U.items()
         }
 
@@ -299,8 +299,8 @@ def add_gradient(
 ) -> tuple[Params, Any]:
     """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
-    The gradients of layers are added while they are computed (`models.gradient_sums`), which saves
-    a tree of them.
+    The gradients of layers are added while they are computed (`models.gradient_sums`), so that no
+    second tree of them is in memory.
 
     Args:
       loss: parameters -> (value, auxiliary output); it runs the decoder on them once.
@@ -309,7 +309,7 @@ def add_gradient(
       key: random key of the micro-batch; `None` if the sum is wider than bfloat16.
       trains_layers: `False` if `params` are adapters, whose gradients are small.
     """
-    # Stages run their layers for several micro-batches, and add these gradients up themselves.
+    # Pipeline stages run several micro-batches at once, and sum their gradients themselves.
     if not trains_layers or num_stages() > 1:
         gradients, aux = jax.grad(loss, has_aux=True)(params)
         return add_gradients(total, gradients, key), aux
@@ -319,7 +319,7 @@ def add_gradient(
         gradient_sum = GradientSum(placeholder, total["layers"], key, add_gradients)
         return loss({**others, "layers": layers, GRADIENT_SUM: gradient_sum})
 
-    # Its "gradient" is the new sum of the layers' gradients.
+    # The "gradient" with respect to it is the new sum of the layers' gradients.
     placeholder = jax.tree.map(jnp.zeros_like, total["layers"])
     gradient = jax.grad(loss_with_sum, argnums=(0, 1), has_aux=True)
     (gradients, layers_total), aux = gradient(_without_layers(params), placeholder)

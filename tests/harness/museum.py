@@ -260,10 +260,12 @@ SAMPLING_AND_CACHE = [
         holds="each row decodes at its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old="jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + own_B - 1, 0)",
+        old=(
+            "jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0)"
+        ),
         new=(
-            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + own_B - 1).max(), "
-            "busy_B.shape)"
+            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1)"
+            ".max(), busy_B.shape)"
         ),
     ),
     Exhibit(
@@ -287,7 +289,7 @@ SAMPLING_AND_CACHE = [
         holds="a slot gets the keys and values of its own sample's prompt",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
-        old="prompt_g - (state.staged - job.group)",
+        old="prompt_g - (state.prefilled - job.group)",
         new="jnp.zeros_like(prompt_g)",
     ),
     Exhibit(

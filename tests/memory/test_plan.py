@@ -76,7 +76,7 @@ def test_weights_are_those_of_the_check_at_the_start_of_a_run(folder):
 def test_the_cache_is_that_of_the_slots_and_the_first_stage(folder):
     architecture = tiny.ARCHITECTURE
     token_bytes = 2 * architecture.num_kv_heads * architecture.head_dim * 4
-    # One device: 8 slots with room for prompt and response, and 8 prompts on the stage.
+    # One device: 8 slots with room for prompt and response, and 8 prompts in the prefill buffer.
     expected = token_bytes * (tiny.B * (tiny.P + tiny.T) + tiny.B * tiny.P)
     assert memory(estimate(folder, "v5e:1x1"), "sample").cache == expected
     fewer = memory(estimate(folder, "v5e:1x1", rollout__max_num_seqs=2), "sample").cache

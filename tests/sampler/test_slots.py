@@ -103,7 +103,7 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
     original = decode_loop.prefill_group
 
     def counted(job, state):
-        jax.debug.callback(lambda staged: prefilled.append(int(staged)), state.staged)
+        jax.debug.callback(lambda count: prefilled.append(int(count)), state.prefilled)
         return original(job, state)
 
     monkeypatch.setattr(decode_loop, "prefill_group", counted)
