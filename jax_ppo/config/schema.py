@@ -35,6 +35,7 @@ LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "shared_expert_gate",  # of an expert that every token passes through
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
+    "in_proj",  # of short convolutions, beside out_proj
 )
 STORED_DTYPES = ("float32", "bfloat16")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")

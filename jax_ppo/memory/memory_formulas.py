@@ -331,7 +331,8 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
             # In float32, before and after the convolution, and by chunks, whose products of tokens
             # are pairs of each with all.
             pairs = _DELTA_PAIRS * CHUNK * architecture.delta_value_heads
-            numbers = (3 * sum(architecture.delta_widths) + pairs) // parts
+            channels = sum(architecture.delta_widths) or architecture.hidden_size
+            numbers = (3 * channels + pairs) // parts
             width += numbers * FLOAT32_BYTES // role.itemsize
         # Each expert of a token has its own copy of it, and its own output.
         copies = tokens_at_experts(architecture, mesh)

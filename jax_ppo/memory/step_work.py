@@ -503,7 +503,7 @@ def count_forward_flops(
     for is_local, is_linear in zip(
         architecture.layers_are_local, architecture.layers_are_linear, strict=True
     ):
-        mixer = _delta_net_products(architecture) if is_linear else attention
+        mixer = _linear_products(architecture) if is_linear else attention
         flops += 2 * (mixer + mlp) * lengths.sum()
         if is_linear:
             continue
@@ -513,12 +513,15 @@ def count_forward_flops(
     return float(flops + 2 * architecture.vocab_size * D * num_logits)
 
 
-def _delta_net_products(architecture: Architecture) -> int:
-    """Return the products of a Gated DeltaNet for a token, whose state is read twice and changed.
+def _linear_products(architecture: Architecture) -> int:
+    """Return the products of a short convolution or a Gated DeltaNet for a token.
 
-    Chunks need more of them, as many as are fastest.
+    The state of a DeltaNet is read twice and changed. Chunks need more products, as many as are
+    fastest.
     """
     a = architecture
+    if a.block == "convolution":
+        return (4 * a.hidden_size + a.delta_window) * a.hidden_size
     channels, values = sum(a.delta_widths), a.delta_widths[2]
     projections = a.hidden_size * (channels + 2 * values + 2 * a.delta_value_heads)
     return projections + 3 * values * a.delta_key_dim

@@ -28,9 +28,14 @@ BLOCKS = {
     "ungated": Block(("scale", "bias"), ("up_proj",)),
     # Llama's with a Gated DeltaNet in place of attention in some layers (delta_net.py).
     "delta": Block(("scale",), ("gate_proj", "up_proj")),
+    # Llama's with a short convolution in place of attention in some layers (short_conv.py).
+    "convolution": Block(("scale",), ("gate_proj", "up_proj")),
 }
-# The projections of a Gated DeltaNet.
-DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+# The projections of what takes the place of attention in `linear_layers`, by block.
+LINEAR_PROJECTIONS = {
+    "delta": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "convolution": ("in_proj", "out_proj"),
+}
 # Kinds of rotary position embeddings (rope.py), and the parameters that each one requires.
 ROPE_KINDS = {
     "default": (),
@@ -95,13 +100,14 @@ class Architecture:
         q_proj computes beside the queries of each head.
       sliding_window: number of tokens that a token attends to in local layers, itself included.
       local_layers: which layers are local, one bool per layer; (): none.
-      linear_layers: which layers have a Gated DeltaNet in place of attention, one bool per layer;
-        (): none.
+      linear_layers: which layers have a Gated DeltaNet or a short convolution (`block`) in place
+        of attention, one bool per layer; (): none.
       delta_key_heads: number of heads of queries and keys of a Gated DeltaNet.
       delta_value_heads: number of heads of its values; `delta_key_heads` divides it.
       delta_key_dim: width of its queries and keys.
       delta_value_dim: width of its values.
-      delta_window: number of tokens of its convolution, the current one included.
+      delta_window: number of tokens of its convolution, or of the short convolution, the current
+        one included.
       rope_theta: base of the rotary frequencies.
       rope_scaling: sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
         with lists as tuples.
@@ -190,7 +196,7 @@ class Architecture:
             names += self.mlp_projections
         if self.shared_expert_size:
             names += ("shared_expert_gate",)
-        return names + DELTA_PROJECTIONS if self.linear_layers else names
+        return names + LINEAR_PROJECTIONS[self.block] if self.linear_layers else names
 
     @property
     def active_width(self) -> int:

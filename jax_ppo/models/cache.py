@@ -36,12 +36,12 @@ Columns = tuple[jax.Array, jax.Array]
 
 
 class RecurrentState(NamedTuple):
-    """The memory of a Gated DeltaNet (delta_net.py) of the tokens of each row.
+    """The memory of a Gated DeltaNet or a short convolution of the tokens of each row.
 
     It has no columns: a token must be run exactly once.
 
     Attributes:
-      matrix: float32 [B, H, K, V], the state of each head.
+      matrix: float32 [B, H, K, V], the state of each head; a short convolution has no heads.
       window: [B, W - 1, C], the inputs of the convolution of the last tokens; zeros before the
         first one.
     """
@@ -99,10 +99,10 @@ def select_cache_program(
 
 
 def empty_state(architecture: Architecture, rows: int, dtype: DTypeLike) -> RecurrentState:
-    """Return the state of a Gated DeltaNet before the first token."""
+    """Return the state of a Gated DeltaNet or a short convolution before the first token."""
     a = architecture
     heads = (rows, a.delta_value_heads, a.delta_key_dim, a.delta_value_dim)
-    window = (rows, a.delta_window - 1, sum(a.delta_widths))
+    window = (rows, a.delta_window - 1, sum(a.delta_widths) or a.hidden_size)
     return RecurrentState(jnp.zeros(heads, jnp.float32), jnp.zeros(window, dtype))
 
 

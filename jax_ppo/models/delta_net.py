@@ -87,14 +87,14 @@ class DeltaNet(nn.Module):
         weights = self.param("window_filter", nn.initializers.normal(shape[0] ** -0.5), shape)
         weights_WxC = weights.astype(self.dtype)[:, 0]
         if cache is None:
-            q, k, v = self._heads(convolve(inputs, weights_WxC, segments_BxT))
+            q, k, v = self._heads(nn.silu(convolve(inputs, weights_WxC, segments_BxT)))
             out, matrix = delta_chunks(q, k, v, decay, rate, segments_BxT, ends_B)
             state = None
             if matrix is not None and ends_B is not None:
                 state = RecurrentState(matrix, last_inputs(inputs, ends_B, a.delta_window - 1))
         else:
             window = jnp.concatenate([cache.window[:B], inputs], axis=1)
-            q, k, v = self._heads(convolve(window, weights_WxC)[:, -1:])
+            q, k, v = self._heads(nn.silu(convolve(window, weights_WxC)[:, -1:]))
             token = (x[:, 0] for x in (q, k, v, decay, rate))
             out, matrix = delta_step(cache.matrix[:B], *token)
             out = out[:, None]
@@ -147,7 +147,7 @@ class DeltaLayer(Layer):
 def convolve(
     x_BxTxC: jax.Array, weights_WxC: jax.Array, segments_BxT: jax.Array | None = None
 ) -> jax.Array:
-    """Return the SiLU of the causal convolution of each channel, [B, T, C], within segments.
+    """Return the causal convolution of each channel, [B, T, C], within segments.
 
     Args:
       x_BxTxC: inputs.
@@ -164,7 +164,7 @@ def convolve(
             segments = jnp.pad(segments_BxT, ((0, 0), (distance, 0)))[:, :T]
             earlier = jnp.where((segments == segments_BxT)[..., None], earlier, 0)
         out += earlier.astype(jnp.float32) * weights_WxC[W - 1 - distance].astype(jnp.float32)
-    return nn.silu(out.astype(x_BxTxC.dtype))
+    return out.astype(x_BxTxC.dtype)
 
 
 def last_inputs(x_BxTxC: jax.Array, ends_B: jax.Array, count: int) -> jax.Array:

@@ -18,8 +18,9 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     [L, in, out] (with shared_expert_size)
     norm/scale [D]
 
-Where some layers have a Gated DeltaNet (delta_net.py), `layers/delta_net` has the parameters of
-these alone, and `layers/attention` belongs to the others.
+Where some layers have a Gated DeltaNet (delta_net.py) or a short convolution (short_conv.py),
+`layers/delta_net` or `layers/short_conv` has the parameters of these alone, and `layers/attention`
+belongs to the others.
 
 An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
 
@@ -57,6 +58,7 @@ from jax_ppo.models.layers import (
     multiply,
 )
 from jax_ppo.models.lora import Lora
+from jax_ppo.models.short_conv import ConvolutionLayer
 from jax_ppo.models.ungated import LayerNorm, UngatedLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
@@ -72,10 +74,12 @@ MODULES: dict[str, tuple[type[Layer], type[nn.Module]]] = {
     "gated": (Layer, RMSNorm),
     "ungated": (UngatedLayer, LayerNorm),
     "delta": (DeltaLayer, RMSNorm),
+    "convolution": (ConvolutionLayer, RMSNorm),
 }
 
 # The parameters that only some layers have, if layers differ in them.
-MIXERS = ("attention", "delta_net")
+LINEAR_MIXERS = ("delta_net", "short_conv")
+MIXERS = ("attention", *LINEAR_MIXERS)
 
 # What the forward pass keeps of each layer for the backward pass besides the layer's input, fewest
 # bytes first; everything else is computed again.
@@ -442,8 +446,8 @@ def _period(kinds: tuple[LayerKind, ...]) -> int:
 
 def layer_stacks(layers: Params, is_linear: bool) -> Params:
     """Return the stacked parameters that a linear layer, or any other one, has a part of."""
-    unused = "attention" if is_linear else "delta_net"
-    return {name: value for name, value in layers.items() if name != unused}
+    unused = ("attention",) if is_linear else LINEAR_MIXERS
+    return {name: value for name, value in layers.items() if name not in unused}
 
 
 def stack_places(linear_layers: tuple[bool, ...]) -> list[int]:
@@ -457,7 +461,7 @@ def layer_params(layers: Params, i: int, linear_layers: tuple[bool, ...] = ()) -
     Args:
       layers: stacked parameters.
       i: index of the layer.
-      linear_layers: which layers have a Gated DeltaNet; (): none.
+      linear_layers: the architecture's.
     """
     if not linear_layers:
         return jax.tree.map(lambda x: x[i], layers)
@@ -469,9 +473,9 @@ def layer_params(layers: Params, i: int, linear_layers: tuple[bool, ...] = ()) -
 
 
 def _drop_unused(architecture: Architecture, layers: Params) -> Params:
-    """Return stacked layers without the attention of linear ones and the DeltaNet of others."""
+    """Return stacked layers without the attention of linear ones and the mixer of others."""
     is_linear = np.array(architecture.linear_layers)
-    owners = {"attention": ~is_linear, "delta_net": is_linear}
+    owners = {"attention": ~is_linear} | dict.fromkeys(LINEAR_MIXERS, is_linear)
     return {
         name: jax.tree.map(lambda x, name=name: x[owners[name]], value) if name in owners else value
         for name, value in layers.items()

@@ -201,6 +201,8 @@ def validate_architecture(
     else:
         sizes["model"]["width of the shared expert"] = architecture.shared_expert_size
         sizes["model"]["key heads of a Gated DeltaNet"] = architecture.delta_key_heads
+        if architecture.block == "convolution":
+            sizes["model"]["key heads beside short convolutions"] = architecture.num_kv_heads
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}

@@ -22,7 +22,7 @@ from jax_ppo.runtime.meshes import (
 Rules = tuple[tuple[str, P], ...]
 
 # Projections of hidden states and back to them: `model` splits the sides between the two.
-INPUTS = r"(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)"
+INPUTS = r"(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj(?:_\w+)?)"
 OUTPUTS = "(o_proj|down_proj|out_proj)"
 
 # (path pattern, layout). The first pattern that matches the end of a parameter's path decides; a

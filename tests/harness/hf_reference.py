@@ -31,6 +31,7 @@ CLASS_PREFIXES = {
     "qwen3_5_text": "Qwen3_5",
     "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next",
+    "lfm2": "Lfm2",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",

@@ -27,6 +27,7 @@ LAYOUTS = "layouts"
 # Classifiers that transformers lacks, each with the base of its models and its configuration.
 MISSING_CLASSIFIERS = {
     "GraniteForSequenceClassification": ("GranitePreTrainedModel", "GraniteConfig"),
+    "Lfm2ForSequenceClassification": ("Lfm2PreTrainedModel", "Lfm2Config"),
     "Qwen3_5MoeTextForSequenceClassification": (
         "Qwen3_5MoePreTrainedModel",
         "Qwen3_5MoeTextConfig",

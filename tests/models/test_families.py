@@ -130,6 +130,15 @@ VARIANTS = {
         | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}
         | {"full_attention_interval": 2, "layer_types": None},
     ),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 10, "conv_L_cache": 4},
+    ),
+    "lfm2, untied": (
+        "lfm2",
+        {"full_attn_idxs": [0], "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+        | {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 3, "norm_topk_prob": True}),
@@ -337,6 +346,7 @@ FURTHER_FORMS = (
     "qwen3_5, as many key heads",
     "qwen3_5, in a loop",
     "qwen3_next, weights as they are",
+    "lfm2, untied",
     "qwen3_moe, weights as they are",
     "gpt_oss, in a loop",
     "qwen3, local layers",
@@ -725,7 +735,7 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, c
         ),
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("phi3", "gemma2, in a loop", "gpt2")
+            for name in ("phi3", "gemma2, in a loop", "gpt2", "lfm2")
         ),
     ],
 )

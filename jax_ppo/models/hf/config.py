@@ -14,7 +14,7 @@ from jax_ppo.models.hf.fields import (
     require_divisor,
 )
 from jax_ppo.models.hf.json_files import quote_value
-from jax_ppo.models.hf.rope_config import FULL, LINEAR, LOCAL, read_rope
+from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
 
 # Beginnings of fields that describe media in the description of a decoder.
 MEDIA_FIELDS = ("vision_", "image_", "video_")
@@ -62,7 +62,7 @@ def from_hf_config(config: Config) -> Architecture:
         unrotated_layers=_read_unrotated_layers(reader, family, num_layers),
         learned_positions=family.learned_positions,
         max_position_embeddings=reader.integer("max_position_embeddings"),
-        tied=reader.boolean("tie_word_embeddings"),
+        tied=_read_tied(reader, family),
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
@@ -145,11 +145,38 @@ def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> 
 
 def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
     name = "intermediate_size"
+    if family.adjusted_width:
+        return _read_adjusted_width(reader)
     if name in family.absent:
         return reader.optional_integer(name) or 0
     if reader.name(name) in family.nullable:
         return reader.optional_integer(name) or 4 * hidden_size
     return reader.integer(name)
+
+
+def _read_tied(reader: ConfigReader, family: Family) -> bool:
+    tied = reader.boolean("tie_word_embeddings")
+    # The first name of it in some files, which transformers prefers.
+    if "tie_embedding" in reader and family.adjusted_width:
+        return reader.boolean("tie_embedding")
+    return tied
+
+
+def _read_adjusted_width(reader: ConfigReader) -> int:
+    """Return the width of the MLP, of which config.json may have one and a half times as much."""
+    # transformers takes the older name first.
+    older = reader.optional_integer("block_ff_dim", nullable=False)
+    width = reader.optional_integer("intermediate_size", nullable=False)
+    if (width := older or width) is None:
+        width = reader.integer("intermediate_size")
+    multiple = reader.integer("block_multiple_of")
+    factor = reader.optional_number("block_ffn_dim_multiplier")
+    if not reader.boolean("block_auto_adjust_ff_dim", default=True):
+        return width
+    width = int(2 * width / 3)
+    if factor is not None:
+        width = -(-int(factor * width) // multiple) * multiple
+    return width
 
 
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
@@ -161,7 +188,7 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
             values[field] = reader.optional_integer(name, nullable=is_nullable)
         else:
             values[field] = reader.optional_number(name, nullable=is_nullable)
-    if family.linear_period:
+    if "linear_num_key_heads" in family.fields:
         heads = [f"linear_num_{kind}_heads" for kind in ("key", "value")]
         key_heads, value_heads = (values[family.fields[name]] for name in heads)
         require_divisor(heads[0], key_heads, heads[1], value_heads)
@@ -239,7 +266,7 @@ def _read_windows(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
     """Return `sliding_window` and `local_layers` of `Architecture`."""
-    if family.linear_period:
+    if family.linear_word:
         return None, ()
     window = None
     if family.sliding_windows != "none":
@@ -289,12 +316,18 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, word: str) -> tuple
 
 
 def _read_linear_layers(reader: ConfigReader, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have a Gated DeltaNet."""
-    if not family.linear_period:
+    """Return which layers have a Gated DeltaNet or a short convolution."""
+    if not family.linear_word:
         return ()
-    period = reader.optional_integer("full_attention_interval", nullable=False)
-    linear = _read_layer_types(reader, num_layers, LINEAR)
-    if linear is None:
+    period, attending = None, None
+    if family.linear_period:
+        period = reader.optional_integer("full_attention_interval", nullable=False)
+    else:
+        attending = reader.token_ids("full_attn_idxs") or range(num_layers)
+    linear = _read_layer_types(reader, num_layers, family.linear_word)
+    if linear is None and attending is not None:
+        linear = tuple(layer not in attending for layer in range(num_layers))
+    elif linear is None:
         period = period or family.linear_period
         linear = tuple((layer + 1) % period > 0 for layer in range(num_layers))
     if all(linear):

@@ -8,7 +8,7 @@ from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.fields import Config
-from jax_ppo.models.hf.rope_config import FULL, LINEAR, LOCAL, write_rope
+from jax_ppo.models.hf.rope_config import FULL, LOCAL, write_rope
 
 
 def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> Config:
@@ -125,8 +125,11 @@ def _write_eos_ids(eos_ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _write_windows(a: Architecture, family: Family) -> Config:
     config: Config = {}
-    if family.linear_period:
-        config["layer_types"] = [LINEAR if linear else FULL for linear in a.layers_are_linear]
+    if family.linear_word:
+        words = (FULL, family.linear_word)
+        config["layer_types"] = [words[linear] for linear in a.layers_are_linear]
+    if family.adjusted_width:
+        config["block_auto_adjust_ff_dim"] = False
     if family.sliding_windows in ("pattern", "listed"):
         # transformers cannot make the masks of these families without a window, even if no layer
         # uses it.

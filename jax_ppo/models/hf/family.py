@@ -54,8 +54,12 @@ class Family:
       unrotated_period: with n, every n-th layer has no rotary embedding unless config.json lists
         others in `no_rope_layers`; 0: all layers have one.
       rope_aliases: the family's names of rotary embeddings, and the usual names.
-      linear_period: with n, all layers but every n-th one have a Gated DeltaNet, unless config.json
-        has another `full_attention_interval` or lists `layer_types`; 0: no layer has one.
+      linear_word: what `layer_types` calls layers with a Gated DeltaNet or a short convolution
+        (`Architecture.linear_layers`); "": no layer has one.
+      linear_period: with n, all layers but every n-th one are such, unless config.json has another
+        `full_attention_interval` or lists `layer_types`; 0: those outside `full_attn_idxs` are.
+      adjusted_width: whether the width of the MLP is two thirds of config.json's, rounded up,
+        unless `block_auto_adjust_ff_dim` is false.
       local_rope_theta: base of layers with a sliding window, where these have rotary parameters
         of their own, unless config.json has one; `None`: all layers share them.
       rope_numbers: further numbers among the rotary parameters, which then describe YaRN.
@@ -98,7 +102,9 @@ class Family:
     partial_rotary_factor: float | None = None
     unrotated_period: int = 0
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear_word: str = ""
     linear_period: int = 0
+    adjusted_width: bool = False
     local_rope_theta: float | None = None
     rope_numbers: tuple[str, ...] = ()
     rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)

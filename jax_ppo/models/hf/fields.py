@@ -43,6 +43,9 @@ HARMLESS_FIELDS = frozenset(
 
     experts_per_token initial_context_length
 
+    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu
+    block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc
+
     cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
 
     bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
@@ -60,6 +63,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attn_output_gate": (True,),
     "attention_chunk_size": (None,),
+    "conv_bias": (False,),
     "cross_attention_hidden_size": (None,),
     "decoder_sparse_step": (1,),
     "full_attn_mod": (1,),

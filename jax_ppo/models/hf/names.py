@@ -14,6 +14,7 @@ HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
 ATTENTION = "self_attn"
 DELTA_NET = "linear_attn"
+SHORT_CONV = "conv"
 MLP = "mlp"
 # The names of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -54,7 +55,9 @@ def tensor_table(
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a) | _attention(a) | _delta_net(a)
+    rows |= _norms(a) | _attention(a)
+    if a.linear_layers:
+        rows |= _short_conv(a) if a.block == "convolution" else _delta_net(a)
     if a.num_experts:
         rows |= _experts(a, stacked_experts)
     else:
@@ -202,9 +205,33 @@ def _attention(a: Architecture) -> TensorTable:
     return rows
 
 
+def _short_conv(a: Architecture) -> TensorTable:
+    D = a.hidden_size
+    rows: TensorTable = {}
+    for name, outputs in (("in_proj", 3 * D), ("out_proj", D)):
+        rows |= _dense(
+            a,
+            path=("short_conv", name),
+            hf_name=f"{SHORT_CONV}.{name}",
+            inputs=D,
+            outputs=outputs,
+            bias=False,
+        )
+    # The checkpoint has the three projections one after the other, ours are grouped.
+    parts = ((0, D), (D, D), (2 * D, D))
+    path = ("layers", "short_conv", "in_proj", "kernel")
+    place = Fused(parts, 3 * D, own_groups=a.num_kv_heads)
+    rows[path] = dataclasses.replace(rows[path], fused=place)
+    rows["layers", "short_conv", "window_filter"] = TensorMapping(
+        _layer_name(a, f"{SHORT_CONV}.conv.weight"),
+        (a.delta_window, 1, D),
+        transposed=True,
+        layers=a.num_layers,
+    )
+    return rows
+
+
 def _delta_net(a: Architecture) -> TensorTable:
-    if not a.linear_layers:
-        return {}
     channels = sum(a.delta_widths)
     values = a.delta_widths[2]
     heads = a.delta_value_heads
@@ -251,9 +278,9 @@ def _delta_net(a: Architecture) -> TensorTable:
 
 def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) -> TensorMapping:
     """Return the entry of a parameter that, if it is a mixer's, only some layers have."""
-    if path[:2] not in (("layers", "attention"), ("layers", "delta_net")):
+    if path[0] != "layers" or path[1] not in ("attention", "delta_net", "short_conv"):
         return row
-    is_linear = path[1] == "delta_net"
+    is_linear = path[1] != "attention"
     numbers = tuple(i for i, linear in enumerate(a.linear_layers) if linear == is_linear)
     return dataclasses.replace(row, layers=len(numbers), layer_numbers=numbers)
 

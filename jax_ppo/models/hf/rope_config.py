@@ -9,7 +9,6 @@ from jax_ppo.models.hf.json_files import quote_value
 
 FULL = "full_attention"
 LOCAL = "sliding_attention"
-LINEAR = "linear_attention"
 # Kinds of rotary embeddings that depend on the sequence length of pretraining.
 ROPE_KINDS_WITH_LENGTH = ("yarn", "llama3", "longrope")
 ORIGINAL_LENGTH = "original_max_position_embeddings"

@@ -42,6 +42,7 @@ MODELS = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
     "qwen3_5_moe_text": SHARED_EXPERT,
     "qwen3_next": SHARED_EXPERT,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mistral": {"sliding_window": 5},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "head_dim": 8},
