@@ -156,7 +156,10 @@ def export_best(
     """Write the models of the best checkpoint."""
     step = checkpoints.best_step()
     if step is None:
-        journal.warn("config.trainer.export_best: no checkpoint has been evaluated; none is best")
+        journal.warn(
+            "config.trainer.export_best: no checkpoint has been evaluated by "
+            f"config.trainer.best_metric={checkpoints.best_metric!r}; none is best"
+        )
         return
     console.print_on_main(f"the best checkpoint: after step {step}")
     training.export(training.load_state(checkpoints, step), workdir / BEST, journal)

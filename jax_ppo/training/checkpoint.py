@@ -86,7 +86,7 @@ class Checkpointer:
         self._before_save = before_save
         self._report = report
         self._local: LocalCheckpoints | None = None
-        self._best_metric = best_metric
+        self.best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(max_to_keep),
@@ -334,7 +334,7 @@ class Checkpointer:
             raise full from None
 
     def _quality(self, metrics: dict[str, float] | None) -> float:
-        return (metrics or {}).get(self._best_metric, -math.inf)
+        return (metrics or {}).get(self.best_metric, -math.inf)
 
     def _validate_files(self, step: int) -> None:
         """Compare the checksums on the main process; raise on all of them if they differ."""
