@@ -152,10 +152,12 @@ class Packing:
     Attributes:
       sample: index into the batch of samples, -1 in empty places.
       position: position in that sample's sequence, 0 in empty places.
+      replicas: the virtual replicas that R rows are divided among in equal parts; 0 without any.
     """
 
     sample: Int32[Array, "*leading R L"]
     position: Int32[Array, "*leading R L"]
+    replicas: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @pytree

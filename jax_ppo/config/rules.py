@@ -526,6 +526,15 @@ def require_one_remaining_axis(mesh: MeshShape) -> None:
         )
 
 
+def reject_virtual_replicas(mesh: MeshShape, command: str) -> None:
+    """Raise `UserError` for virtual replicas in supervised training, which has none."""
+    if mesh.virtual_replicas:
+        raise UserError(
+            f"config.mesh.virtual_replicas={mesh.virtual_replicas}: jax_ppo.{command} does not "
+            "divide its batches among them; leave it at 0"
+        )
+
+
 def require_positive_axes(mesh: MeshShape, decoding_mesh: RolloutMesh) -> None:
     """Raise `UserError` for a mesh axis of 0 devices, which the range of the option includes."""
     for axis in ("data", "fsdp", "model"):

@@ -111,6 +111,27 @@ USES_REFERENCE = Requirement(lambda c: c.algorithm.use_reference, "`algorithm.us
 USES_KL_COEFFICIENT = Requirement(lambda c: c.algorithm.use_kl_in_reward,
     "`algorithm.use_kl_in_reward` is on",
     "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True")
+HAS_DATA_AXIS_ALONE = Requirement(
+    lambda c: c.rollout.mesh.model is None and all(
+        getattr(c.mesh, axis) == 1 for axis in ("fsdp", "model", "stage", "context", "expert")),
+    "`mesh.data` is the only axis, also of decoding",
+    "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "
+    "expert at 1, and config.rollout.mesh.model unset")
+SAMPLES_WITH_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
+    "`rollout.engine` is built-in",
+    "log-probs of config.rollout.engine={config.rollout.engine!r} depend on its batches; set it to "
+    "'built-in'")
+HAS_NO_REWARD_MODEL = Requirement(lambda c: not c.reward.model_path, "`reward.model_path` is unset",
+    "a reward model's batches depend on the devices; leave config.reward.model_path unset")
+HAS_NO_ENVIRONMENT = Requirement(lambda c: not c.rollout.multi_turn.environment,
+    "`rollout.multi_turn.environment` is unset",
+    "the host's answers depend on the devices; leave config.rollout.multi_turn.environment unset")
+SUMS_GRADIENTS_IN_FLOAT32 = Requirement(
+    lambda c: "bfloat16" not in (
+        c.actor.optim.gradient_dtype, c.critic.optim.gradient_dtype),
+    "gradients are summed in float32",
+    "sums in bfloat16 are rounded by chance; set config.actor.optim.gradient_dtype and "
+    "config.critic.optim.gradient_dtype to float32")
 HAS_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
     "config.rollout.engine={config.rollout.engine!r} stores its weights itself")
@@ -1068,6 +1089,11 @@ class MeshShape:
     expert: int = option(1,
         "devices that split the experts of a mixture of experts; otherwise they act like fsdp",
         unit="devices", at_least=1)
+    virtual_replicas: int = option(0,
+        "replicas that compute a batch as so many devices of data would, on two or more devices "
+        "whose number divides theirs, with the same bits; 0: one per device",
+        at_least=0, requires=(HAS_DATA_AXIS_ALONE, SAMPLES_WITH_BUILT_IN_ENGINE,
+        HAS_NO_REWARD_MODEL, HAS_NO_ENVIRONMENT, SUMS_GRADIENTS_IN_FLOAT32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,7 @@ def _validate_supervised_config(config: Config, command: str) -> None:
     rules.require_row_holds_example(config.packing, config.sequence_length, command)
     rules.reject_center_coef_in_sft(config.supervised, command)
     rules.reject_adapters(config.model.lora, command)
+    rules.reject_virtual_replicas(config.mesh, command)
 
 
 def validate_requirements(config: Config, command: str) -> None:

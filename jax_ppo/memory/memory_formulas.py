@@ -22,7 +22,7 @@ from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
 from jax_ppo.sampler.slots import PREFILL_TOKENS, kept_tokens_width, record_bytes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
-from jax_ppo.types import MiniBatches
+from jax_ppo.types import MiniBatches, Packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +207,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
 
 def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
-    packing, _ = step.packed.forward
-    shape = packing.sample.shape[1:]
+    shape = _rows_at_once(step.packed.forward[0])
     tokens = device_tokens(step, shape)
     layers = forward_bytes(step, role, shape)
     head = 0
@@ -224,7 +223,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     mesh = step.programs.mesh
     parts = mesh.shape["model"]
     assert isinstance(role.net, Transformer), "encoders are not trained"
-    shape = batches.packing.sample.shape[2:]
+    shape = _rows_at_once(batches.packing)
     tokens = device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
     # Gradients are added to the sum as they are computed (training/learner.py), except in stages,
@@ -245,6 +244,10 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             exchanged = _exchanged_gradient_bytes(role, mesh)
             head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
     fixed = cast_weight_bytes(step, role) + architecture.num_layers * saved_per_layer
+    if replicas := batches.packing.replicas:
+        # A sum for each level of the tree that is on a device.
+        levels = (replicas // mesh.size).bit_length() - 1
+        fixed += levels * bytes_per_device(role.trained)
     if target_platform() == "tpu":
         sums_in_float32 = step.programs.options.update.actor.actor.optim.gradient_dtype == "float32"
         trains_head = role.has_logits and role.net.lora is None
@@ -265,7 +268,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
 
 def _other_policy_temporaries(step: AbstractStep, other: Role, batches: MiniBatches) -> int:
     """Return the bytes of a frozen policy's pass over a micro-batch, to which a loss has a KL."""
-    shape = batches.packing.sample.shape[2:]
+    shape = _rows_at_once(batches.packing)
     # Its hidden states stay until the backward pass over the vocabulary.
     hidden = device_tokens(step, shape) * other.architecture.hidden_size * other.itemsize
     return hidden + forward_bytes(step, other, shape) + head_weight_bytes(step, other)
@@ -413,6 +416,12 @@ def cast_weight_bytes(step: AbstractStep, role: Role) -> int:
         return 0
     wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == FLOAT32_BYTES]
     return bytes_per_device(wide) * role.itemsize // FLOAT32_BYTES
+
+
+def _rows_at_once(packing: Packing) -> tuple[int, int]:
+    """Return the shape [R, L] of the rows that the devices, or a virtual replica, run at once."""
+    rows, length = packing.sample.shape[-2:]
+    return rows // (packing.replicas or 1), length
 
 
 def device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:

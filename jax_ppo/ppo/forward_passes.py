@@ -15,10 +15,11 @@ from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
 from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.packing import Rows
+from jax_ppo.training.packing import Rows, parts_of_replicas
 from jax_ppo.training.state import TrainState, reference_policy
 from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
 
@@ -236,6 +237,7 @@ def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
+@computed_by_replicas(num_static=3)
 def forward_part(
     options: ForwardOptions,
     nets: Networks,
@@ -261,8 +263,7 @@ def forward_part(
     # Once, before the loop over micro-batches.
     state = state.on_device()
 
-    def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-        rows = gather_micro_batch(sequences, plan, i)
+    def run_micro_batch(rows: Rows, outputs: ForwardOutputs) -> ForwardOutputs:
         if part == "policy":
             return _run_policy(options, nets, state, sequences, rows, outputs)
         if part == "teacher":
@@ -274,7 +275,16 @@ def forward_part(
         values = forward.scalar_outputs(nets.critic, critic, rows)
         return _write_values(values, sequences, rows, outputs)
 
-    return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
+    def run_rows(plan: Packing) -> ForwardOutputs:
+        def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
+            return run_micro_batch(gather_micro_batch(sequences, plan, i), outputs)
+
+        return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
+
+    if not plan.replicas:
+        return run_rows(plan)
+    # Zeros of other replicas' samples are added to each number.
+    return sum_over_replicas(run_rows, parts_of_replicas(plan))
 
 
 def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> ForwardOutputs:

@@ -72,6 +72,8 @@ class RolloutPacker:
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
       actor: how a rollout is divided for the actor.
       critic: how it is divided for the critic; `None` without a separate critic.
+      replicas: virtual replicas, among which the rows of each micro-batch are divided as among
+        devices; 0 without any.
       place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
     """
 
@@ -83,6 +85,7 @@ class RolloutPacker:
     scoring_rows_per_device: int | None
     actor: Partition
     critic: Partition | None
+    replicas: int = 0
     place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
         default_factory=lambda: placement.place
     )
@@ -160,7 +163,7 @@ class RolloutPacker:
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         parts = meshes.row_parts(self.mesh)
-        shards = meshes.row_shards(self.mesh) // parts
+        shards = self.replicas or meshes.row_shards(self.mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device,
             self.row_length // parts,
@@ -171,7 +174,8 @@ class RolloutPacker:
         packed, counts = packing.plan_packing(
             lengths, groups, rows_at_once, self.row_length, self.packed
         )
-        return packing.split_columns(packed, shards, parts), counts
+        packed = packing.split_columns(packed, shards, parts)
+        return dataclasses.replace(packed, replicas=self.replicas), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return self.place(array, sharding.replicated(self.mesh))
@@ -214,6 +218,7 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
         ),
         actor=actor,
         critic=critic,
+        replicas=config.mesh.virtual_replicas,
     )
 
 

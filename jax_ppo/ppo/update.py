@@ -27,6 +27,7 @@ from jax_ppo.ppo.objectives import (
     CriticOptions,
 )
 from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
@@ -156,6 +157,7 @@ _compiled = functools.partial(
 
 
 @_compiled
+@computed_by_replicas(num_static=3)
 def update_actor(
     options: ActorOptions,
     nets: Networks,
@@ -208,6 +210,7 @@ def update_actor(
 
 
 @_compiled
+@computed_by_replicas(num_static=3)
 def update_critic(
     options: CriticOptions,
     nets: Networks,

@@ -152,9 +152,15 @@ def set_up_run(
     )
     if config.actor.router_replay.mode == "R3":
         sampling = dataclasses.replace(sampling, returns_routed_experts=True)
-    slots = count_decoding_slots(memory, rollout_mesh, sampling)
-    if not config.rollout.max_num_seqs:
-        report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
+    replicas = config.mesh.virtual_replicas
+    sampling = dataclasses.replace(sampling, replicas=replicas)
+    held_out_sampling = dataclasses.replace(held_out_sampling, replicas=replicas)
+    if not replicas:  # each of which decodes all of its samples at once, on any machine
+        slots = count_decoding_slots(memory, rollout_mesh, sampling)
+        sampling = dataclasses.replace(sampling, slots=slots)
+        held_out_sampling = dataclasses.replace(held_out_sampling, slots=slots)
+        if not config.rollout.max_num_seqs:
+            report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
 
     if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
         folder, length = models.folders.actor, config.sequence_length
@@ -176,8 +182,8 @@ def set_up_run(
         held_out=prompts.held_out,
         total_steps=total_steps,
         engine=make_engine(engine_class, models.nets.actor, sampled_params, mesh, rollout_mesh),
-        sampling=dataclasses.replace(sampling, slots=slots),
-        held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
+        sampling=sampling,
+        held_out_sampling=held_out_sampling,
         sample_keys=SampleKeys(config.seed, mesh),
         packer=make_packer(config, mesh, has_critic=models.nets.critic is not None),
         rules=RuleScorer(

@@ -26,6 +26,7 @@ from jax_ppo.errors import UserError
 
 # In the order of the devices: neighbours exchange the most, stages the least.
 AXES = ("stage", "data", "fsdp", "expert", "context", "model")
+REPLICA = "replica"  # a further axis, whose devices share virtual replicas; it splits no array
 COLUMNS = "columns"  # a further axis of meshes to decode on, which splits the cache's columns
 # The axes that split the rows of a batch; the parts of a row are on neighbouring devices.
 ROWS = ("stage", "data", "fsdp", "expert", "context")
@@ -57,10 +58,29 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     if math.prod(sizes.values()) != len(devices):
         wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
         raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
-    axis_types = (AxisType.Auto,) * len(AXES)
+    if shape.virtual_replicas:
+        _require_power_of_two_per_device(shape.virtual_replicas, sizes["data"])
+        # Arrays are whole on each device, except where replicas compute their parts.
+        sizes = {REPLICA: sizes["data"], **sizes, "data": 1}
+    axes = tuple(sizes)
+    axis_types = (AxisType.Auto,) * len(axes)
     if len(_devices_per_slice(devices)) > 1:
-        return Mesh(arrange_slices(tuple(sizes.values()), devices), AXES, axis_types=axis_types)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=axis_types, devices=devices)
+        return Mesh(arrange_slices(tuple(sizes.values()), devices), axes, axis_types=axis_types)
+    return jax.make_mesh(tuple(sizes.values()), axes, axis_types=axis_types, devices=devices)
+
+
+def _require_power_of_two_per_device(replicas: int, devices: int) -> None:
+    """Raise `UserError` unless virtual replicas are added up in a binary tree on these devices."""
+    if replicas & (replicas - 1) or replicas % devices:
+        raise UserError(
+            f"config.mesh.virtual_replicas={replicas}: must be a power of two and a multiple of "
+            f"the number of devices, {devices}"
+        )
+    if devices == 1:
+        raise UserError(
+            f"config.mesh.virtual_replicas={replicas}: needs two devices or more: on one, weights "
+            "can differ by rounding. A CPU counts as two with JAX_NUM_CPU_DEVICES=2"
+        )
 
 
 def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:
@@ -151,7 +171,7 @@ def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
 def split_copies(mesh: Mesh | AbstractMesh) -> MeshShape:
     """Return the shape in which `fsdp` also has the devices of `data`: no copies of parameters."""
     copies = {"data": 1, "fsdp": mesh.shape["data"] * mesh.shape["fsdp"]}
-    return MeshShape(**dict(mesh.shape) | copies)
+    return MeshShape(**{axis: mesh.shape[axis] for axis in AXES} | copies)
 
 
 def row_parts(mesh: Mesh | AbstractMesh) -> int:

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import (
-    AXES,
     EXPERT_WEIGHTS,
     ROWS,
     WEIGHTS,
@@ -163,8 +162,8 @@ def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
       groups: G, the number of parts that rows are split into; 1 if each device holds all.
     """
     if groups == 1:
-        return NamedSharding(mesh, P(None, AXES))
-    return NamedSharding(mesh, P(ROWS, tuple(axis for axis in AXES if axis not in ROWS)))
+        return NamedSharding(mesh, P(None, mesh.axis_names))
+    return NamedSharding(mesh, P(ROWS, tuple(axis for axis in mesh.axis_names if axis not in ROWS)))
 
 
 def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:

@@ -42,6 +42,7 @@ class SamplingOptions:
       returns_routed_experts: the rollout holds the experts that each token passed through.
       returns_kept_tokens: the rollout holds the tokens among which each was drawn, and log-probs
         are of the distribution over these; not for a temperature of 0.
+      replicas: virtual replicas, among which prompts are divided as among devices; 0 without any.
     """
 
     max_response_length: int
@@ -62,6 +63,7 @@ class SamplingOptions:
     max_turn_length: int | None = None
     returns_routed_experts: bool = False
     returns_kept_tokens: bool = False
+    replicas: int = 0
 
 
 class RolloutEngine(Protocol):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compat, compilation, dispatch
+from jax_ppo.runtime.parallelism.replicas import map_replicas
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler.decode_loop import PADDING, generate_responses
 from jax_ppo.sampler.engine import SamplingOptions
@@ -51,7 +52,8 @@ class Sampler:
             slots: int | None = options.slots,
         ) -> Rollout:
             count = len(prompts.lengths)
-            missing = num_padded_rows(count) - count
+            replicas = options.replicas
+            missing = -count % replicas if replicas else num_padded_rows(count) - count
             # The index addresses a sample's random numbers, wherever the sample is decoded.
             indices_N = first_sample_index + jnp.arange(count * options.n)
             generate = functools.partial(
@@ -70,7 +72,8 @@ class Sampler:
                 rows=rows,
             )
             indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
-            rollout = split_rows(generate)(params, prompts, indices_N, key)
+            split = functools.partial(map_replicas, replicas=replicas) if replicas else split_rows
+            rollout = split(generate)(params, prompts, indices_N, key)
             if not missing:
                 return rollout
             cut = functools.partial(drop_padded_rows, count=count * options.n)
@@ -107,7 +110,7 @@ class Sampler:
 
         If there are several, the prompts are split here, on the device.
         """
-        lanes = dispatch.num_lanes()
+        lanes = 1 if self.options.replicas else dispatch.num_lanes()
         slots = self.options.slots
         # Slots beyond the number of samples would stay idle, and hinder an even split.
         if slots is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32
 from jax_ppo.config.schema import Optim
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
 from jax_ppo.runtime.parallelism.pipeline import num_stages
+from jax_ppo.runtime.parallelism.replicas import sum_over_replicas
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
@@ -249,8 +250,36 @@ class Learner:
         # Fixed by the whole mini-batch, so that its split does not matter.
         weights = self.objective.weigh(batch)
 
+        def sum_micro_batches(plan: Packing) -> tuple[Params, Metrics]:
+            return self._sum_micro_batches(params, plan, batch.counts, weights, key)
+
+        if not batch.packing.replicas:
+            return sum_micro_batches(batch.packing)
+        parts = packing.parts_of_replicas(batch.packing)
+        return sum_over_replicas(sum_micro_batches, parts, self._combine)
+
+    def _combine(
+        self, ours: tuple[Params, Metrics], theirs: tuple[Params, Metrics]
+    ) -> tuple[Params, Metrics]:
+        """Return the gradients and metrics of two groups of rows together."""
+        metrics = {
+            name: metric.combine(ours[1][name], theirs[1][name])
+            for name, metric in self.objective.metrics.items()
+        }
+        return jax.tree.map(jnp.add, ours[0], theirs[0]), metrics
+
+    def _sum_micro_batches(
+        self,
+        params: Params,
+        plan: Packing,
+        count: jax.Array,
+        weights: Any,
+        key: jax.Array | None,
+    ) -> tuple[Params, Metrics]:
+        """Return the sums over the first `count` micro-batches of a packing [A, R, L]."""
+
         def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-            rows = gather_micro_batch(self.objective.sequences, batch.packing, i)
+            rows = gather_micro_batch(self.objective.sequences, plan, i)
 
             def loss(params: Params) -> LossAndMetrics:
                 return self.objective.loss(params, rows, weights)
@@ -268,7 +297,7 @@ class Learner:
 
         zeros = zero_gradients(params, self.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
-        return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
+        return jax.lax.fori_loop(0, count, micro_batch, (zeros, start))
 
     def _reduce_over_steps(self, metrics_U: Metrics, was_run_U: Bool[Array, " U"]) -> Metrics:
         """Return one value per metric from the optimizer steps that were run."""

@@ -6,6 +6,7 @@ therefore have one shape for all lengths and skip the empty ones.
 """
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,6 +207,16 @@ def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Pac
         sample=plan.sample + is_second * np.int32(len(first_lengths)),
         position=plan.position - is_second * lengths,
     )
+
+
+def parts_of_replicas(plan: Packing) -> Packing:
+    """Return the micro-batches of each virtual replica, [V, A, R / V, L], of [A, R, L]."""
+    V = plan.replicas
+
+    def divide(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(len(x), V, -1, x.shape[-1]), 1, 0)
+
+    return jax.tree.map(divide, dataclasses.replace(plan, replicas=0))
 
 
 @pytree

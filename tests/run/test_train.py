@@ -716,6 +716,28 @@ def run_two_processes(arguments, logs, devices=1):
 
 
 @pytest.mark.slow
+def test_virtual_replicas_write_the_same_bits_on_any_number_of_devices(files, tmp_path):
+    overrides = [
+        "--config.mesh.virtual_replicas=8",
+        "--config.trainer.total_training_steps=3",
+        "--config.data.val_files=",
+        "--config.trainer.save_freq=-1",
+    ]
+    for devices in (2, 8):
+        run(files, tmp_path / str(devices), *overrides, devices=devices)
+    arguments = command(files, tmp_path / "processes", *overrides)[3:]
+    process = run_two_processes(arguments, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    two = tmp_path / "2"
+    for other in ("8", "processes"):
+        hashes = [[x["hashes"] for x in read_hashes(f).values()] for f in (two, tmp_path / other)]
+        assert hashes[0] == hashes[1] and len(hashes[0]) == 3
+        for role in ("actor", "critic"):
+            name = f"{role}/model.safetensors"
+            assert (two / name).read_bytes() == (tmp_path / other / name).read_bytes()
+
+
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     arguments = command(files, tmp_path)[3:]
     process = run_two_processes(arguments, tmp_path)
