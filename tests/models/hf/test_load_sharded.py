@@ -67,8 +67,8 @@ def recording_write(path, *arguments):
 weight_files.write_safetensors = recording_write
 held, most = collections.Counter(), 0
 
-def counting_join(row, parts):
-    values = join(row, parts)
+def counting_write(row, values, tensor):
+    values = write_tensor(row, values, tensor)
     global most
     key = len(held)
     held[key] = values.nbytes
@@ -76,7 +76,7 @@ def counting_join(row, parts):
     most = max(most, held.total())
     return values
 
-join, TensorMapping.join = TensorMapping.join, counting_join
+write_tensor, TensorMapping.write = TensorMapping.write, counting_write
 save.export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
 print(json.dumps({"blocks": blocks, "files": files, "most bytes": most}))
 """
