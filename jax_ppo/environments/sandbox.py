@@ -5,6 +5,7 @@ processor time, memory, files and output, and, where Linux allows it, no network
 processes (namespaces of an unprivileged user) and no files but its own and Python's (Landlock).
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -69,7 +70,7 @@ def _run(what: str, code: str, timeout: float, memory_gib: float) -> str:
             except subprocess.TimeoutExpired:
                 is_complete = False
             finally:
-                _kill_group(process.pid)
+                _end(process)
     text = output[:MAX_OUTPUT].decode(errors="replace").replace(f"{folder}/", "")
     if len(output) >= MAX_OUTPUT:
         return f"{text}\n[output cut]"
@@ -94,8 +95,12 @@ def _read(descriptor: int, end: float) -> tuple[bytes, bool]:
     return output, True
 
 
-def _kill_group(leader: int) -> None:
+def _end(process: subprocess.Popen) -> None:
+    """End the launcher, which then kills the code, and whatever is left of its group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
     try:
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:  # all have ended
         pass

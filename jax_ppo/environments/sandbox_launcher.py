@@ -84,13 +84,18 @@ def main() -> None:
         except (ValueError, OSError):  # macOS has no limit of address space
             missing = [NO_LIMITS]
     missing += [] if _leave_namespaces() else [NO_NAMESPACES]
-    # The next child is the first process of the new namespace, and all others end with it.
+    # The next child is the first process of the new namespace, and all others end with it. SIGTERM
+    # ends it whatever it has done to its session or to what its parent's end means to it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         # As a shell reports a signal.
         os._exit(code if code >= 0 else 128 - code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _end_with_parent()
     missing += [] if _restrict_files(os.getcwd(), readable) else [NO_LANDLOCK]
     if what == "probe":

@@ -71,6 +71,14 @@ class Tool:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise `ValueError` if a name occurs twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return values
+
+
 def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and arguments of each call in a turn; thoughts before it have none.
 
@@ -82,7 +90,7 @@ def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not closed:
             raise ValueError(f"the call is not closed by {_CLOSED}")
         try:
-            call = json.loads(body)
+            call = json.loads(body, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the call is not JSON: {error}") from None
         if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:

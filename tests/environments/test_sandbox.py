@@ -1,5 +1,6 @@
 """Code of a model runs with little time, memory, output and access."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -30,6 +31,21 @@ def test_output_and_errors_are_returned_without_the_folder():
     )
     assert 'File "main.py", line 2' in output and "/tmp" not in output
     assert run("import sys; sys.exit(3)") == "\n[ended with exit code 3]"
+
+
+def test_code_that_leaves_its_session_and_its_parent_is_stopped():
+    def folders():
+        links = (Path(entry, "cwd") for entry in Path("/proc").glob("[0-9]*"))
+        found = set()
+        for link in links:
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(link))
+        return {folder for folder in found if "/sandbox" in folder}
+
+    before = folders()
+    code = "import ctypes, os, time\nos.setsid(); ctypes.CDLL(None).prctl(1, 0); time.sleep(99)"
+    assert "stopped after 2" in run(code, timeout=2.0)
+    assert folders() <= before
 
 
 def test_code_that_takes_too_long_is_stopped_with_its_processes():
