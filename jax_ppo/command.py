@@ -34,7 +34,7 @@ RUNNERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a command line asks for.
+    """Options and function to run, as a command line asks for.
 
     Attributes:
       options: the options.

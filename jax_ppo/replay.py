@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
 
 
 class Request(NamedTuple):
-    """What a command line asks for; `where` are the options of the mesh and of the processes."""
+    """The arguments of a command line; `where` has options of the mesh and of the processes."""
 
     source: Path
     step: int

@@ -32,7 +32,7 @@ class MessageFrame:
     """The tokens around the contents of messages that answer the assistant.
 
     Attributes:
-      overhead: the most tokens besides those of one content.
+      overhead: the number of tokens around one content.
     """
 
     def __init__(

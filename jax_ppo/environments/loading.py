@@ -10,12 +10,12 @@ from typing import Any
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.message_frames import MessageFrame
-from jax_ppo.data.tokenizer import ChatTemplate, template_variables
+from jax_ppo.data.tokenizer import ChatTemplate, encode_text, render_prompt, template_variables
 from jax_ppo.environments.gymnasium import GymnasiumEnvironment, has_gymnasium_reset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import EnvironmentLost, validate_metric_names
 from jax_ppo.environments.remote import RemoteEnvironment
-from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment
+from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import RequestFault
 from jax_ppo.sampler.environment import Environment, PerDialogue
@@ -178,6 +178,44 @@ def make_environment(
     )
 
 
+def _require_readable_calls(setting: str, tokenizer: Any, chat_template: ChatTemplate) -> None:
+    """Raise `UserError` if the template writes calls of tools in a form that is not read.
+
+    A template that writes no calls at all is accepted: it may describe their form in words.
+    """
+    name, arguments, result = "a-tool", {"an-argument": "a-value"}, "a-result"
+    function = {"name": name, "arguments": arguments}
+    messages: Any = (
+        {"role": "user", "content": "a-question"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": ROLE, "content": result},
+    )
+    try:
+        text, _ = render_prompt(tokenizer, messages, chat_template)
+    except Exception:  # of a template that takes no calls in this form
+        return
+    written = text.partition(result)[0]
+    if name not in written:
+        return
+    # As the host reads a turn.
+    tokens = encode_text(tokenizer, written, special=False)
+    (read,) = tokenizer.batch_decode([tokens], skip_special_tokens=True)
+    try:
+        is_read = list(parse_calls(read)) == [(name, arguments)]
+    except ValueError:
+        is_read = False
+    if not is_read:
+        form = shorten(repr(written.partition("a-question")[2]))
+        raise UserError(
+            f"{setting}: the chat template writes calls of tools as {form}; only JSON between "
+            "<tool_call> and </tool_call>, as text, is read"
+        )
+
+
 def _make_frame(
     environment_class: Callable[..., Any],
     options: MultiTurn,
@@ -206,6 +244,8 @@ def _make_frame(
             f"{setting}: the chat template renders no message of the role {role!r} after the "
             f"assistant's: {error}"
         ) from error
+    if has_tools:
+        _require_readable_calls(setting, tokenizer, chat_template)
     if options.max_observation_length <= frame.overhead:
         raise UserError(
             f"config.rollout.multi_turn.max_observation_length={options.max_observation_length}: "

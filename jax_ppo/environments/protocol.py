@@ -15,7 +15,7 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 class EnvironmentLost(Exception):
-    """What the environments of all dialogues depend on is gone: the run is to end.
+    """The run is to end: a service that all dialogues need is gone.
 
     Any host environment may raise it. Turns that follow in the batch are not tried.
     """

@@ -137,7 +137,7 @@ class ToolEnvironment:
         return ToolDialogue(self._tools)
 
     def describe(self, examples: Sequence[Example], option: str) -> list[Example]:
-        """Return examples whose prompts describe the tools; those of a row itself come first.
+        """Return examples whose prompts describe the tools, or the tools that a row itself has.
 
         Raises:
           UserError: a prompt is not a chat.

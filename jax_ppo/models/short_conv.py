@@ -25,7 +25,7 @@ from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer
 
 
 class ShortConvolution(nn.Module):
-    """A gated short convolution; attributes and arguments are those of `DeltaNet`."""
+    """A gated short convolution; attributes and arguments as for `DeltaNet`."""
 
     architecture: Architecture
     dtype: DTypeLike
@@ -67,7 +67,7 @@ class ConvolutionLayer(Layer):
     """A layer with either attention or a short convolution, as its kind says."""
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's own mixer; `inputs` are those of `DeltaLayer`."""
+        """Return the output of the layer's own mixer; `inputs` as for `DeltaLayer`."""
         kind, _, segments_BxT, cache, ends_B = inputs
         if not kind.is_linear:
             return super()._attend(x, *inputs)

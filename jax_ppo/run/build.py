@@ -155,7 +155,8 @@ def set_up_run(
     replicas = config.mesh.virtual_replicas
     sampling = dataclasses.replace(sampling, replicas=replicas)
     held_out_sampling = dataclasses.replace(held_out_sampling, replicas=replicas)
-    if not replicas:  # each of which decodes all of its samples at once, on any machine
+    # A replica has `rollout.max_num_seqs` slots, or one per sample, on any machine.
+    if not replicas:
         slots = count_decoding_slots(memory, rollout_mesh, sampling)
         sampling = dataclasses.replace(sampling, slots=slots)
         held_out_sampling = dataclasses.replace(held_out_sampling, slots=slots)

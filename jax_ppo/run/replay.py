@@ -95,7 +95,7 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What takes steps of a run again, in the place of `life_cycle.train`.
+    """Takes steps of a run again, in the place of `life_cycle.train`.
 
     Attributes:
       source: the work directory of the run, which stays as it is.

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 
+from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
@@ -52,18 +53,6 @@ def fail():
 EXAMPLES = [Example("Count.", "mine", "", {"seed": 7}), Example("Count.", "mine", "", {"limit": 1})]
 
 
-class Words:
-    """A tokenizer whose tokens are characters."""
-
-    eos_token_id = None
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return ["".join(map(chr, row)) for row in rows]
-
-    def encode(self, text, add_special_tokens, verbose):
-        return list(map(ord, text))
-
-
 @pytest.fixture
 def load(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
@@ -84,7 +73,7 @@ def answer(environment, rows, text, turn=0):
 
 def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(load):
     made, options = load("make", info_metrics="turns,missing")
-    environment = make_environment(made, options, Words(), EXAMPLES)
+    environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
     tokens, lengths, rewards, done, figures = answer(environment, [0, 1], "ab")
     assert ["".join(map(chr, row[:n])) for row, n in zip(tokens, lengths, strict=True)] == [
         "7ab",  # the row's own seed
@@ -100,7 +89,7 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
 
 def test_a_dialogue_that_failed_or_was_cut_off_is_closed_when_another_takes_its_place(load):
     made, options = load("make")
-    environment = make_environment(made, options, Words(), EXAMPLES)
+    environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
     Count = type(made()._environment)
     assert answer(environment, [0], "raise")[4].tolist() == [[1]]
     assert Count.closed == []

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from character_tokenizer import CharacterTokenizer
 from jax_ppo import json_server
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
@@ -17,18 +18,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]
-
-
-class Words:
-    """A tokenizer whose tokens are characters."""
-
-    eos_token_id = None
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return ["".join(map(chr, row)) for row in rows]
-
-    def encode(self, text, add_special_tokens, verbose):
-        return list(map(ord, text))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -90,7 +79,7 @@ def make(url, **options):
     fields = {"action_field": "message", "observation_field": "text", "info_metrics": "turns"}
     options = MultiTurn(environment=url, **{**fields, **options})
     server = load_environment_class(options)
-    return server, make_environment(server, options, Words(), EXAMPLES)
+    return server, make_environment(server, options, CharacterTokenizer(), EXAMPLES)
 
 
 def answer(environment, rows, text, turn=0):

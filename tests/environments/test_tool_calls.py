@@ -1,5 +1,6 @@
 """Tools in the chat template's format: schemas in, calls out, results back as the role tool."""
 
+import copy
 import json
 
 import numpy as np
@@ -240,3 +241,23 @@ def test_a_template_that_cannot_carry_results_is_refused(load, tokenizer):
     other = MultiTurn(observation_role="robot")
     with pytest.raises(UserError, match="observation_role='robot': .* no such role"):
         make_environment(list, other, tokenizer, [ASKED])
+
+
+@pytest.mark.parametrize(
+    ("call", "is_read"),
+    [
+        ("'<tool_call>\n' + (c.function | tojson) + '\n</tool_call>'", True),
+        ("'<function=' + c.function.name + '>'", False),
+        ("'<tool_call><function=' + c.function.name + '></tool_call>'", False),
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_refused(load, tokenizer, call, is_read):
+    made, options = load("calculator")
+    other = copy.deepcopy(tokenizer)
+    calls = "{%- for c in m.tool_calls or [] %}{{ " + call + " }}{% endfor %}"
+    other.chat_template = TEMPLATE.replace("{%- else %}{{ raise", calls + "{%- else %}{{ raise")
+    if is_read:
+        make_environment(made, options, other, [ASKED])
+        return
+    with pytest.raises(UserError, match="the chat template writes calls of tools as .*function="):
+        make_environment(made, options, other, [ASKED])

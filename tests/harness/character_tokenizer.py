@@ -1,0 +1,13 @@
+"""A tokenizer whose tokens are characters, as environments on the host use it."""
+
+
+class CharacterTokenizer:
+    """Encodes and decodes text by its code points."""
+
+    eos_token_id = None
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return ["".join(map(chr, row)) for row in rows]
+
+    def encode(self, text, add_special_tokens, verbose):
+        return list(map(ord, text))
