@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32
 from jax_ppo.config.schema import Optim
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
 from jax_ppo.runtime.parallelism.pipeline import num_stages
-from jax_ppo.runtime.parallelism.replicas import sum_over_replicas
+from jax_ppo.runtime.parallelism.replicas import add_trees, sum_over_replicas
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
@@ -262,11 +262,13 @@ class Learner:
         self, ours: tuple[Params, Metrics], theirs: tuple[Params, Metrics]
     ) -> tuple[Params, Metrics]:
         """Return the gradients and metrics of two groups of rows together."""
-        metrics = {
-            name: metric.combine(ours[1][name], theirs[1][name])
+        return add_trees(ours[0], theirs[0]), self._combine_metrics(ours[1], theirs[1])
+
+    def _combine_metrics(self, ours: Metrics, theirs: Metrics) -> Metrics:
+        return {
+            name: metric.combine(ours[name], theirs[name])
             for name, metric in self.objective.metrics.items()
         }
-        return jax.tree.map(jnp.add, ours[0], theirs[0]), metrics
 
     def _sum_micro_batches(
         self,
@@ -289,11 +291,7 @@ class Learner:
             gradient_sum, metrics = add_gradient(
                 loss, params, gradient_sum, sum_key, self.trains_layers
             )
-            totals = {
-                name: metric.combine(totals[name], metrics[name])
-                for name, metric in self.objective.metrics.items()
-            }
-            return gradient_sum, totals
+            return gradient_sum, self._combine_metrics(totals, metrics)
 
         zeros = zero_gradients(params, self.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
