@@ -505,6 +505,25 @@ def require_row_divides(packing: Packing, mesh: MeshShape) -> None:
         )
 
 
+def reject_what_splits_shared_prompts(
+    packing: Packing, mesh: MeshShape, actor: Actor, critic: Critic
+) -> None:
+    """Raise `UserError` for options under which samples cannot share a prompt in a packed row."""
+    obstacles = {
+        "packing.enabled=False": (not packing.enabled, "gives each sample a separate row"),
+        f"mesh.context={mesh.context}": (mesh.context > 1, "splits rows by tokens"),
+    }
+    coefs = {"actor": actor.router_aux_loss_coef, "critic": critic.router_aux_loss_coef}
+    for role, coef in coefs.items():
+        obstacles[f"{role}.router_aux_loss_coef={coef}"] = (coef > 0, "is computed per sample")
+    for setting, (stands, reason) in obstacles.items():
+        if packing.share_prompts and stands:
+            raise UserError(
+                f"config.packing.share_prompts=True: config.{setting} {reason}; set one of them to "
+                "its default"
+            )
+
+
 def reject_router_loss_of_parts(mesh: MeshShape, **coefs: float) -> None:
     """Raise `UserError` for a router loss, a mean over sequences, if devices split sequences."""
     for name, coef in coefs.items():

@@ -38,6 +38,8 @@ LORA_TARGETS = (
     "in_proj",  # of short convolutions, beside out_proj
 )
 STORED_DTYPES = ("float32", "bfloat16")
+# Rows in which responses share a prompt may have as many tokens, however short samples are.
+MIN_SHARED_ROW = 1024
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
 # The commands that read an option: all where nothing is said. `plan` takes the options of `train`.
@@ -1063,8 +1065,13 @@ class Packing:
     enabled: bool = option(True, "pack several samples into a row; off: one sample per row, padded")
     row_length: int | None = option(None,
         "tokens per row; unset: max_prompt_length + max_response_length, rounded up for splash "
-        "attention; in supervised training the longest example",
+        "attention; in supervised training the longest example; with share_prompts room for "
+        "several responses to a prompt",
         unit="tokens", at_least=2)
+    share_prompts: bool = option(False,
+        "whether the rollout.n responses to a prompt read one copy of it in the rows of forward "
+        "passes and updates; results differ by rounding alone; faster with long prompts",
+        read_by=PPO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1312,6 +1319,18 @@ class Config:
     def sequence_length(self) -> int:
         """Return the number of tokens of the longest prompt and response together, S."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the number of tokens that a packed row has room for if none is configured."""
+        prompt, response = self.data.max_prompt_length, self.data.max_response_length
+        if not self.packing.share_prompts:
+            return self.sequence_length
+        # As many responses to a prompt as keep the row within twice the longest sample, since the
+        # cost of attention grows with the square of the row.
+        longest = max(MIN_SHARED_ROW, 2 * self.sequence_length)
+        responses = min(self.responses_per_prompt, (longest - prompt + 1) // (response + 1))
+        return max(self.sequence_length, prompt - 1 + responses * (response + 1))
 
 
 @functools.cache

@@ -59,6 +59,9 @@ def _validate_ppo_config(config: Config, command: str) -> None:
             rules.require_the_teachers_loss_alone(functools.partial(option_value, config))
     rules.require_mini_batches_divide_batch(data, config.actor, config.critic)
     rules.require_row_holds_sample(config.packing, config.sequence_length)
+    rules.reject_what_splits_shared_prompts(
+        config.packing, config.mesh, config.actor, config.critic
+    )
     rules.require_valid_top_k(rollout)
     rules.require_dual_clip_above_one(config.actor)
     rules.require_engine_fits(rollout)

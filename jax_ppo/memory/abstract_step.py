@@ -209,7 +209,7 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
         prompts=prompts,
         key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh)),
         # Plans have one shape for all lengths.
-        packed=packer.pack(0, np.ones(programs.samples, np.int32)),
+        packed=packer.pack(0, np.ones(programs.samples, np.int32), np.ones(count, np.int32)),
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(
             rollout_mesh, nets.actor, policy_params(nets, state)

@@ -118,6 +118,8 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     }
     packed = step.packed
     batch = bytes_per_device((step.prompts, packed.forward, packed.actor, packed.critic))
+    if packed.whole is not packed.forward:
+        batch += bytes_per_device(packed.whole)
     record = _record_bytes(step)
     phases = {
         name: dataclasses.replace(
@@ -141,7 +143,8 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
         case "sampling":
             return _sampling_temporaries(step)
         case "forward pass":
-            return _scoring_temporaries(step, step.role(program.role))
+            rows, _ = step.packed.read_by(program.role)
+            return _scoring_temporaries(step, step.role(program.role), rows)
         case "update":
             role = step.role(program.role)
             batches = step.packed.of_role(program.role)
@@ -205,9 +208,9 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     return padding + prefill + logits
 
 
-def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
+def _scoring_temporaries(step: AbstractStep, role: Role, packing: Packing) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
-    shape = _rows_at_once(step.packed.forward[0])
+    shape = _rows_at_once(packing)
     tokens = device_tokens(step, shape)
     layers = forward_bytes(step, role, shape)
     head = 0

@@ -25,7 +25,7 @@ from jax_ppo.runtime.parallelism import pipeline
 from jax_ppo.sampler.stages import stage_limits
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import ModelRole, find_role
-from jax_ppo.types import MiniBatches, Params
+from jax_ppo.types import MiniBatches, Packing, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,10 @@ def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
 
 def count_bubbles(step: AbstractStep) -> dict[str, float]:
     """Return the bubble of each phase that runs a model's layers, by the name of its program."""
-    forward, _ = step.packed.forward
     bubbles = {}
     for program in planned_programs(step.programs):
         if program.kind == "forward pass":
-            rows = forward.sample.shape[1]
+            rows = step.packed.read_by(program.role)[0].sample.shape[1]
         elif program.kind == "update":
             rows = step.packed.of_role(program.role).packing.sample.shape[2]
         else:
@@ -197,7 +196,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
         case "sampling":
             return _sample(step) * (passes / step.programs.sampling.n)
         case "forward pass":
-            return _score(step, step.role(program.role)) * passes
+            return _score(step, program.role) * passes
         case "elementwise":
             # A few passes over arrays of one number per token.
             return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
@@ -205,7 +204,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             batches = step.packed.of_role(program.role)
             work = _update(step, step.role(program.role), batches, passes)
             for name in program.reads(step.programs.options):
-                work += _score(step, step.role(name)) * passes
+                work += _score(step, name) * passes
             return work
 
 
@@ -277,11 +276,12 @@ def _sample(step: AbstractStep) -> PhaseWork:
     return total
 
 
-def _score(step: AbstractStep, role: Role) -> PhaseWork:
-    """Return the work of a forward pass over all packed rows."""
-    packing, _ = step.packed.forward
+def _score(step: AbstractStep, name: str) -> PhaseWork:
+    """Return the work of a role's forward pass over all packed rows."""
+    role = step.role(name)
+    packing, _ = step.packed.read_by(name)
     micro_batches, rows, length = packing.sample.shape
-    products = PhaseWork(flops=_rollout_flops(step, role, rows))
+    products = PhaseWork(flops=_rollout_flops(step, role, packing))
     return _pass_work(step, role, rows, length) * micro_batches + products
 
 
@@ -295,7 +295,7 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     # unless the policy keeps them.
     recomputed = int(role.net.remat and role.net.remat_policy != "dots")
     backward = 2 if role.net.lora is None else 1
-    flops = _rollout_flops(step, role, rows)
+    flops = _rollout_flops(step, role, batches.packing, steps // epochs)
     products = PhaseWork(flops=flops * (1 + recomputed + backward) * epochs)
     # The backward pass moves what the forward pass moves twice, and gathers the weights again.
     passes = PhaseWork(
@@ -313,10 +313,18 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     return products + ((passes + sums) * micro_batches + optimizer) * steps
 
 
-def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
+def _rollout_flops(
+    step: AbstractStep, role: Role, packing: Packing, mini_batches: int = 1
+) -> float:
     """Return the operations per device of a forward pass over all samples.
 
     A stage without a micro-batch counts as if it had one.
+
+    Args:
+      step: the step.
+      role: the role that runs.
+      packing: its rows.
+      mini_batches: number of parts of the rollout that do not share prompts with each other.
     """
     programs = step.programs
     lengths = np.full(programs.samples, programs.options.sequence_length)
@@ -325,8 +333,35 @@ def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
         num_logits = programs.samples * programs.sampling.max_response_length
     layers = count_forward_flops(role.architecture, lengths)
     logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
-    layers *= _schedule(step, role, rows).slowdown
+    if packing.samples_per_prompt:
+        prompt = programs.options.sequence_length - programs.sampling.max_response_length
+        copies = _prompt_copies(
+            packing.samples_per_prompt,
+            (packing.sample.shape[-1] - prompt + 1) // (programs.sampling.max_response_length + 1),
+            programs.samples,
+            mini_batches,
+        )
+        copy = count_forward_flops(role.architecture, np.array([prompt - 1]))
+        # All but the last token of a prompt are computed once for the samples that share it.
+        layers -= (programs.samples - copies) * copy
+    layers *= _schedule(step, role, packing.sample.shape[-2]).slowdown
     return (layers + logits) / step.programs.mesh.size
+
+
+def _prompt_copies(n: int, responses_per_row: int, samples: int, mini_batches: int) -> float:
+    """Return the expected number of copies of prompts in rows where samples share them.
+
+    Mini-batches draw their samples one by one: one of U is expected to have samples of a share
+    1 - (1 - 1 / U)^n of all prompts.
+
+    Args:
+      n: samples of each prompt.
+      responses_per_row: number of them that fit a row.
+      samples: number of samples of the rollout.
+      mini_batches: U.
+    """
+    drawn = mini_batches * (samples / n) * (1 - (1 - 1 / mini_batches) ** n)
+    return max(drawn, samples / responses_per_row)
 
 
 def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
@@ -421,8 +456,9 @@ def count_step_flops(
     """Return the FLOPs that sampling, forward passes and update of a step need.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
-    responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
-    with its own tokenizer counts as if its inputs were as long as the samples.
+    responses; in the other phases it counts for each, even if rows share it. All of `ppo_epochs`
+    count, even if `actor.target_kl` cut them short. A reward model with its own tokenizer counts as
+    if its inputs were as long as the samples.
 
     Args:
       options: the options of a step.

@@ -2,7 +2,8 @@
 
 Each program takes q [B, T, H, d], k and v [B, T, K, d] and segments int32 [B, T] (or `None` if
 each row is one segment), and returns [B, T, H, d] in the type of q. Query head h reads key head
-h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment.
+h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment; or,
+with `PrefixedSegments`, also those of another segment, which the segments after it share.
 The options are
 
     scale           factor on the product of query and key; None: d ** -0.5
@@ -15,7 +16,7 @@ and the programs
     xla     runs everywhere, with any type, and alone with sinks; it stores scores [B, H, T, T]
             except for the keys that no query of a block reads
     cudnn   NVIDIA only, with 16-bit types only, without soft cap
-    splash  TPU only; it stores no scores
+    splash  TPU only, without shared prefixes; it stores no scores
 
 attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
 runs them.
@@ -23,7 +24,7 @@ runs them.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,23 @@ MASKED_SCORE = -1e30
 
 Queries = Float[Array, "B T H d"]
 Keys = Float[Array, "B T K d"]
-Segments = Int[Array, "B T"] | None
+
+
+class PrefixedSegments(NamedTuple):
+    """Segments of rows in which several segments continue one copy of a prefix.
+
+    Attributes:
+      own: the segment of each token.
+      prefixes: the segment of the earlier tokens that each token reads besides its own segment.
+      positions: the position of each token in its sequence, which columns are not.
+    """
+
+    own: Int[Array, "B T"]
+    prefixes: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+
+
+Segments = Int[Array, "B T"] | PrefixedSegments | None
 
 
 def run_attention(
@@ -101,12 +118,12 @@ def xla_attention(
     def attend_block(start: int, stop: int) -> jax.Array:
         """Return the attention of the queries from `start` to `stop`."""
         # From the window of the block's first query to the block's last query.
-        keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
-        own_segments: Segments = None
-        key_segments: Segments = None
-        if segments_BxT is not None:
-            own_segments = segments_BxT[:, start:stop]
-            key_segments = segments_BxT[:, keys]
+        first = max(0, start + 1 - (sliding_window or stop))
+        if isinstance(segments_BxT, PrefixedSegments):
+            first = 0  # a window reaches back over the responses between a token and its prompt
+        keys = slice(first, stop)
+        own_segments: Segments = jax.tree.map(lambda x: x[:, start:stop], segments_BxT)
+        key_segments: Segments = jax.tree.map(lambda x: x[:, keys], segments_BxT)
         visible = visible_keys(
             jnp.arange(start, stop), keys, own_segments, key_segments, sliding_window
         )
@@ -222,6 +239,7 @@ def splash_attention(
 
     `interpret` runs the Python code of the kernel on any platform, slowly.
     """
+    assert not isinstance(segments_BxT, PrefixedSegments), "select_attention_program refuses it"
     T, H = q_BxTxHxd.shape[1:3]
     attend_heads = make_splash_kernel(
         H, T, softcap=softcap, sliding_window=sliding_window, interpret=interpret
@@ -279,8 +297,8 @@ def run_splash_kernel(
     q_BxQxHxd: Queries,
     k_BxTxKxd: Keys,
     v_BxTxKxd: Keys,
-    own_segments: Segments,
-    segments_BxT: Segments,
+    own_segments: Int[Array, "B Q"] | None,
+    segments_BxT: Int[Array, "B T"] | None,
     scale: float | None,
 ) -> Queries:
     """Run a splash kernel for each row."""
@@ -305,14 +323,25 @@ def _scale(scale: float | None, head_dim: int) -> float:
 def visible_keys(
     columns_Q: Int[Array, " Q"],
     keys: slice,
-    own_segments: Int[Array, "B Q"] | None,
-    key_segments: Int[Array, "B S"] | None,
+    own_segments: Segments,
+    key_segments: Segments,
     sliding_window: int | None,
 ) -> Bool[Array, "B_or_1 Q S"]:
     """Return which keys, a slice of a row, each query reads, from its column in the row."""
     # Columns of the row serve as well as positions in the segment: only differences count.
     distance = columns_Q[:, None] - jnp.arange(keys.start or 0, keys.stop)
     visible = (distance >= 0)[None]
+    if isinstance(own_segments, PrefixedSegments):
+        assert isinstance(key_segments, PrefixedSegments), "queries and keys are of the same rows"
+        key_segment = key_segments.own[:, None]
+        visible &= (own_segments.own[:, :, None] == key_segment) | (
+            own_segments.prefixes[:, :, None] == key_segment
+        )
+        if sliding_window is None:
+            return visible
+        distance_BxQxS = own_segments.positions[:, :, None] - key_segments.positions[:, None]
+        return visible & (distance_BxQxS < sliding_window)
+    assert not isinstance(key_segments, PrefixedSegments), "queries and keys are of the same rows"
     if sliding_window is not None:
         visible &= distance < sliding_window
     if own_segments is not None and key_segments is not None:

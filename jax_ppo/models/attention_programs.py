@@ -27,6 +27,7 @@ def select_attention_program(
     softcap: float | None = None,
     sinks: bool = False,
     gpu_generation: int | None = None,
+    shares_prefixes: bool = False,
 ) -> str:
     """Return the program for whole sequences.
 
@@ -40,6 +41,7 @@ def select_attention_program(
       softcap: soft cap of the scores, or `None`.
       sinks: whether heads have scores that belong to no key.
       gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
+      shares_prefixes: whether samples of a row share tokens (`attention.PrefixedSegments`).
 
     Raises:
       ValueError: `wanted` cannot run; the message says why.
@@ -54,6 +56,7 @@ def select_attention_program(
         softcap=softcap,
         sinks=sinks,
         gpu_generation=gpu_generation,
+        shares_prefixes=shares_prefixes,
     )
     if reason and wanted == "auto":
         return "xla"
@@ -103,6 +106,7 @@ def program_obstacle(
     softcap: float | None,
     sinks: bool = False,
     gpu_generation: int | None = None,
+    shares_prefixes: bool = False,
 ) -> str | None:
     """Return why a program cannot run, or `None` if it can.
 
@@ -120,6 +124,8 @@ def program_obstacle(
             gpu_generation=gpu_generation,
         )
     if program == "splash":
+        if shares_prefixes:
+            return "splash attention takes no shared prompts (config.packing.share_prompts=True)"
         if platform != "tpu":
             return f"splash attention needs a TPU, this is {platform}"
         if length % SPLASH_BLOCKS[-1]:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import rope, split_cache
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import run_attention
+from jax_ppo.models.attention import PrefixedSegments, Segments, run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
 from jax_ppo.models.cache import Columns, LayerCache, cache_layout
 from jax_ppo.models.experts import ExpertMLP
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         x_BxTxD: jax.Array,
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
-        segments_BxT: jax.Array | None,
+        segments_BxT: Segments,
         cache: Columns | None,
         columns_B: jax.Array | None,
     ) -> tuple[jax.Array, Columns]:
@@ -238,7 +238,7 @@ class Attention(nn.Module):
         k: jax.Array,
         v: jax.Array,
         is_local: Flag,
-        segments_BxT: jax.Array | None,
+        segments_BxT: Segments,
         options: dict[str, Any],
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
@@ -344,7 +344,7 @@ class Layer(nn.Module):
         x: jax.Array,
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
-        segments_BxT: jax.Array | None,
+        segments_BxT: Segments,
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
@@ -365,8 +365,10 @@ class Layer(nn.Module):
                 returns_routed_experts=self.returns_routed_experts,
                 name="mlp",
             )
+            # The routers' loss, which alone reads them, is refused where samples share prompts.
+            own = segments_BxT.own if isinstance(segments_BxT, PrefixedSegments) else segments_BxT
             run_mlp = functools.partial(
-                experts, segments_RxL=segments_BxT, routed_experts_RxLxk=routed_experts_BxTxk
+                experts, segments_RxL=own, routed_experts_RxLxk=routed_experts_BxTxk
             )
         else:
             run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")

@@ -45,6 +45,7 @@ from jaxtyping import Array, Int, UInt
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache, cache_length
 from jax_ppo.models.delta_net import DeltaLayer
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum, scan_layers
@@ -92,7 +93,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 # Parameters of layers, [L, ...], and the kinds of these layers, [L], if they differ.
 StackedLayers = tuple[Params, LayerKind | None]
 # Positions [B, T], segments [B, T] and the experts of each token [B, T, L, k].
-Rows = tuple[jax.Array, jax.Array | None, jax.Array | None]
+Rows = tuple[jax.Array, Segments, jax.Array | None]
 
 
 class TransformerOutput(NamedTuple):
@@ -162,7 +163,7 @@ class Transformer:
         variables: Mapping[str, Params],
         tokens_BxT: Int[Array, "B T"],
         positions_BxT: Int[Array, "B T"],
-        segments_BxT: Int[Array, "B T"] | None = None,
+        segments_BxT: Segments = None,
         *,
         cache: tuple[LayerCache, ...] | None = None,
         routed_experts: UInt[Array, "B T L k"] | None = None,
@@ -177,7 +178,8 @@ class Transformer:
           positions_BxT: position of each token in its own sequence, from 0 and below T (below S
             with a cache).
           segments_BxT: A token attends to the earlier tokens in its row that have the same
-            segment. `None`: each row is one segment. Not used with a cache.
+            segment, or that its segment continues (`attention.PrefixedSegments`; only layers with
+            attention). `None`: each row is one segment. Not used with a cache.
           cache: what each layer remembers (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.

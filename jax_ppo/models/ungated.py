@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.models.layers import (
     ACTIVATION_FUNCTIONS,
@@ -71,7 +72,7 @@ class UngatedLayer(Layer):
         x: jax.Array,
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
-        segments_BxT: jax.Array | None,
+        segments_BxT: Segments,
         routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,

@@ -13,6 +13,7 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
+from jax_ppo.training.packing import SharedPrompts
 from jax_ppo.types import MiniBatches, Packing, Rollout
 
 PackedRows = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
@@ -24,6 +25,8 @@ class RolloutPacking:
 
     Attributes:
       forward: rows of all samples, for the passes that only read.
+      whole: rows of all samples that share nothing, for a reward model; `forward` if those do not
+        share either.
       actor: the actor's mini-batches.
       critic: the critic's mini-batches; `None` without a separate critic.
       padding: share of the places in the actor's rows that hold no token, 0..1.
@@ -31,10 +34,15 @@ class RolloutPacking:
     """
 
     forward: PackedRows
+    whole: PackedRows
     actor: MiniBatches
     critic: MiniBatches | None
     padding: float
     lengths: np.ndarray
+
+    def read_by(self, role: str) -> PackedRows:
+        """Return the rows of all samples that a role's forward pass reads."""
+        return self.whole if role == "reward" else self.forward
 
     def of_role(self, role: str) -> MiniBatches:
         """Return the mini-batches of a trained role."""
@@ -74,6 +82,8 @@ class RolloutPacker:
       critic: how it is divided for the critic; `None` without a separate critic.
       replicas: virtual replicas, among which the rows of each micro-batch are divided as among
         devices; 0 without any.
+      responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
+        each sample has its own copy of its prompt.
       place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
     """
 
@@ -86,41 +96,53 @@ class RolloutPacker:
     actor: Partition
     critic: Partition | None
     replicas: int = 0
+    responses_per_row: int = 0
     place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
         default_factory=lambda: placement.place
     )
 
-    def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
+    def pack(
+        self, step: int, lengths: np.ndarray, prompt_lengths: np.ndarray | None = None
+    ) -> RolloutPacking:
         """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
 
         Args:
           step: the step, from 0; together with `seed` it seeds the shuffling.
           lengths: int [B], tokens of each sample's prompt and response.
+          prompt_lengths: int [N], tokens of each prompt, where samples may share it.
         """
-        actor, places = self._mini_batches(step, lengths, self.actor)
+        shared = None
+        if self.responses_per_row:
+            assert prompt_lengths is not None, "samples that share prompts need their lengths"
+            n = len(lengths) // len(prompt_lengths)
+            shared = SharedPrompts(np.repeat(prompt_lengths, n), n, self.responses_per_row)
+        actor, places, filled = self._mini_batches(step, lengths, self.actor, shared)
         # Roles that divide a rollout in the same way share one plan, which is made and sent once.
         critic = None
         if self.critic == self.actor:
             critic = actor
         elif self.critic is not None:
-            critic, _ = self._mini_batches(step, lengths, self.critic)
+            critic, *_ = self._mini_batches(step, lengths, self.critic, shared)
+        forward = self.pack_rows(lengths, shared)
         return RolloutPacking(
-            forward=self.pack_rows(lengths),
+            forward=forward,
+            whole=forward if shared is None else self.pack_rows(lengths),
             actor=actor,
             critic=critic,
-            padding=1 - self.actor.epochs * int(lengths.sum()) / places,
+            padding=1 - filled / places,
             lengths=lengths,
         )
 
-    def pack_rows(self, lengths: np.ndarray) -> PackedRows:
+    def pack_rows(self, lengths: np.ndarray, shared: SharedPrompts | None = None) -> PackedRows:
         """Pack all samples of a rollout for the passes that only read.
 
         Args:
           lengths: int [B], tokens of each sample's prompt and response.
+          shared: the prompts that the samples share, if they do.
         """
         # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
-        packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device)
+        packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device, shared)
         rows = jax.tree.map(lambda x: x[0], packed)
         return (
             self.place(rows, sharding.rows(self.mesh, axis=1)),
@@ -128,12 +150,13 @@ class RolloutPacker:
         )
 
     def _mini_batches(
-        self, step: int, lengths: np.ndarray, partition: Partition
-    ) -> tuple[MiniBatches, int]:
+        self, step: int, lengths: np.ndarray, partition: Partition, shared: SharedPrompts | None
+    ) -> tuple[MiniBatches, int, int]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch on its own.
 
         Returns:
-          (the mini-batches, the number of places for tokens in the micro-batches that hold any).
+          (the mini-batches, the number of places for tokens in the micro-batches that hold any, and
+          of those that hold one).
         """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
@@ -148,7 +171,7 @@ class RolloutPacker:
         )
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
-        packed, counts = self._pack(lengths, groups, partition.rows_per_device)
+        packed, counts = self._pack(lengths, groups, partition.rows_per_device, shared)
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         rows, length = packed.sample.shape[2:]
         mini_batches = MiniBatches(
@@ -156,10 +179,15 @@ class RolloutPacker:
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
-        return mini_batches, int(counts.sum()) * rows * length
+        filled = int((packed.sample >= 0).sum())
+        return mini_batches, int(counts.sum()) * rows * length, filled
 
     def _pack(
-        self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
+        self,
+        lengths: np.ndarray,
+        groups: np.ndarray,
+        rows_per_device: int | None,
+        shared: SharedPrompts | None,
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         parts = meshes.row_parts(self.mesh)
@@ -167,12 +195,12 @@ class RolloutPacker:
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device,
             self.row_length // parts,
-            groups.shape[1],
+            shared.max_bundles(groups.shape[1]) if shared else groups.shape[1],
             shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
         packed, counts = packing.plan_packing(
-            lengths, groups, rows_at_once, self.row_length, self.packed
+            lengths, groups, rows_at_once, self.row_length, self.packed, shared
         )
         packed = packing.split_columns(packed, shards, parts)
         return dataclasses.replace(packed, replicas=self.replicas), counts
@@ -205,13 +233,19 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
             prompts_per_mini_batch=mini_batch_size or actor.prompts_per_mini_batch,
             rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
         )
+    row_length = packed_row_length(
+        config.packing, config.model.attention, config.row_tokens, config.mesh.context
+    )
+    responses_per_row = 0
+    if config.packing.share_prompts and config.responses_per_prompt > 1:
+        room = row_length - config.data.max_prompt_length + 1
+        responses_per_row = room // (config.data.max_response_length + 1)
     return RolloutPacker(
         mesh=mesh,
         seed=config.seed,
         prompts_per_step=config.data.train_batch_size,
-        row_length=packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        ),
+        row_length=row_length,
+        responses_per_row=responses_per_row,
         packed=config.packing.enabled,
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device

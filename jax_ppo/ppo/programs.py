@@ -181,7 +181,7 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
         net,
         shapes.state.role_params("reward", step.nets),
         _join_sequences(step, shapes),
-        *shapes.packed.forward,
+        *shapes.packed.whole,
         step.options.score_position,
     )
 

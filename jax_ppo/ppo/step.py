@@ -81,7 +81,7 @@ def take_step(
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
-        packed = parts.packer.pack(step, lengths)
+        packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
 
     # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
@@ -101,7 +101,7 @@ def take_step(
         nets,
         state,
         rule_rewards.scores,
-        rule_rewards.model_inputs or (sequences, *packed.forward),
+        rule_rewards.model_inputs or (sequences, *packed.whole),
         options.score_position,
         parts.rules.model_weight,
     )

@@ -142,7 +142,8 @@ class PPOTraining:
                 run, run.training, run.batches(progress.position, progress.solve_rates)
             ).rollout
         # A packing has the same shape for all lengths, so any lengths will do.
-        packed = run.packer.pack(0, np.ones(step.samples, np.int32))
+        ones = np.ones(step.samples, np.int32)
+        packed = run.packer.pack(0, ones, ones[: step.options.prompts_per_step])
         return compile_programs(step, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:

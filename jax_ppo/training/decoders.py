@@ -13,29 +13,38 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 
 
-def packed_row_length(packing: Packing, attention: str, sequence_length: int, parts: int) -> int:
+def packed_row_length(packing: Packing, attention: str, row_tokens: int, parts: int) -> int:
     """Return L, the number of tokens of a packed row in PPO.
 
-    Unless configured, it is the length of the longest sample, rounded up so that the platform's
-    attention program runs. Further samples fill what is left of a row.
+    Unless configured, it is `row_tokens`, rounded up so that the platform's attention program runs.
+    Further samples fill what is left of a row.
 
     Args:
       packing: the section of the config.
       attention: `model.attention`.
-      sequence_length: S, tokens of the longest prompt and response together.
+      row_tokens: tokens that a row has room for (`Config.row_tokens`).
       parts: how many devices split a row, `mesh.context`.
     """
     return packing.row_length or attention_programs.round_row_length(
-        attention, _platform(), sequence_length, parts
+        attention, _platform(), row_tokens, parts
     )
 
 
-def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
-    """Return the decoder for packed rows of `row_length` tokens.
+def build_decoder(
+    architecture: Architecture, options: Model, row_length: int, shares_prompts: bool = False
+) -> Transformer:
+    """Return the decoder for packed rows of `row_length` tokens, which may share prompts.
 
     Raises:
-      UserError: the attention program of `options` cannot run on this machine.
+      UserError: the attention program of `options` cannot run on this machine, or the layers have
+        recurrent states, which no samples can share.
     """
+    if shares_prompts and architecture.linear_layers:
+        raise UserError(
+            "config.packing.share_prompts=True: expected a model of attention layers alone; this "
+            f"one has {sum(architecture.layers_are_linear)} layers with a state that passes from "
+            "token to token, of which each response needs its own"
+        )
     dtype = jnp.dtype(options.dtype)
     try:
         # Chosen once, by what this machine and this model can run.
@@ -48,6 +57,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
             architecture.attention_softcap,
             sinks=architecture.attention_sinks,
             gpu_generation=_gpu_generation(),
+            shares_prefixes=shares_prompts,
         )
     except ValueError as obstacle:
         raise UserError(
@@ -79,7 +89,11 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
 
 
 def describe_attention(
-    options: Model, decoder: Transformer, row_length: int, decodes: bool = False
+    options: Model,
+    decoder: Transformer,
+    row_length: int,
+    decodes: bool = False,
+    shares_prompts: bool = False,
 ) -> str:
     """Return a line that names the attention program of each phase; "" if all use xla as asked.
 
@@ -88,6 +102,7 @@ def describe_attention(
       decoder: the decoder.
       row_length: L, tokens per packed row.
       decodes: whether the built-in engine samples from this decoder.
+      shares_prompts: whether samples of a row share prompts.
     """
     platform = _platform()
     reason = None
@@ -102,6 +117,7 @@ def describe_attention(
             architecture.attention_softcap,
             sinks=architecture.attention_sinks,
             gpu_generation=_gpu_generation(),
+            shares_prefixes=shares_prompts,
         )
     reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"
     if decoder.attention == reader == "xla" and not reason:

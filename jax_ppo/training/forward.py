@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
+from jax_ppo.models.attention import PrefixedSegments
 from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.vocabulary import (
@@ -58,11 +59,14 @@ def run_decoder(
     routed_experts = None
     if replays_routing:
         routed_experts = rows.routed_experts
+    segments: Any = rows.segments
+    if rows.prefixes is not None:
+        segments = PrefixedSegments(rows.segments, rows.prefixes, rows.positions)
     output: Any = model.apply(
         {"params": params},
         rows.tokens,
         rows.positions,
-        rows.segments,
+        segments,
         routed_experts=routed_experts,
     )
     if not with_router_loss:

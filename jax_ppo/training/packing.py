@@ -112,12 +112,48 @@ def assign_to_rows(
     return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedPrompts:
+    """The prompts that samples share in packed rows.
+
+    Attributes:
+      lengths_B: int [B], tokens of each sample's prompt.
+      samples_per_prompt: n; samples b n, ..., b n + n - 1 share a prompt.
+      responses_per_row: the number of responses to one prompt that always fit a row.
+    """
+
+    lengths_B: np.ndarray
+    samples_per_prompt: int
+    responses_per_row: int
+
+    def max_bundles(self, members: int) -> int:
+        """Return the most bundles that any `members` of the samples form."""
+        prompts = len(self.lengths_B) // self.samples_per_prompt
+        return min(members, prompts * -(-self.samples_per_prompt // self.responses_per_row))
+
+    def bundle(self, samples: np.ndarray, lengths_B: np.ndarray, row_length: int) -> list[Any]:
+        """Return the bundles of samples: those of one prompt that fit a row together."""
+        bundles: list[list[int]] = []
+        free = 0
+        for b in np.sort(samples).tolist():
+            # All but the first of a bundle begin with the prompt's last token.
+            own = int(lengths_B[b] - self.lengths_B[b] + 1)
+            n = self.samples_per_prompt
+            if not bundles or bundles[-1][0] // n != b // n or own > free:
+                bundles.append([])
+                free = row_length - int(self.lengths_B[b]) + 1
+            bundles[-1].append(b)
+            free -= own
+        return bundles
+
+
 def plan_packing(
     lengths_B: Sequence[int] | np.ndarray,
     groups: Sequence[Sequence[int]] | np.ndarray,
     rows_per_micro_batch: int,
     row_length: int,
     packed: bool = True,
+    shared: SharedPrompts | None = None,
 ) -> tuple[Packing, np.ndarray]:
     """Pack each group of samples (mini-batch) separately.
 
@@ -127,34 +163,48 @@ def plan_packing(
       rows_per_micro_batch: R.
       row_length: L.
       packed: False gives each sample a separate row.
+      shared: the prompts of which a row holds one copy for several samples; `None`: each sample
+        has its own.
 
     Returns:
-      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
-      int32 [U], the number of micro-batches that are not empty.
+      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample, or per
+      bundle of samples that share a prompt; and int32 [U], the number of micro-batches that are
+      not empty.
     """
     groups = np.asarray(groups)
     lengths_B = np.asarray(lengths_B)
     # Short names for the sizes, as in the shapes above.
     R = rows_per_micro_batch
     U, samples = groups.shape
-    A = -(-samples // R)
-    # Room for one row per sample; what packing saves remains empty at the end.
+    A = -(-(shared.max_bundles(samples) if shared else samples) // R)
+    # Room for the worst case; what packing saves remains empty at the end.
     sample = np.full((U, A * R, row_length), -1, np.int32)
     position = np.zeros((U, A * R, row_length), np.int32)
     counts = np.zeros(U, np.int32)
     for u, group in enumerate(groups):
-        rows = assign_to_rows(lengths_B[group], row_length, packed)
+        bundles = group[:, None]
+        sizes = lengths_B[group]
+        if shared is not None:
+            bundles = shared.bundle(group, lengths_B, row_length)
+            repeated = shared.lengths_B - 1
+            sizes = np.array([(lengths_B - repeated)[x].sum() + repeated[x[0]] for x in bundles])
+        rows = assign_to_rows(sizes, row_length, packed)
         counts[u] = -(-len(rows) // R)
         for r, members in enumerate(rows):
             start = 0
             # Samples follow each other without a gap, from the left.
-            for b in group[members]:
-                end = start + lengths_B[b]
+            for i, b in ((i, b) for m in members for i, b in enumerate(bundles[m])):
+                first = 0 if i == 0 else repeated[b]
+                end = start + lengths_B[b] - first
                 sample[u, r, start:end] = b
-                position[u, r, start:end] = np.arange(end - start)
+                position[u, r, start:end] = np.arange(first, lengths_B[b])
                 start = end
     shape = (U, A, R, row_length)
-    packing = Packing(sample=sample.reshape(shape), position=position.reshape(shape))
+    packing = Packing(
+        sample=sample.reshape(shape),
+        position=position.reshape(shape),
+        samples_per_prompt=shared.samples_per_prompt if shared else 0,
+    )
     return packing, counts
 
 
@@ -226,7 +276,8 @@ class Rows:
     Attributes:
       tokens: the decoder's input.
       positions: position of each token in its sample's sequence.
-      segments: the sample that attention stays inside; -1 in empty places.
+      segments: the sample that attention stays inside, or what tokens that samples share belong
+        to; -1 in empty places.
       targets: the following token of the same sample, 0 where `mask` is False.
       samples: index of the sample, 0 in empty places.
       steps: index of the target in its response; any valid index if it is not a response token.
@@ -236,6 +287,8 @@ class Rows:
         `None` if it recorded none.
       kept_tokens: the tokens among which each target was drawn (`Rollout.kept_tokens`), any where
         `mask` is False; `None` if the sampler did not record them.
+      prefixes: the segment of the shared tokens that each place reads as well; `None` if samples
+        share none.
     """
 
     tokens: Int[Array, "R L"]
@@ -247,6 +300,7 @@ class Rows:
     mask: Bool[Array, "R L"]
     routed_experts: UInt[Array, "R L layers k"] | None = None
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
+    prefixes: Int[Array, "R L"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -269,16 +323,25 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     kept_tokens = sequences.kept_tokens
     if kept_tokens is not None:
         kept_tokens = kept_tokens[samples, steps]
+    segments = packing.sample
+    prefixes = None
+    if packing.samples_per_prompt:
+        # Segments after those of the samples.
+        prompts = len(sequences.lengths) + samples // packing.samples_per_prompt
+        prefixes = jnp.where(filled, prompts, -1)
+        is_shared = packing.position < sequences.prompt_lengths[samples] - 1
+        segments = jnp.where(filled & is_shared, prompts, segments)
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
-        segments=packing.sample,
+        segments=segments,
         targets=jnp.where(mask, next_tokens, 0),
         samples=samples,
         steps=steps,
         mask=mask,
         routed_experts=routed_experts,
         kept_tokens=kept_tokens,
+        prefixes=prefixes,
     )
 
 

@@ -344,7 +344,7 @@ MODELS = [
         holds="each sample of a row counts its positions from 0",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
         where="plan_packing",
-        old="np.arange(end - start)",
+        old="np.arange(first, lengths_B[b])",
         new="np.arange(start, end)",
     ),
     Exhibit(
@@ -821,8 +821,8 @@ PACKED_ROWS = [
         holds="the rows of a mini-batch hold its own samples, each exactly once and complete",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
         where="plan_packing",
-        old="group[members]",
-        new="members",
+        old="group[:, None]",
+        new="np.arange(samples)[:, None]",
     ),
     Exhibit(
         name="rows_that_fill_no_micro_batch_are_dropped",

@@ -5,6 +5,7 @@ Query heads that cannot be split evenly are padded; key and value heads are copi
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 
     Args:
       attention: called as `attention(q, k, v, per_row)`: q, k and v are [R, L, heads, d], and
-        `per_row` is an array [R, ...] or `None`.
+        `per_row` is a tree of arrays [R, ...] or `None`.
     """
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: jax.Array | None) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: Any) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or not remaining_axes(mesh):
             return attention(q, k, v, per_row)
