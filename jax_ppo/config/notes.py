@@ -171,7 +171,7 @@ def note_rows_taken_as_they_are(samples_nothing: bool) -> str | None:
     if samples_nothing:
         return (
             "config.score.file: each row is one response and is taken as it is; data.train_files, "
-            "data.cache_dir, data.curriculum, rollout.n, rollout.keep, rollout.one_step_off and "
+            "data.cache_dir, data.curriculum, rollout.n, rollout.keep, rollout.max_staleness and "
             "algorithm.filter_groups are not read"
         )
     return None

@@ -339,10 +339,10 @@ def require_what_the_estimator_compares(
             f"{setting}: cannot compare responses that were selected by their rewards; leave "
             "config.algorithm.filter_groups.enable and config.rollout.keep unset"
         )
-    if entry.needs_greedy and rollout.one_step_off:
+    if entry.needs_greedy and rollout.max_staleness:
         raise UserError(
             f"{setting}: a checkpoint does not hold greedy responses that were sampled a step "
-            "ahead; set config.rollout.one_step_off=False"
+            "ahead; set config.rollout.max_staleness=0"
         )
     if entry.needs_greedy:
         for name, value in (
@@ -461,7 +461,7 @@ def require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
         "algorithm.filter_groups.enable": False,
         "rollout.n": 1,
         "rollout.keep": None,
-        "rollout.one_step_off": False,
+        "rollout.max_staleness": 0,
         "rollout.exact_filters": False,
         "rollout.multi_turn.environment": "",
         "actor.router_replay.mode": "disabled",

@@ -101,9 +101,9 @@ COMPARES_COMPONENTS = Condition(
     estimator_is(lambda entry: entry.needs_components))
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 HAS_LOCAL_DIR = Condition(lambda c: bool(c.trainer.local_dir), "`trainer.local_dir` is set")
-SAMPLES_WITHIN_STEP = Requirement(lambda c: not c.rollout.one_step_off,
-    "`rollout.one_step_off` is off",
-    "the states in it do not include the batch that config.rollout.one_step_off=True samples "
+SAMPLES_WITHIN_STEP = Requirement(lambda c: c.rollout.max_staleness == 0,
+    "`rollout.max_staleness` is 0",
+    "the states in it do not include the batch that config.rollout.max_staleness=1 samples "
     "ahead")
 HAS_ROLLOUT_MESH = Requirement(lambda c: c.rollout.mesh.model is not None,
     "`rollout.mesh.model` is set",
@@ -197,9 +197,9 @@ KEEPS_SOME = Condition(lambda c: c.rollout.keep is not None, "`rollout.keep` is 
 REWARDS_BY_RULE = Requirement(lambda c: not c.reward.model_path, "`reward.model_path` is not set",
     "samples are selected by the rewards of rules, before a reward model reads them; unset "
     "config.reward.model_path")
-NOT_ONE_STEP_OFF = Requirement(lambda c: not c.rollout.one_step_off,
-    "`rollout.one_step_off` is off",
-    "samples are selected by the newest weights; set config.rollout.one_step_off=False")
+NEWEST_WEIGHTS = Requirement(lambda c: c.rollout.max_staleness == 0,
+    "`rollout.max_staleness` is 0",
+    "samples are selected by the newest weights; set config.rollout.max_staleness=0")
 HAS_ENVIRONMENT = Condition(lambda c: bool(c.rollout.multi_turn.environment),
     "`rollout.multi_turn.environment` is set")
 ENGINE_RECORDS_DRAWS = Requirement(lambda c: c.rollout.engine == "built-in",
@@ -298,7 +298,7 @@ class Data:
     curriculum: str = option("none",
         "how training prompts are drawn: none, each once per epoch; solve_rate, prompts that are "
         "always or never solved twenty times less often than those solved half of the time",
-        choices=("none", "solve_rate"), read_by=PPO, requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
+        choices=("none", "solve_rate"), read_by=PPO, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS),
         fixed_on_resume=True)
 
 
@@ -607,7 +607,7 @@ class FilterGroups:
 
     enable: bool = option(False,
         "replace prompts whose responses all earned the same reward by further prompts",
-        requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF))
+        requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS))
     metric: str = option("score",
         "what must differ: score, the reward of the rules; accuracy, whether responses are "
         "correct",
@@ -675,7 +675,7 @@ class Algorithm:
     filter_groups: FilterGroups = section(FilterGroups, read_by=PPO)
     rollout_is: str = option("none",
         "importance weights of the policy loss for samples of older weights "
-        "(rollout.one_step_off) or with the sampler's rounding",
+        "(rollout.max_staleness) or with the sampler's rounding",
         choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY)
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
         at_least=1, effective_when=(WEIGHS,), read_by=POLICY)
@@ -878,12 +878,13 @@ class RolloutOptions(Sampling):
         "(ratios then start at 1 up to rounding, percents in bfloat16); never; auto: only where "
         "rounding cannot bias the update",
         choices=("auto", "always", "never"), read_by=PPO)
-    one_step_off: bool = option(False,
-        "sample the next batch while this one is scored, from weights that are one update older",
-        requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
+    max_staleness: int = option(0,
+        "updates by which sampling weights may be older than those that are trained: 0, sample "
+        "within each step; 1, sample the next batch while this one is scored",
+        unit="steps", at_least=0, at_most=1, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
-        unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF), read_by=PPO)
+        unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)
     keep_by: str = option("spread",
         "which responses are kept: spread, those whose scores differ most (PODS); best, those "
         "with the highest",

@@ -5,6 +5,10 @@ from collections.abc import Iterable
 
 from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
+# Former names of options, with their answers.
+_FORMER_NAMES = {
+    "rollout.one_step_off": "config.rollout.max_staleness; its 1 is rollout.one_step_off=True",
+}
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
 # The weight of an equal last part relative to the similarity of the whole name.
@@ -18,6 +22,8 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
       name: as written, without `config.`.
       known: the names of all options.
     """
+    if name in _FORMER_NAMES:
+        return f"It is now {_FORMER_NAMES[name]}."
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
     names = list(known)

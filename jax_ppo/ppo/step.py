@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      next_sampled: the samples of the next step, with `rollout.one_step_off`; `None` otherwise.
+      next_sampled: the samples of the next step, with `rollout.max_staleness`; `None` otherwise.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
@@ -87,11 +87,12 @@ def take_step(
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # One step off: sample the next step with the weights from before this step's update. The
-    # options rule out that rewards select the samples of such a run.
+    # Sample the next step with the weights from before this step's update. The options rule out
+    # that rewards select the samples of such a run.
     next_sampled = None
-    if options.one_step_off and step + 1 < parts.total_steps:
+    if options.max_staleness and step + 1 < parts.total_steps:
         next_sampled = sample_batch(parts, state, batches, step + 1, observer)
+        next_sampled = next_sampled._replace(weights_step=step)
     observer.flush()  # does nothing if `sample_batch` has just flushed
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
@@ -157,9 +158,8 @@ def sample_responses(
     training, options = parts.training, parts.step_options
     if isinstance(training, GivenResponses) and not options.samples_in(step):
         return take_given_batch(parts, training, batches)
-    if options.selects_samples:
-        return sample_selected_batch(parts, state, batches, step, observer)
-    return sample_batch(parts, state, batches, step, observer)
+    sample = sample_selected_batch if options.selects_samples else sample_batch
+    return sample(parts, state, batches, step, observer)._replace(weights_step=step)
 
 
 def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:

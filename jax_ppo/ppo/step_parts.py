@@ -44,7 +44,7 @@ class StepOptions:
       selects_samples: whether rewards decide which samples the update learns from.
       filter_groups: the section of the config.
       keep_by: `rollout.keep_by`.
-      one_step_off: sample with the weights from before the newest update.
+      max_staleness: `rollout.max_staleness`.
       score_position: `reward.score_position`.
       needs_greedy: the advantage estimator compares with a greedy response to each prompt.
       has_step_rewards: rewards are also earned within responses.
@@ -64,7 +64,7 @@ class StepOptions:
     selects_samples: bool
     filter_groups: FilterGroups
     keep_by: str
-    one_step_off: bool
+    max_staleness: int
     score_position: str
     needs_greedy: bool
     has_step_rewards: bool
@@ -87,7 +87,7 @@ class StepOptions:
             selects_samples=config.selects_samples,
             filter_groups=config.algorithm.filter_groups,
             keep_by=config.rollout.keep_by,
-            one_step_off=config.rollout.one_step_off,
+            max_staleness=config.rollout.max_staleness,
             score_position=config.reward.score_position,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
@@ -165,6 +165,8 @@ class SampledBatch(NamedTuple):
       addresses: int [B, 2], for each sample the draw of the step that it came from, and its row in
         that draw; `None` if the step has a single draw.
       greedy: a greedy response to each prompt, if the advantage estimator compares with it.
+      weights_step: the step that began with the weights that sampled the responses; `None` if these
+        are given.
     """
 
     batch: PromptBatch
@@ -174,3 +176,4 @@ class SampledBatch(NamedTuple):
     metrics: Mapping[str, float] = {}
     addresses: np.ndarray | None = None
     greedy: Rollout | None = None
+    weights_step: int | None = None

@@ -351,7 +351,7 @@ def _check_idle_slots(run: LastSteps) -> str | None:
     return (
         f"only {use:.0%} of the decoding slots drew a token over the last {run.count} steps: a "
         "few long responses occupy a device. A smaller config.rollout.max_num_seqs refills slots "
-        "earlier, and config.rollout.one_step_off fills the time"
+        "earlier, and config.rollout.max_staleness=1 fills the time"
     )
 
 
@@ -363,7 +363,7 @@ def _check_host_time(run: LastSteps) -> str | None:
         return None
     return (
         f"the reward function takes {reward:.2f} of the {step:.2f} seconds of a step while the "
-        "devices wait: more config.reward.workers, or config.rollout.one_step_off, may help"
+        "devices wait: more config.reward.workers, or config.rollout.max_staleness=1, may help"
     )
 
 

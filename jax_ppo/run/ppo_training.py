@@ -165,7 +165,7 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        # A run one step off had sampled the next batch when it was saved.
+        # A run that samples ahead had sampled the next batch when it was saved.
         self._sampled_ahead = restore_sampled_batch(run, checkpoints, progress, self._batches)
         self.position = progress.position
         return state
@@ -220,6 +220,9 @@ def report_step(
     """
     sampled = result.sampled
     rule_rewards = result.rule_rewards
+    staleness = {}
+    if run.config.rollout.max_staleness and sampled.weights_step is not None:
+        staleness["rollout/staleness"] = step - sampled.weights_step
     sampling_metrics = measure_sampling(
         sampled.rollout,
         rule_rewards.correct,
@@ -235,7 +238,7 @@ def report_step(
             run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
         ),
         samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
-        on_host={"update/padding": result.packed.padding, **sampled.metrics},
+        on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
     )
 
 
@@ -263,7 +266,7 @@ def _hash_step(result: StepResult, state: TrainState) -> dict[str, jax.Array]:
 def restore_sampled_batch(
     run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: TrainingBatches
 ) -> SampledBatch | None:
-    """Return the batch that a run one step off had sampled for the next step when it was saved.
+    """Return the batch that a run had sampled ahead for its next step when it was saved.
 
     The resumed run could not sample it again: the checkpoint's weights are one update newer.
 
@@ -274,7 +277,7 @@ def restore_sampled_batch(
     """
     config = run.config
     step = progress.step
-    if not (step and config.rollout.one_step_off):
+    if not (step and config.rollout.max_staleness):
         return None
     if not progress.position:
         return None  # changed data have reset the position: the rollout's prompts are gone
@@ -298,7 +301,10 @@ def restore_sampled_batch(
     prompts = Prompts(**arrays.pop("prompts"))
     batch = next(batches)
     return SampledBatch(
-        batch=batch, rollout=Rollout(prompts=prompts, **arrays), position=batches.position
+        batch=batch,
+        rollout=Rollout(prompts=prompts, **arrays),
+        position=batches.position,
+        weights_step=step - 1,  # the checkpoint is of the end of the step that sampled it
     )
 
 

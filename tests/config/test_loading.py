@@ -71,8 +71,8 @@ def test_every_option_has_a_meaning():
         ({"data__train_files": "x.jsonl"}, r"config\.model\.path=''"),
         ({"rollout__top_k": 0}, r"config\.rollout\.top_k=0"),
         (
-            {"rollout__one_step_off": True},
-            r"config\.rollout\.one_step_off=True.*config\.algorithm\.rollout_is",
+            {"rollout__max_staleness": 1},
+            r"config\.rollout\.max_staleness=1.*config\.algorithm\.rollout_is",
         ),
         (
             {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
@@ -157,10 +157,10 @@ def test_every_option_has_a_meaning():
         (
             {
                 "algorithm__adv_estimator": "remax",
-                "rollout__one_step_off": True,
+                "rollout__max_staleness": 1,
                 "algorithm__rollout_is": "token",
             },
-            r"adv_estimator='remax': a checkpoint does not hold.*one_step_off=False",
+            r"adv_estimator='remax': a checkpoint does not hold.*max_staleness=0",
         ),
         (
             {"algorithm__adv_estimator": "remax", "reward__model_path": "rm"},

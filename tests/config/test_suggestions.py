@@ -91,6 +91,7 @@ def test_options_of_other_frameworks_are_explained():
         ("critic.optim.min_lr", "config.critic.optim.min_lr_ratio is a share of lr"),
         ("critic.optim.lr_decay_style", "config.actor.optim.lr_schedule"),
         ("ref_num_gpus_per_node", "all roles run in one program"),
+        ("rollout.one_step_off", "config.rollout.max_staleness; its 1 is"),
     ],
 )
 def test_options_of_megatron_and_of_earlier_versions_are_not_taken_for_typos(name, answer):

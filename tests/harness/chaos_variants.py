@@ -93,7 +93,7 @@ VARIANTS = {
     ),
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
-    "one step off": Variant(options=("rollout.one_step_off=True", "algorithm.rollout_is=token")),
+    "one step off": Variant(options=("rollout.max_staleness=1", "algorithm.rollout_is=token")),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
     "sft": Variant(command="sft", weight=2),
     "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),

@@ -77,9 +77,9 @@ def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy(
             id="greedy baselines",
         ),
         pytest.param(
-            {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
+            {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
             marks=pytest.mark.exhaustive,
-            id="one step off",
+            id="sampled ahead",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_run_learns_the_distribution_that_it_samples(changes, tmp_path):
         ]
 
     differences, entropies, kls = run()
-    steps_of_newest_weights = 1 if config.rollout.one_step_off else 4
+    steps_of_newest_weights = 1 if config.rollout.max_staleness else 4
     assert max(differences[:steps_of_newest_weights]) < 1e-5
     # Entropy and KL are those over the kept tokens, too.
     assert max(entropies) <= math.log(TOP_K) and abs(kls[0]) < 1e-6

@@ -238,9 +238,9 @@ def test_a_model_without_experts_has_no_routing_to_replay():
             id="selected",
         ),
         pytest.param(
-            {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
+            {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
             marks=pytest.mark.exhaustive,
-            id="one step off",
+            id="sampled ahead",
         ),
     ],
 )
@@ -271,8 +271,8 @@ def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
             return [float(row["rollout/logprob_difference"]) for row in csv.DictReader(file)]
 
     differences = run()
-    # One step off, weights are older than the trained ones from the third step on.
-    exact = differences[:2] if config.rollout.one_step_off else differences
+    # Sampled ahead, weights are older than the trained ones from the third step on.
+    exact = differences[:2] if config.rollout.max_staleness else differences
     assert len(differences) == 4 and max(exact) < 1e-5
     # The second step's checkpoint holds what had been sampled for the third one.
     for step in (3, 4):

@@ -596,14 +596,14 @@ def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
 
 
-ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
+SAMPLED_AHEAD = "--config.rollout.max_staleness=1", "--config.algorithm.rollout_is=token"
 
 
 @pytest.mark.exhaustive
-def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
+def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     """The batch sampled ahead is in the checkpoint that a signal asks for."""
     options = (
-        *ONE_STEP_OFF,
+        *SAMPLED_AHEAD,
         "--config.trainer.save_freq=4",
         "--config.trainer.total_training_steps=12",
     )
@@ -619,6 +619,7 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
+        assert int(float(row["rollout/staleness"])) == (step > 1)
         # The first step samples with the weights that are trained. The second one does too, since
         # the first one did not change them.
         if step in (1, 2):
@@ -653,7 +654,7 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     """Also those sampled ahead, with an environment that draws random numbers on the host."""
     (tmp_path / "dice.py").write_text(DICE)
     options = (
-        *ONE_STEP_OFF,
+        *SAMPLED_AHEAD,
         f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
         "--config.rollout.multi_turn.max_turn_length=3",
         "--config.trainer.save_freq=4",
@@ -1042,7 +1043,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
 ):
     """Precompiled shapes and shardings equal the run's; otherwise programs compile twice."""
     threads = collections.defaultdict(list)
-    options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options = (*SAMPLED_AHEAD, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
     monkeypatch.setattr(
         meshes,
