@@ -281,7 +281,7 @@ def _validate_range(name: str, value: Any, facts: Facts) -> None:
     if isinstance(value, float) and not _is_float32(value):
         raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")
     # Integers become int32 in compiled programs, where larger ones would wrap around.
-    largest = facts.at_most or INT32_MAX
+    largest = max(facts.at_most or 0, INT32_MAX)
     if isinstance(value, int) and abs(value) > largest:
         number = value if abs(value) < 10**30 else "(more than 30 digits)"
         raise UserError(f"{name}={number}: expected an integer within +-{largest} ({facts.doc})")
