@@ -131,6 +131,22 @@ def option(default: T, doc: str, **facts: Any) -> T:
     return typing.cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
+def redeclare(cls: type, name: str, **facts: Any) -> Any:
+    """Declare an option of a base class again, with other facts and the same default and meaning.
+
+    Args:
+      cls: the base class, a dataclass.
+      name: the name of the option there.
+      **facts: fields of `Facts`.
+
+    Returns:
+      A dataclass field.
+    """
+    field = cls.__dataclass_fields__[name]
+    metadata = {"facts": dataclasses.replace(field.metadata["facts"], **facts)}
+    return dataclasses.field(default=field.default, metadata=metadata)
+
+
 def section(cls: type[T], **facts: Any) -> T:
     """Declare a section of options.
 

@@ -17,6 +17,7 @@ from jax_ppo.config.option import (
     Requirement,
     iterate_options,
     option,
+    redeclare,
     section,
 )
 from jax_ppo.registries import (
@@ -776,7 +777,7 @@ class MultiTurn:
         "how often a call is repeated that the environment's server refused (429, 503) or did not "
         "accept; a `reset` also after other faults of the server",
         at_least=0, requires=(ENVIRONMENT_IS_SERVER,))
-    max_faults: int = option(16,
+    max_faults: int = option(64,
         "consecutive calls of the environment's server that fail, repetitions included, after "
         "which the run ends; a dialogue with a failed call ends with a reward of 0 for the turn",
         unit="calls", at_least=1, requires=(ENVIRONMENT_IS_SERVER,))
@@ -818,6 +819,10 @@ class RolloutOptions(Sampling):
     temperature: float = option(1.0,
         "divides the logits, in sampling and in all passes of training",
         above=0, read_by=ADVANTAGES)
+    top_k: int = redeclare(Sampling, "top_k", read_by=PPO)
+    top_p: float = redeclare(Sampling, "top_p", read_by=PPO)
+    min_p: float = redeclare(Sampling, "min_p", read_by=PPO)
+    n: int = redeclare(Sampling, "n", read_by=PPO)
     engine: str = option("built-in",
         "what generates responses; or your implementation of RolloutEngine in sampler/engine.py: "
         "`module:Class` or `file.py:Class`",

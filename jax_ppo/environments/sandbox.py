@@ -8,6 +8,7 @@ processes (namespaces of an unprivileged user) and no files but its own and Pyth
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,9 +39,8 @@ def describe_gaps() -> list[str]:
 
 
 def _run(what: str, code: str, timeout: float, memory_gib: float) -> str:
-    # Processes of the code that outlive it may still write to the folder.
-    with tempfile.TemporaryDirectory(prefix="sandbox", ignore_cleanup_errors=True) as folder:
-        folder = os.path.realpath(folder)
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="sandbox"))
+    try:
         # Half of a surrogate pair has no encoding.
         Path(folder, "main.py").write_bytes(code.encode(errors="replace"))
         limits = [str(int(memory_gib * _GIB)), str(int(timeout) + 1)]
@@ -71,6 +71,10 @@ def _run(what: str, code: str, timeout: float, memory_gib: float) -> str:
                 is_complete = False
             finally:
                 _end(process)
+    finally:
+        # Not by TemporaryDirectory: before Python 3.11.8 its cleanup changes the permissions of
+        # what symbolic links of the code point to. Processes that outlive it may still write.
+        shutil.rmtree(folder, ignore_errors=True)
     text = output[:MAX_OUTPUT].decode(errors="replace").replace(f"{folder}/", "")
     if len(output) >= MAX_OUTPUT:
         return f"{text}\n[output cut]"

@@ -59,7 +59,7 @@ class Tool:
         """Return the result.
 
         Raises:
-          ValueError: the schema has no such arguments, or requires others.
+          ValueError: the schema has no such arguments, requires others, or gives one another type.
         """
         parameters = self.schema["function"].get("parameters", {})
         known, required = parameters.get("properties", {}), parameters.get("required", ())
@@ -67,8 +67,32 @@ class Tool:
             raise ValueError(f"unknown argument {unknown[0]!r}; expected {', '.join(known)}")
         if missing := [name for name in required if name not in arguments]:
             raise ValueError(f"missing argument {missing[0]!r}")
+        for name, value in arguments.items():
+            _require_type(name, value, known[name])
         result = self.function(**arguments)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def _require_type(name: str, value: Any, schema: dict[str, Any]) -> None:
+    """Raise `ValueError` unless an argument has a type that its JSON schema names, if any."""
+    expected = schema.get("type", [])
+    types = [expected] if isinstance(expected, str) else [*expected]
+    if types and schema.get("nullable"):  # so do transformers' schemas write `int | None`
+        types.append("null")
+    is_boolean = isinstance(value, bool)
+    has_type = {
+        "number": isinstance(value, (int, float)) and not is_boolean,
+        "integer": isinstance(value, int) and not is_boolean,
+        "string": isinstance(value, str),
+        "boolean": is_boolean,
+        "array": isinstance(value, list),
+        "object": isinstance(value, dict),
+        "null": value is None,
+    }
+    if types and not any(has_type.get(one, True) for one in types):
+        raise ValueError(
+            f"argument {name!r}: expected {' or '.join(types)}, got {json.dumps(value)}"
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

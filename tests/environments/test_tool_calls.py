@@ -148,7 +148,7 @@ def test_calls_are_answered_in_order_and_a_turn_without_one_ends_the_dialogue(lo
         (write_call("calculator"), "missing argument 'expression'"),
         (write_call("calculator", sum="1"), "unknown argument 'sum'; expected expression"),
         (write_call("calculator", expression="2**9"), "expected numbers joined by + - * /"),
-        (write_call("calculator", expression=5), "TypeError"),
+        (write_call("calculator", expression=5), "'expression': expected string, got 5"),
         (write_call("calculator", expression="1+" * 40 + "1"), "expected fewer than 64 characters"),
     ],
 )
@@ -157,6 +157,27 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(load, text, problem):
     (answer,), reward, ends, figures = step(made, text)
     assert answer.startswith("error: ") and problem in answer
     assert (reward, ends, figures) == (0.0, False, {"tool_calls": 1, "tool_errors": 1})
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer"}, [0, -3], [True, 2.0, "2", None]),
+        ({"type": "number"}, [2, 0.5], [True, "2"]),
+        ({"type": "integer", "nullable": True}, [1, None], ["1"]),
+        ({"type": ["boolean", "array"]}, [False, []], [0, {}]),
+        ({"type": "date"}, ["today"], []),
+        ({}, [1, None, "x"], []),
+    ],
+)
+def test_the_type_of_an_argument_is_checked(schema, right, wrong):
+    parameters = {"properties": {"x": schema}}
+    made = tool_calls.Tool({"function": {"name": "echo", "parameters": parameters}}, lambda x: x)
+    for value in right:
+        assert made.call({"x": value}) == (value if isinstance(value, str) else json.dumps(value))
+    for value in wrong:
+        with pytest.raises(ValueError, match=r"argument 'x': expected .*, got "):
+            made.call({"x": value})
 
 
 def test_a_tool_that_raises_is_logged_and_the_policy_is_told(load, caplog):
