@@ -142,7 +142,7 @@ def redeclare(cls: type, name: str, **facts: Any) -> Any:
     Returns:
       A dataclass field.
     """
-    field = cls.__dataclass_fields__[name]
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
     metadata = {"facts": dataclasses.replace(field.metadata["facts"], **facts)}
     return dataclasses.field(default=field.default, metadata=metadata)
 

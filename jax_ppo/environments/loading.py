@@ -102,6 +102,19 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
+def describe_tools(
+    environment_class: Callable[..., Any] | None, examples: list[Example]
+) -> list[Example]:
+    """Return examples with the tools that the chat template describes; else as they are.
+
+    Raises:
+      UserError: a prompt is not a chat, which tools need.
+    """
+    if isinstance(environment_class, ToolEnvironment):
+        return environment_class.describe(examples, ENVIRONMENT_OPTION)
+    return examples
+
+
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
     """Begin a dialogue whose environment shows something at once; try what confines code.
 

@@ -17,10 +17,10 @@ from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import (
     ENVIRONMENT_OPTION,
+    describe_tools,
     load_environment_class,
     try_first_reset,
 )
-from jax_ppo.environments.tool_calls import ToolEnvironment
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
@@ -105,9 +105,8 @@ def set_up_run(
     environment_class = load_environment_class(config.rollout.multi_turn)
     if note := try_first_reset(environment_class, (examples or held_out_examples)[0]):
         report(f"note: {note}")
-    if isinstance(environment_class, ToolEnvironment):
-        examples = environment_class.describe(examples, ENVIRONMENT_OPTION)
-        held_out_examples = environment_class.describe(held_out_examples, ENVIRONMENT_OPTION)
+    examples = describe_tools(environment_class, examples)
+    held_out_examples = describe_tools(environment_class, held_out_examples)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 

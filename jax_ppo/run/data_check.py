@@ -12,6 +12,7 @@ from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.prompts import PromptEncoding, encode_prompts
+from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.built_in_rules import rule_of_source
@@ -44,6 +45,9 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     """
     response_key = config.supervised.response_key if command == "sft" else None
     training, held_out = load_examples(config.data, config.seed, response_key)
+    if command in ("", "train"):
+        environment_class = load_environment_class(config.rollout.multi_turn)
+        training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     by_environment = config.rewards_by_environment_alone
     command = command or _tell_command(training, config.reward, by_environment)
     tokenizer = _load_tokenizer(config.model)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -101,6 +102,22 @@ def test_the_first_prompt_is_shown_as_it_is_sampled(tmp_path, model, capsys, opt
     words["end"] = tokenizer.decode(ids[-8:])
     assert report["first_prompt"] == shown.format(**words)
     assert report["first_prompt_note"].startswith(note.format(**words))
+
+
+def test_the_first_prompt_describes_the_tools(tmp_path, model, capsys):
+    folder = tmp_path / "with_tools"
+    shutil.copytree(model, folder)
+    names = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(names + "{{ messages[0].content }}")
+    rows = write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "1 + 1?"}]}])
+    data = [f"--config.data.{name}=" for name in ("val_files", "instruction")]
+    options = ["--config=gsm8k", *data, f"--config.model.path={folder}"]
+    for tools, prompt in (("", "1 + 1?"), ("tools:calculator,python", "calculator python 1 + 1?")):
+        tools = f"--config.rollout.multi_turn.environment={tools}"
+        report, _ = run_check(capsys, rows, *options, tools)
+        length = report["training"]["prompt_tokens"]["p50"]
+        assert report["first_prompt"] == prompt
+        assert report["first_prompt_note"] == f"example 1, {length} tokens"
 
 
 def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
