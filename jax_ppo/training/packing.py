@@ -132,18 +132,26 @@ class SharedPrompts:
         return min(members, prompts * -(-self.samples_per_prompt // self.responses_per_row))
 
     def bundle(self, samples: np.ndarray, lengths_B: np.ndarray, row_length: int) -> list[Any]:
-        """Return the bundles of samples: those of one prompt that fit a row together."""
+        """Return the bundles of samples: those of one prompt that fit a row together.
+
+        No two bundles of a prompt fit a row together, so that its tokens are in a row once.
+        """
         bundles: list[list[int]] = []
-        free = 0
+        free: list[int] = []
+        oldest = 0  # bundle of the prompt at hand
+        n = self.samples_per_prompt
         for b in np.sort(samples).tolist():
+            if bundles and bundles[-1][0] // n != b // n:
+                oldest = len(bundles)
             # All but the first of a bundle begin with the prompt's last token.
             own = int(lengths_B[b] - self.lengths_B[b] + 1)
-            n = self.samples_per_prompt
-            if not bundles or bundles[-1][0] // n != b // n or own > free:
+            # The first with room: a sample that begins a bundle is too long for all earlier ones.
+            i = next((i for i in range(oldest, len(bundles)) if own <= free[i]), len(bundles))
+            if i == len(bundles):
                 bundles.append([])
-                free = row_length - int(self.lengths_B[b]) + 1
-            bundles[-1].append(b)
-            free -= own
+                free.append(row_length - int(self.lengths_B[b]) + 1)
+            bundles[i].append(b)
+            free[i] -= own
         return bundles
 
 
@@ -206,6 +214,12 @@ def plan_packing(
         samples_per_prompt=shared.samples_per_prompt if shared else 0,
     )
     return packing, counts
+
+
+def count_starts(packing: Packing, samples: int) -> np.ndarray:
+    """Return how often rows on the host hold each sample's first token, int [samples]."""
+    starts = (packing.sample >= 0) & (packing.position == 0)
+    return np.bincount(packing.sample[starts], minlength=samples)
 
 
 def split_columns(plan: Packing, shards: int, parts: int) -> Packing:

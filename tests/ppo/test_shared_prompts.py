@@ -121,6 +121,15 @@ def test_rows_by_hand():
     assert rows.prefixes.tolist() == [[4, 4, 4, 4, 4, 4], [5, 5, 5, 5, 5, -1]]
 
 
+def test_a_row_holds_one_copy_of_a_prompt():
+    """Else a response that follows the second copy would read both."""
+    shared = packing.SharedPrompts(np.full(3, 2), 3, 1)
+    # Responses of 10, 15 and 3 tokens: only the first and the last fit a row of 20 together.
+    plan, counts = packing.plan_packing([12, 17, 5], [[0, 1, 2]], 1, 20, shared=shared)
+    assert counts.tolist() == [2]
+    assert packing.count_starts(plan, 3).tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"packing__enabled": False}, {"mesh__context": 2}, {"critic__router_aux_loss_coef": 0.1}],
