@@ -200,7 +200,13 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
         lengths=jax.ShapeDtypeStruct((count,), jnp.int32, sharding=rows),
     )
     packer = dataclasses.replace(
-        make_packer(config, mesh, has_critic=nets.critic is not None), place=placement.abstract
+        make_packer(
+            config,
+            mesh,
+            has_critic=nets.critic is not None,
+            has_reward_model=nets.reward is not None and programs.reads_rollout,
+        ),
+        place=placement.abstract,
     )
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     return AbstractStep(

@@ -452,13 +452,14 @@ def count_step_flops(
     step: int,
     prompt_lengths: np.ndarray,
     lengths: np.ndarray,
+    whole_prompts: dict[str, np.ndarray] | None = None,
 ) -> float:
     """Return the FLOPs that sampling, forward passes and update of a step need.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
-    responses; in the other phases it counts for each, even if rows share it. All of `ppo_epochs`
-    count, even if `actor.target_kl` cut them short. A reward model with its own tokenizer counts as
-    if its inputs were as long as the samples.
+    responses; in the other phases as often as rows hold it. All of `ppo_epochs` count, even if
+    `actor.target_kl` cut them short. A reward model with its own tokenizer counts as if its inputs
+    were as long as the samples.
 
     Args:
       options: the options of a step.
@@ -466,6 +467,7 @@ def count_step_flops(
       step: the step, from 0.
       prompt_lengths: int [N], tokens of each prompt.
       lengths: int [B], tokens of each prompt and response; a prompt's responses are adjacent.
+      whole_prompts: `RolloutPacking.whole_prompts`; `None` if samples share none.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
@@ -478,9 +480,15 @@ def count_step_flops(
     flops += count_forward_flops(policy, prompt_lengths)
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
-    def role_pass(role: ModelRole) -> float:
+    def role_passes(role: ModelRole, passes: int, rows: str) -> float:
         logits = num_logits if role.has_logits else 0
-        return count_forward_flops(role.model(nets).architecture, lengths, logits)
+        architecture = role.model(nets).architecture
+        flops = passes * count_forward_flops(architecture, lengths, logits)
+        if whole_prompts is not None and role.name != "reward":
+            # Of a prompt that another sample has, only the last token is computed.
+            shared = np.repeat(repeated_lengths - 1, passes - whole_prompts[rows])
+            flops -= count_forward_flops(architecture, shared)
+        return flops
 
     actor_learns = options.forward.shared_trunk or step >= options.update.actor.warmup_steps
     for program in programs.PROGRAMS:
@@ -489,10 +497,12 @@ def count_step_flops(
             continue
         role = find_role(program.role)
         if program.kind == "forward pass":
-            flops += passes * role_pass(role)
+            flops += passes * role_passes(role, 1, "forward")
         elif program.kind == "update" and (role.name != "actor" or actor_learns):
-            read = sum(role_pass(find_role(name)) for name in program.reads(options))
-            flops += passes * (_training_passes(role.model(nets)) * role_pass(role) + read)
+            trained = role_passes(role, passes, role.name)
+            flops += _training_passes(role.model(nets)) * trained
+            for name in program.reads(options):
+                flops += role_passes(find_role(name), passes, role.name)
     return flops
 
 

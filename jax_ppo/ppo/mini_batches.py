@@ -26,11 +26,13 @@ class RolloutPacking:
     Attributes:
       forward: rows of all samples, for the passes that only read.
       whole: rows of all samples that share nothing, for a reward model; `forward` if those do not
-        share either.
+        share either, or if nothing reads them.
       actor: the actor's mini-batches.
       critic: the critic's mini-batches; `None` without a separate critic.
       padding: share of the places in the actor's rows that hold no token, 0..1.
       lengths: int [B] on the host, tokens of each sample's prompt and response.
+      whole_prompts: where samples share prompts, for "forward" and each trained role: int [B] on
+        the host, how often the rows hold a sample's whole prompt, not its last token alone.
     """
 
     forward: PackedRows
@@ -39,6 +41,7 @@ class RolloutPacking:
     critic: MiniBatches | None
     padding: float
     lengths: np.ndarray
+    whole_prompts: dict[str, np.ndarray] | None = None
 
     def read_by(self, role: str) -> PackedRows:
         """Return the rows of all samples that a role's forward pass reads."""
@@ -84,6 +87,7 @@ class RolloutPacker:
         devices; 0 without any.
       responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
         each sample has its own copy of its prompt.
+      has_reward_model: whether a reward model reads the sampled tokens, where nothing is shared.
       place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
     """
 
@@ -97,6 +101,7 @@ class RolloutPacker:
     critic: Partition | None
     replicas: int = 0
     responses_per_row: int = 0
+    has_reward_model: bool = False
     place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
         default_factory=lambda: placement.place
     )
@@ -116,47 +121,59 @@ class RolloutPacker:
             assert prompt_lengths is not None, "samples that share prompts need their lengths"
             n = len(lengths) // len(prompt_lengths)
             shared = SharedPrompts(np.repeat(prompt_lengths, n), n, self.responses_per_row)
-        actor, places, filled = self._mini_batches(step, lengths, self.actor, shared)
+        actor, places, rows = self._mini_batches(step, lengths, self.actor, shared)
+        trained = {"actor": rows}
         # Roles that divide a rollout in the same way share one plan, which is made and sent once.
         critic = None
         if self.critic == self.actor:
             critic = actor
+            trained["critic"] = rows
         elif self.critic is not None:
-            critic, *_ = self._mini_batches(step, lengths, self.critic, shared)
-        forward = self.pack_rows(lengths, shared)
+            critic, _, trained["critic"] = self._mini_batches(step, lengths, self.critic, shared)
+        forward, scored = self._pack_all(lengths, shared)
+        whole, whole_prompts = forward, None
+        if shared is not None:
+            plans = trained | {"forward": scored}
+            whole_prompts = {x: packing.count_starts(p, len(lengths)) for x, p in plans.items()}
+            if self.has_reward_model:
+                whole = self.pack_rows(lengths)
         return RolloutPacking(
             forward=forward,
-            whole=forward if shared is None else self.pack_rows(lengths),
+            whole=whole,
             actor=actor,
             critic=critic,
-            padding=1 - filled / places,
+            padding=1 - int((rows.sample >= 0).sum()) / places,
             lengths=lengths,
+            whole_prompts=whole_prompts,
         )
 
-    def pack_rows(self, lengths: np.ndarray, shared: SharedPrompts | None = None) -> PackedRows:
-        """Pack all samples of a rollout for the passes that only read.
+    def pack_rows(self, lengths: np.ndarray) -> PackedRows:
+        """Pack all samples of a rollout for the passes that only read; they share nothing.
 
         Args:
           lengths: int [B], tokens of each sample's prompt and response.
-          shared: the prompts that the samples share, if they do.
         """
+        return self._pack_all(lengths, None)[0]
+
+    def _pack_all(
+        self, lengths: np.ndarray, shared: SharedPrompts | None
+    ) -> tuple[PackedRows, Packing]:
+        """Return the rows of all samples on the mesh, and on the host."""
         # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
         packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device, shared)
         rows = jax.tree.map(lambda x: x[0], packed)
-        return (
-            self.place(rows, sharding.rows(self.mesh, axis=1)),
-            self._replicate(counts[0]),
-        )
+        placed = self.place(rows, sharding.rows(self.mesh, axis=1))
+        return (placed, self._replicate(counts[0])), rows
 
     def _mini_batches(
         self, step: int, lengths: np.ndarray, partition: Partition, shared: SharedPrompts | None
-    ) -> tuple[MiniBatches, int, int]:
+    ) -> tuple[MiniBatches, int, Packing]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch on its own.
 
         Returns:
-          (the mini-batches, the number of places for tokens in the micro-batches that hold any, and
-          of those that hold one).
+          (the mini-batches, the number of places for tokens in the micro-batches that hold any, the
+          rows on the host).
         """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
@@ -179,8 +196,7 @@ class RolloutPacker:
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
-        filled = int((packed.sample >= 0).sum())
-        return mini_batches, int(counts.sum()) * rows * length, filled
+        return mini_batches, int(counts.sum()) * rows * length, packed
 
     def _pack(
         self,
@@ -209,13 +225,16 @@ class RolloutPacker:
         return self.place(array, sharding.replicated(self.mesh))
 
 
-def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
+def make_packer(
+    config: Config, mesh: Mesh, has_critic: bool, has_reward_model: bool = False
+) -> RolloutPacker:
     """Return the packer that the options describe.
 
     Args:
       config: the options; the critic's default to the actor's.
       mesh: the run's mesh.
       has_critic: whether there is a critic with parameters of its own.
+      has_reward_model: whether a reward model reads the sampled tokens.
     """
     actor_options = config.actor
     critic_options = config.critic
@@ -246,6 +265,7 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
         prompts_per_step=config.data.train_batch_size,
         row_length=row_length,
         responses_per_row=responses_per_row,
+        has_reward_model=has_reward_model,
         packed=config.packing.enabled,
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device

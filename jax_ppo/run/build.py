@@ -185,7 +185,12 @@ def set_up_run(
         sampling=sampling,
         held_out_sampling=held_out_sampling,
         sample_keys=SampleKeys(config.seed, mesh),
-        packer=make_packer(config, mesh, has_critic=models.nets.critic is not None),
+        packer=make_packer(
+            config,
+            mesh,
+            has_critic=models.nets.critic is not None,
+            has_reward_model=models.nets.reward is not None and models.reward_inputs is None,
+        ),
         rules=RuleScorer(
             mesh=mesh,
             tokenizer=models.tokenizer,

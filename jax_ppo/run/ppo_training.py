@@ -235,7 +235,12 @@ def report_step(
         result.metrics | sampling_metrics | _hash_step(result, state),
         rule_rewards,
         flops=count_step_flops(
-            run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
+            run.step_options,
+            run.nets,
+            step,
+            sampled.batch.prompts.lengths,
+            result.packed.lengths,
+            result.packed.whole_prompts,
         ),
         samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},

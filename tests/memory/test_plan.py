@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import tiny
@@ -71,6 +72,22 @@ def test_weights_are_those_of_the_check_at_the_start_of_a_run(folder):
     assert memory(plan, "update_critic").gradients == least.gradients, "the critic is larger"
     assert memory(plan, "sample").decoding_copy == least.decoding
     assert plan.peak == max(phase.memory.peak for phase in plan.phases)
+
+
+def test_shared_prompts_are_counted_once_per_row(folder):
+    options = {"rollout__n": 4, "packing__row_length": 64}
+    alone, shared = (
+        estimate(folder, "v5e:1x1", **options, packing__share_prompts=x) for x in (False, True)
+    )
+    flops = [
+        next(phase.work.flops for phase in plan.phases if phase.name == "forward_critic")
+        for plan in (alone, shared)
+    ]
+    # The prompt's last token is computed for each response.
+    prompt = work_counts.count_forward_flops(tiny.ARCHITECTURE, np.array([tiny.P - 1]))
+    assert flops[0] - flops[1] == pytest.approx(3 * tiny.B * prompt)
+    # There are as many rows as prompts in the worst case, and no second packing of them.
+    assert memory(shared, "update_critic").batch < memory(alone, "update_critic").batch
 
 
 def test_the_cache_is_that_of_the_slots_and_the_first_stage(folder):

@@ -1,6 +1,7 @@
 """Samples that share one copy of their prompt in a row have the numbers that they have alone."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,11 +9,14 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
+from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import mini_batches
 from jax_ppo.ppo.forward_passes import join_sequences
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.training import forward, packing
 from jax_ppo.training.decoders import build_decoder
+from jax_ppo.training.networks import Networks
 from jax_ppo.types import Prompts, Sequences
 
 N = 4
@@ -128,6 +132,37 @@ def test_a_row_holds_one_copy_of_a_prompt():
     plan, counts = packing.plan_packing([12, 17, 5], [[0, 1, 2]], 1, 20, shared=shared)
     assert counts.tolist() == [2]
     assert packing.count_starts(plan, 3).tolist() == [1, 1, 0]
+
+
+def test_flops_count_prompts_as_often_as_rows_hold_them():
+    config = tiny.config(
+        packing__share_prompts=True,
+        packing__row_length=40,
+        data__train_batch_size=2,
+        actor__ppo_mini_batch_size=2,
+        rollout__n=2,
+        actor__ppo_epochs=2,
+        teacher__path="a folder",
+        teacher__loss_coef=1.0,
+    )
+    prompts = np.array([3, 5])
+    lengths = np.array([4, 6, 8, 9])
+    packer = mini_batches.make_packer(config, tiny.make_mesh(), has_critic=True)
+    packed = packer.pack(0, lengths, prompts)
+    assert packed.whole is packed.forward  # no reward model reads others
+    net = tiny.networks(config)
+    count = functools.partial(
+        count_step_flops,
+        StepOptions.from_config(config),
+        Networks(**net, teacher=net.actor),
+        0,
+        prompts,
+        lengths,
+    )
+    # Forward passes of actor, reference, critic and teacher; then two epochs, in which actor and
+    # critic take three passes and the teacher one. Each prompt's second sample has its last token.
+    saved = (4 + 2 * (3 + 3 + 1)) * count_forward_flops(tiny.ARCHITECTURE, prompts - 1)
+    assert count() - count(packed.whole_prompts) == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
