@@ -75,7 +75,9 @@ class Step:
 
     Attributes:
       architecture: Architecture of all three models.
-      samples: Number of prompts; each gets one response.
+      samples: Number of responses.
+      responses: Number of them to each prompt.
+      share_prompts: As in config.packing.
       prompt: Maximum tokens per prompt.
       response: Maximum tokens per response.
       rows: Rows of `prompt + response` tokens per micro-batch; `None` for jax_ppo's default.
@@ -90,6 +92,8 @@ class Step:
 
     architecture: Architecture
     samples: int = 32
+    responses: int = 1
+    share_prompts: bool = False
     prompt: int = 64
     response: int = 64
     rows: int | None = None
@@ -108,13 +112,18 @@ class Step:
         return schema.Config(
             data=schema.Data(
                 train_files="-",
-                train_batch_size=samples,
+                train_batch_size=samples // self.responses,
                 max_prompt_length=self.prompt,
                 max_response_length=self.response,
             ),
             model=schema.Model(dtype=self.dtype, gradient_checkpointing=self.remat),
-            actor=schema.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
-            rollout=schema.RolloutOptions(logprob_micro_batch_size_per_device=rows),
+            actor=schema.Actor(
+                ppo_mini_batch_size=samples // self.responses, ppo_micro_batch_size_per_device=rows
+            ),
+            rollout=schema.RolloutOptions(
+                n=self.responses, logprob_micro_batch_size_per_device=rows
+            ),
+            packing=schema.Packing(share_prompts=self.share_prompts),
         )
 
     @property
@@ -124,7 +133,7 @@ class Step:
 
     @property
     def row_length(self) -> int:
-        return round_row_length("auto", self.platform, self.config.sequence_length)
+        return round_row_length("auto", self.platform, self.config.row_tokens)
 
     @functools.cached_property
     def nets(self) -> Networks:
@@ -155,7 +164,9 @@ class Step:
     @functools.cached_property
     def sampler(self) -> Sampler:
         endings = tuple(range(2, 2 + self.endings))
-        options = SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots)
+        options = SamplingOptions(
+            self.response, 1.0, eos_ids=endings, slots=self.slots, n=self.responses
+        )
         return Sampler(self.decoder, options, split_rows)
 
     def state(self) -> TrainState:
@@ -168,8 +179,8 @@ class Step:
 
     def prompts(self) -> Prompts:
         return Prompts(
-            self.by_rows((self.samples, self.prompt), jnp.int32),
-            self.by_rows((self.samples,), jnp.int32),
+            self.by_rows((self.samples // self.responses, self.prompt), jnp.int32),
+            self.by_rows((self.samples // self.responses,), jnp.int32),
         )
 
     def key(self):
@@ -225,20 +236,26 @@ class Step:
         )
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
-        """Pack one mini-batch of samples of these lengths.
+        """Pack one mini-batch of samples of these lengths; shared prompts have full length.
 
         Returns:
           The packing [1, A, R, L] and the number of non-empty micro-batches among the A, [1].
         """
+        shared = None
+        if self.share_prompts:
+            room = (self.row_length - self.prompt + 1) // (self.response + 1)
+            shared = packing.SharedPrompts(
+                np.full(self.samples, self.prompt), self.responses, responses_per_row=room
+            )
         at_once = packing.rows_per_micro_batch(
             self.rows,
             self.row_length,
-            self.samples,
+            shared.max_bundles(self.samples) if shared else self.samples,
             meshes.row_shards(self.mesh),
             meshes.gathers_weights(self.mesh),
         )
         return packing.plan_packing(
-            lengths, np.arange(self.samples)[None], at_once, self.row_length
+            lengths, np.arange(self.samples)[None], at_once, self.row_length, shared=shared
         )
 
     def packing(self) -> MiniBatches:
@@ -328,11 +345,11 @@ class Step:
         return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
 
     def full_lengths(self) -> np.ndarray:
-        return np.full(self.samples, self.prompt, np.int32)
+        return np.full(self.samples // self.responses, self.prompt, np.int32)
 
     def random_prompts(self, lengths) -> Prompts:
         tokens = np.random.default_rng(0).integers(
-            2, self.architecture.vocab_size, (self.samples, self.prompt)
+            2, self.architecture.vocab_size, (len(lengths), self.prompt)
         )
         return placement.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
 
@@ -394,7 +411,7 @@ class Step:
                 start = time.perf_counter()
                 rollout = jax.block_until_ready(self.sampler(params, prompts, jax.random.key(0)))
                 sampled = time.perf_counter()
-                lengths = prompt_lengths + np.asarray(rollout.lengths)
+                lengths = np.repeat(prompt_lengths, self.responses) + np.asarray(rollout.lengths)
                 batches = self.packed(lengths)
                 plan = jax.tree.map(lambda x: x[0], batches.packing)
                 sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
