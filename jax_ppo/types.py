@@ -92,6 +92,9 @@ class Rollout:
         action; `None` without an environment.
       turn_starts: True on the first token of each turn, which is an action. An empty observation
         leaves no other trace. `None` without an environment.
+      context_starts: True on the first token of each context that replaced the one before, which
+        the environment wrote: the tokens from there on are drawn, and trained on, as if nothing
+        preceded them. `None` if no context can be replaced.
       environment_metrics: figures of each dialogue by name; NaN where it has none. `None` if the
         environment reports none.
       routed_experts: the experts that each token of prompt and response, joined without a gap,
@@ -111,6 +114,7 @@ class Rollout:
     slot_steps: Int32[Array, " queues"] | None = None
     turn_rewards: Float32[Array, "B T"] | None = None
     turn_starts: Bool[Array, "B T"] | None = None
+    context_starts: Bool[Array, "B T"] | None = None
     environment_metrics: dict[str, Float32[Array, " B"]] | None = None
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
@@ -127,6 +131,7 @@ class Sequences:
       truncated: True if the response was cut off at its maximum length.
       action_mask: as in `Rollout`; column t is the response's token t.
       turn_starts: as in `Rollout`; `None` if a turn is what no other token interrupts.
+      context_starts: as in `Rollout`.
       routed_experts: as in `Rollout`; column i is the token at position i.
       kept_tokens: as in `Rollout`; all log-probs, entropies and KLs are of the distributions over
         these tokens.
@@ -140,6 +145,7 @@ class Sequences:
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
     turn_starts: Bool[Array, "B T"] | None = None
+    context_starts: Bool[Array, "B T"] | None = None
 
 
 @pytree

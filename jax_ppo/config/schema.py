@@ -231,6 +231,14 @@ ENVIRONMENT_IS_SERVER = Requirement(
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
+REPLACES_CONTEXTS = Requirement(
+    lambda c: not c.rollout.multi_turn.environment.startswith("tools:"),
+    "`rollout.multi_turn.environment` has no tools",
+    "tools replace no context; leave it at 1, or set config.rollout.multi_turn.environment to a "
+    "class or a server")
+NO_REWARD_MODEL_OF_CONTEXTS = Requirement(lambda c: not c.reward.model_path,
+    "`reward.model_path` is unset",
+    "a reward model reads one context; leave config.reward.model_path unset")
 HAS_PYTHON_TOOL = Requirement(
     lambda c: "python" in c.rollout.multi_turn.environment.removeprefix("tools:").split(","),
     "`rollout.multi_turn.environment` has the tool python",
@@ -754,8 +762,13 @@ class MultiTurn:
     max_turn_length: int | None = option(None,
         "tokens after which a turn ends; unset: data.max_response_length",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
+    max_contexts: int = option(1,
+        "contexts of a response, the prompt's included, after which it is cut off; above 1 an "
+        "environment may replace the context, see environments/protocol.py",
+        at_least=1, requires=(REPLACES_CONTEXTS, NO_REWARD_MODEL_OF_CONTEXTS),
+        effective_when=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
-        "tokens to which a host environment's observation is cut",
+        "tokens to which a host environment's observation is cut; a longer new context fails",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
         "longest time for a `step` of a host environment (the first includes `reset`); a dialogue "

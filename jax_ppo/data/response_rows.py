@@ -2,7 +2,8 @@
 
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
-have `action_mask`, `turn_starts`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are
+have `action_mask`, `turn_starts`, `context_starts`, `turn_rewards`, `truncated` and
+`sampled_logprobs`. Tokens are
 used as they are.
 """
 
@@ -41,6 +42,7 @@ class ResponseRow:
       response_ids: int32 [length], length at least 1.
       action_mask: bool [length], True on the tokens that the policy chose.
       turn_starts: bool [length], True on the first of them in each turn.
+      context_starts: bool [length], see `Rollout.context_starts`.
       truncated: whether the response was cut off.
       reward: the reward of the whole response in the file; `None` if it is not read.
       turn_rewards: float32 [length], rewards within the response; `None` without any.
@@ -55,6 +57,7 @@ class ResponseRow:
     response_ids: np.ndarray
     action_mask: np.ndarray
     turn_starts: np.ndarray
+    context_starts: np.ndarray
     truncated: bool
     reward: float | None
     turn_rewards: np.ndarray | None
@@ -104,6 +107,7 @@ class GivenResponses(PromptDataset):
                 row.response_ids,
                 row.action_mask,
                 row.turn_starts,
+                *((row.context_starts,) if row.context_starts.any() else ()),
                 row.turn_rewards,
                 row.logprobs,
             )
@@ -119,6 +123,10 @@ class GivenResponses(PromptDataset):
     def _has_turns(self) -> bool:
         return any(row.turn_starts.sum() > 1 for row in self.rows)
 
+    @functools.cached_property
+    def _has_contexts(self) -> bool:
+        return any(row.context_starts.any() for row in self.rows)
+
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Return the responses of a batch, on the host; unknown log-probs are NaN."""
         rows = [self.rows[index] for index in batch.indices]
@@ -128,6 +136,9 @@ class GivenResponses(PromptDataset):
         turn_starts = None
         if self._has_turns:
             turn_starts = self._pad([row.turn_starts for row in rows], rows, False, bool)
+        context_starts = None
+        if self._has_contexts:
+            context_starts = self._pad([row.context_starts for row in rows], rows, False, bool)
         return Rollout(
             prompts=batch.prompts,
             responses=self._pad([row.response_ids for row in rows], rows, 0, np.int32),
@@ -137,6 +148,7 @@ class GivenResponses(PromptDataset):
             action_mask=self._pad([row.action_mask for row in rows], rows, False, bool),
             turn_rewards=turn_rewards,
             turn_starts=turn_starts,
+            context_starts=context_starts,
         )
 
     def rewards(self, batch: PromptBatch) -> np.ndarray:
@@ -178,6 +190,7 @@ class ResponseReader:
       max_response_length: tokens of the longest response, with its end.
       reward_key: column of the reward of the whole response; "" reads none.
       find_obstacle: returns why no rule can score an example; "" if one can.
+      takes_contexts: whether the context may be replaced within a response.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -188,6 +201,7 @@ class ResponseReader:
     max_response_length: int
     reward_key: str
     find_obstacle: Callable[[Example], str]
+    takes_contexts: bool = True
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
         """Yield each row of the files that `find_response_files` finds, in order.
@@ -233,6 +247,12 @@ class ResponseReader:
         starts = action_mask & ~np.append(False, action_mask[:-1])
         if turn_starts is not None:
             starts |= action_mask & (turn_starts != 0)
+        context_starts = _numbers(row, "context_starts", length)
+        contexts = np.zeros(length, bool) if context_starts is None else context_starts != 0
+        if contexts.any() and not self.takes_contexts:
+            raise UserError("its context is replaced, and a reward model reads one context")
+        if (contexts & action_mask).any():
+            raise UserError("context_starts has a token that the policy chose (action_mask)")
         turn_rewards = _numbers(row, "turn_rewards", length)
         logprobs = _numbers(row, "sampled_logprobs", length)
         reward = None
@@ -248,6 +268,7 @@ class ResponseReader:
             response_ids=response_ids,
             action_mask=action_mask,
             turn_starts=starts,
+            context_starts=contexts,
             truncated=_truth(row.get("truncated"), "truncated"),
             reward=reward,
             turn_rewards=turn_rewards,

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax_ppo.environments.protocol import take_new_context
 from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
@@ -74,10 +75,11 @@ class GymnasiumDialogue:
             )
         return observation
 
-    def step(self, text: str) -> tuple[str, float, bool, dict[str, float]]:
+    def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
         """Answer a turn; a truncated episode has ended, too. See `TextEnvironment.step`."""
         observation, reward, terminated, truncated, info = self._environment.step(text)
         figures = {name: info[name] for name in self._metric_names if info.get(name) is not None}
+        observation = take_new_context(observation, info)
         return observation, reward, terminated or truncated, figures
 
     def close(self) -> None:

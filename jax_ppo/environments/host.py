@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.message_frames import MessageFrame
-from jax_ppo.data.tokenizer import encode_text
-from jax_ppo.environments.protocol import FAILED, EnvironmentLost, TextEnvironment
+from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
+from jax_ppo.environments.protocol import FAILED, EnvironmentLost, NewContext, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
@@ -54,9 +54,10 @@ class HostState(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The answer to one turn, with the tokens of its observation."""
+    """The answer to one turn, with the tokens of its observation or new context."""
 
     tokens: list[int]
+    replaces: bool
     reward: float
     has_ended: bool
     figures: dict[str, float]
@@ -77,6 +78,8 @@ class HostEnvironment:
         timeout: float,
         metric_names: Sequence[str] = (),
         frame: MessageFrame | None = None,
+        max_contexts: int = 1,
+        chat_template: ChatTemplate = True,
     ) -> None:
         """Create the environment and its threads.
 
@@ -88,6 +91,8 @@ class HostEnvironment:
           timeout: seconds that a `step` may take; the first one includes `reset`.
           metric_names: the metrics that turns may report.
           frame: what surrounds observations; `None` if they are inserted unchanged.
+          max_contexts: contexts of a dialogue; 1: none is replaced.
+          chat_template: how the tokenizer's template renders chats.
         """
         self.observation_length = observation_length
         self._class = environment_class
@@ -96,6 +101,8 @@ class HostEnvironment:
         self._metric_names = (*metric_names, FAILED)
         self._name = getattr(environment_class, "__name__", str(environment_class))
         self._frame = frame
+        self._max_contexts = max_contexts
+        self._chat_template = chat_template
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
@@ -125,7 +132,7 @@ class HostEnvironment:
             jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.float32),
-            jax.ShapeDtypeStruct((B,), jnp.bool_),
+            *[jax.ShapeDtypeStruct((B,), jnp.bool_)] * (2 if self._max_contexts > 1 else 1),
             jax.ShapeDtypeStruct(state.figures.shape, jnp.float32),
         )
         *addresses, figures = state
@@ -159,7 +166,8 @@ class HostEnvironment:
     def _answer(self, *arrays: jax.Array) -> tuple[np.ndarray, ...]:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
-        Turns of length 0 are ignored. The last of the results are the reported figures, [B, M].
+        Turns of length 0 are ignored. The results are the fields of `Answers` after the state,
+        without `replaces` if no context can be replaced, and the reported figures, [B, M].
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
@@ -167,6 +175,7 @@ class HostEnvironment:
         observed = np.zeros(B, np.int32)
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
+        replaces = np.zeros(B, bool)
         figures = np.full((B, len(self._metric_names)), np.nan, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
@@ -191,8 +200,13 @@ class HostEnvironment:
             _validate_answer(observation, reward, ends, takes_several=self._frame is not None)
             if ends:
                 self._close(made)
+            if isinstance(observation, NewContext):
+                tokens = [] if ends else self._encode_context(observation, int(rows[b]))
+            else:
+                tokens = self._encode(observation, last=int(turns[b, lengths[b] - 1]))
             return _Answer(
-                self._encode(observation, last=int(turns[b, lengths[b] - 1])),
+                tokens,
+                isinstance(observation, NewContext),
                 float(reward),
                 bool(ends),
                 read_figures(*reported, names=self._metric_names[:-1]),
@@ -215,12 +229,14 @@ class HostEnvironment:
                 del self._dialogues[int(samples[b])]
             rewards[b] = answer.reward
             has_ended[b] = answer.has_ended
+            replaces[b] = answer.replaces
             observed[b] = len(answer.tokens)
             observations[b, : len(answer.tokens)] = answer.tokens
             for name, value in answer.figures.items():
                 figures[b, self._metric_names.index(name)] = value
             figures[b, -1] = 0
-        return observations, observed, rewards, has_ended, figures
+        contexts = (replaces,) if self._max_contexts > 1 else ()
+        return observations, observed, rewards, has_ended, *contexts, figures
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""
@@ -230,6 +246,28 @@ class HostEnvironment:
         assert isinstance(observation, str)
         text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
         return encode_text(self._tokenizer, text, special=False)[: self.observation_length]
+
+    def _encode_context(self, context: NewContext, row: int) -> list[int]:
+        """Return the tokens of a new context, which is not cut.
+
+        Raises:
+          EnvironmentLost: the options do not allow one.
+          ValueError: it is empty or too long.
+        """
+        if self._max_contexts == 1:
+            raise EnvironmentLost(
+                f"{self._name} replaces the context, and config.rollout.multi_turn.max_contexts=1; "
+                "set it to the most contexts of a dialogue"
+            )
+        tools = self._examples[row].tools
+        tokens = encode_prompt(self._tokenizer, context.prompt, self._chat_template, tools)
+        if not 0 < len(tokens) <= self.observation_length:
+            raise ValueError(
+                f"the new context has {len(tokens)} tokens; expected 1 to "
+                "config.rollout.multi_turn.max_observation_length="
+                f"{self.observation_length}"
+            )
+        return tokens
 
     def _construct_dialogue(self) -> CallResult:
         dialogue: CallResult = concurrent.futures.Future()
@@ -282,6 +320,9 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
       ends: whether the dialogue has ended.
       takes_several: whether the observation may be a tuple of several messages.
     """
+    if isinstance(observation, NewContext):
+        _validate_context(observation)
+        observation = ""
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
@@ -293,6 +334,23 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
         raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
     if ends not in (0, 1):
         raise TypeError(f"whether the dialogue has ended is {_quote(ends)}; expected True or False")
+
+
+def _validate_context(context: NewContext) -> None:
+    """Raise `TypeError` unless a new context is text or messages."""
+    prompt = context.prompt
+    if isinstance(prompt, str):
+        return
+    fields = ("role", "content")
+    are_messages = isinstance(prompt, tuple) and all(
+        isinstance(message, Mapping) and all(isinstance(message.get(f), str) for f in fields)
+        for message in prompt
+    )
+    if not prompt or not are_messages:
+        raise TypeError(
+            f"the new context of a turn is {_quote(prompt)}; expected text, or a tuple of messages "
+            "with role and content"
+        )
 
 
 def read_figures(

@@ -1,5 +1,6 @@
 """The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,30 @@ class EnvironmentLost(Exception):
 
     Any host environment may raise it. Turns that follow in the batch are not tried.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class NewContext:
+    """What a host environment returns as observation to replace the whole context.
+
+    The policy writes its next turns from it alone, without the prompt and all turns before: a
+    summary, the last moves, the thoughts left out. The dialogue goes on: its rewards and values
+    reach over the border.
+
+    Attributes:
+      prompt: text or messages, which become tokens as the prompts of the data do, with the tools of
+        the row, but without `data.prompt_template` and `data.system_prompt`.
+    """
+
+    prompt: str | tuple[dict[str, str], ...]
+
+
+def take_new_context(observation: Any, info: Mapping[str, Any]) -> Any:
+    """Return the observation, or the `NewContext` that `info` names as `new_context`."""
+    prompt = info.get("new_context")
+    if prompt is None:
+        return observation
+    return NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)
 
 
 class TextEnvironment(Protocol):
@@ -44,14 +69,18 @@ class TextEnvironment(Protocol):
 
     def step(
         self, text: str
-    ) -> tuple[str, float, bool] | tuple[str, float, bool, Mapping[str, float]]:
+    ) -> (
+        tuple[str | NewContext, float, bool]
+        | tuple[str | NewContext, float, bool, Mapping[str, float]]
+    ):
         """Answer a turn.
 
         Args:
           text: the turn, without special tokens such as the EOS that ended it.
 
         Returns:
-          The observation, which becomes part of the response unchanged; the reward of the turn; and
+          The observation, which becomes part of the response unchanged, or a `NewContext`, for
+          which `rollout.multi_turn.max_contexts` is above 1; the reward of the turn; and
           whether the dialogue has ended, in which case the observation is ignored. Then, if there
           are any, metrics of the dialogue so far: the last value of each name counts.
         """
@@ -88,9 +117,7 @@ class TokenEnvironment(Protocol):
           key: the key for all randomness of the dialogue.
         """
 
-    def step(
-        self, state: Any, turn: jax.Array, length: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, state: Any, turn: jax.Array, length: jax.Array) -> tuple[Any, ...]:
         """Answer a turn.
 
         Args:
@@ -100,7 +127,9 @@ class TokenEnvironment(Protocol):
 
         Returns:
           The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
-          and whether the dialogue has ended.
+          and whether the dialogue has ended. With `rollout.multi_turn.max_contexts` above 1 also
+          whether the observation replaces the context, see `NewContext`; an empty one then cuts the
+          dialogue off.
         """
 
 

@@ -4,7 +4,8 @@
     POST URL/step   {"episode_id", "action"}
 
 Both return an object with `observation`; that of `step` also has `reward` (null is 0), `done` (or
-`terminated` and `truncated`) and, if there are any, `info`. Each dialogue is an episode with its
+`terminated` and `truncated`) and, if there are any, `info`, whose `new_context` replaces the
+context (`protocol.NewContext`). Each dialogue is an episode with its
 own id; episodes are stepped concurrently.
 """
 
@@ -14,14 +15,14 @@ import uuid
 from typing import Any
 
 from jax_ppo.config.schema import MultiTurn
-from jax_ppo.environments.protocol import EnvironmentLost
+from jax_ppo.environments.protocol import EnvironmentLost, NewContext, take_new_context
 from jax_ppo.errors import shorten
 from jax_ppo.json_server import JSONServer, RequestFault
 from jax_ppo.types import Example
 
 KEY_VARIABLE = "JAX_PPO_ENVIRONMENT_KEY"
 
-Turn = tuple[str, float, bool, dict[str, float]]
+Turn = tuple[str | NewContext, float, bool, dict[str, float]]
 
 
 class RemoteEnvironment:
@@ -133,7 +134,8 @@ class RemoteEnvironment:
             raise ValueError(f"expected info with names, got {_quote(info)}")
         figures = {name: info[name] for name in self.metric_names if info.get(name) is not None}
         reward = reply.get("reward")
-        return observation, 0.0 if reward is None else reward, ends, figures
+        shown = take_new_context(observation, info)
+        return shown, 0.0 if reward is None else reward, ends, figures
 
 
 class RemoteDialogue:

@@ -156,6 +156,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         routed_experts=routed_experts,
         kept_tokens=rollout.kept_tokens,
         turn_starts=rollout.turn_starts,
+        context_starts=rollout.context_starts,
     )
 
 

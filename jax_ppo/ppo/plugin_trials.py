@@ -17,7 +17,7 @@ from jax_ppo.kernels.losses import padded_batch
 from jax_ppo.ppo import advantages, objectives
 from jax_ppo.ppo.objectives import ACTOR_METRICS, UPDATE_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
-from jax_ppo.sampler.environment import DialogueAddresses, Environment
+from jax_ppo.sampler.environment import DialogueAddresses, Environment, validate_contexts
 
 _SAMPLES, _TOKENS = 2, 4  # of the responses that a function is tried with
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, jax_ppo))
@@ -81,7 +81,9 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
     return names
 
 
-def try_environment(option: str, name: str, environment: Environment, max_turn_length: int) -> None:
+def try_environment(
+    option: str, name: str, environment: Environment, max_turn_length: int, max_contexts: int = 1
+) -> None:
     """Try an environment that is traced into the decode loop.
 
     Raises:
@@ -102,6 +104,9 @@ def try_environment(option: str, name: str, environment: Environment, max_turn_l
             "the reward": (answers.rewards, rows.astype(jnp.float32)),
             "whether it has ended": (answers.done, rows > 0),
         }
+        validate_contexts(answers, max_contexts)
+        if answers.replaces is not None:
+            forms["whether the context is replaced"] = (answers.replaces, rows > 0)
         for what, (actual, expected) in forms.items():
             if _describe(actual) != _describe(expected):
                 raise UserError(

@@ -212,7 +212,9 @@ def _try_environment(
     """Raise `UserError` if an environment of a user's fails in a dialogue."""
     if isinstance(environment, PerDialogue):
         turn = options.max_turn_length or max_response_length
-        plugin_trials.try_environment(ENVIRONMENT_OPTION, options.environment, environment, turn)
+        plugin_trials.try_environment(
+            ENVIRONMENT_OPTION, options.environment, environment, turn, options.max_contexts
+        )
 
 
 def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) -> None:

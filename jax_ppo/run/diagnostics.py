@@ -223,6 +223,8 @@ def _check_truncation(run: LastSteps) -> str | None:
     limit = f"config.data.max_response_length={run.options.data.max_response_length} tokens"
     if turns := run.options.rollout.multi_turn.max_assistant_turns:
         limit += f" or config.rollout.multi_turn.max_assistant_turns={turns}"
+    if (contexts := run.options.rollout.multi_turn.max_contexts) > 1:
+        limit += f" or config.rollout.multi_turn.max_contexts={contexts}"
     return (
         f"{share:.0%} of the responses of the last {run.count} steps were cut off at {limit} "
         "before they ended: their answers are missing; allow longer ones, or penalize length "

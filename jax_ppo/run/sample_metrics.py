@@ -65,11 +65,14 @@ def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, j
     starts_BxT = rollout.turn_starts
     if starts_BxT is None:
         starts_BxT = starts_of_turns(actions_BxT)
-    return {
+    metrics = {
         "rollout/turns": starts_BxT.sum(1).mean(),
         "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
         "reward/turns": turn_rewards_BxT.sum(1).mean(),
     }
+    if rollout.context_starts is not None:
+        metrics["rollout/contexts"] = 1 + rollout.context_starts.sum(1).mean()
+    return metrics
 
 
 def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:

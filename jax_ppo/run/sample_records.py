@@ -130,6 +130,8 @@ def describe_samples(
         masks["action_mask"] = placement.to_host(rollout.action_mask)
     if rollout.turn_starts is not None:
         masks["turn_starts"] = placement.to_host(rollout.turn_starts)
+    if rollout.context_starts is not None:
+        masks["context_starts"] = placement.to_host(rollout.context_starts)
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):
@@ -153,7 +155,8 @@ def describe_samples(
                 "tokens": decode_tokens(tokenizer, last_id, response_ids),
             }
         )
-        # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn.
+        # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn, and
+        # of each context that replaced the one before.
         for name, mask in masks.items():
             records[-1][name] = mask[row, : lengths[row]].astype(int).tolist()
     return records

@@ -151,6 +151,8 @@ def _describe_row(
     if not row.action_mask.all():
         record["action_mask"] = row.action_mask.astype(int).tolist()
         record["turn_starts"] = row.turn_starts.astype(int).tolist()
+        if row.context_starts.any():
+            record["context_starts"] = row.context_starts.astype(int).tolist()
     for column, name in FIGURES.items():
         values = scores.figures[column][number, : len(ids)]
         if not np.isnan(values).all():

@@ -102,6 +102,7 @@ def generate_responses(
             action_mask=state.dialogues.is_action,
             turn_rewards=state.dialogues.rewards,
             turn_starts=state.dialogues.starts,
+            context_starts=state.dialogues.contexts,
         )
     if state.routing is not None:
         rollout = dataclasses.replace(rollout, routed_experts=state.routing.sequences)
@@ -130,9 +131,7 @@ def _first_state(
     assert job.limit == longest, "the options refuse stages with an environment"
     assert prompts.rows is not None, "an environment is reset to the rows of the data"
     return state._replace(
-        dialogues=dialogues.start_dialogues(
-            environment, longest, job.keys_N, prompts.rows, indices_N
-        )
+        dialogues=dialogues.start_dialogues(job.options, job.keys_N, prompts.rows, indices_N)
     )
 
 
@@ -250,8 +249,14 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     positions_B = jnp.where(
         busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
     )
+    columns_B, before = positions_B, slots.cache
+    if options.max_contexts > 1:
+        columns_B, is_first_B = dialogues.context_positions(state, sample_B, positions_B)
+        columns_B = jnp.where(busy_B, columns_B, 0)
+        # Recurrent states have no columns: those of a new context are empty.
+        before = keep_states(before, jax.tree.map(jnp.zeros_like, before), is_first_B)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
+        {"params": job.params}, slots.token[:, None], columns_B[:, None], cache=before
     )
     assert decoded.cache is not None
     cache = decoded.cache

@@ -4,43 +4,42 @@ A turn ends with an EOS, a stop string, after `max_turn_length` tokens, or when 
 full. Its slot then waits until the environment has answered, while the other slots keep decoding.
 The turns that wait are answered together, once as many wait as the loop refills at once, or all do.
 The observation becomes the next tokens of the response. Its slot runs them one per step, like
-drawn tokens, into the slot's own cache; the policy's next turn follows.
+drawn tokens, into the slot's own cache; the policy's next turn follows. If it replaces the context,
+its first token is run at position 0 of the cache, and no later token reads what was run before.
 """
 
 import jax
 import jax.numpy as jnp
 
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.environment import Environment, address_dialogues
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.environment import address_dialogues, validate_contexts
 from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots
 
 
 def start_dialogues(
-    environment: Environment,
-    max_response_length: int,
-    keys_N: jax.Array,
-    rows_N: jax.Array,
-    samples_N: jax.Array,
+    options: SamplingOptions, keys_N: jax.Array, rows_N: jax.Array, samples_N: jax.Array
 ) -> Dialogues:
     """Return the dialogues before their first turn.
 
     Args:
-      environment: answers the turns.
-      max_response_length: T.
+      options: how to sample; with an environment.
       keys_N: one random key per sample.
       rows_N: int32, the row of the data that each sample's prompt is from.
       samples_N: int32, the samples' indices.
     """
+    assert options.environment is not None, "dialogues have an environment"
     N = len(keys_N)
-    T = max_response_length
+    T = options.max_response_length
     return Dialogues(
-        environment=environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
+        environment=options.environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
         turns=jnp.zeros(N, jnp.int32),
         turn_start=jnp.zeros(N, jnp.int32),
         waits=jnp.zeros(N, bool),
         is_action=jnp.zeros((N, T), bool),
         starts=jnp.zeros((N, T), bool),
         rewards=jnp.zeros((N, T)),
+        contexts=jnp.zeros((N, T), bool) if options.max_contexts > 1 else None,
     )
 
 
@@ -57,6 +56,27 @@ def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
     """Return which slots take the next token of an observation instead of drawing one, bool [B]."""
     assert state.dialogues is not None
     return state.slots.drawn < state.dialogues.turn_start[sample_B]
+
+
+def context_positions(
+    state: DecodeState, sample_B: jax.Array, positions_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the position of each slot's token in its context; whether it is the context's first.
+
+    Args:
+      state: with dialogues whose contexts may be replaced.
+      sample_B: the samples of the slots.
+      positions_B: the positions in the whole sequences.
+    """
+    assert state.dialogues is not None and state.dialogues.contexts is not None
+    columns_T = jnp.arange(state.responses.shape[1])
+    starts_BxT = state.dialogues.contexts[sample_B]
+    first_B = jnp.max(jnp.where(starts_BxT, columns_T, -1), axis=1)
+    # The last token that was drawn is run, in the column before the next one. If it is the last of
+    # the context before, what it writes to column 0 is replaced by the first of the new context.
+    in_context_B = jnp.maximum(state.slots.drawn - 1 - first_B, 0)
+    positions_B = jnp.where(first_B >= 0, in_context_B, positions_B)
+    return positions_B, (first_B >= 0) & (state.slots.drawn - 1 == first_B)
 
 
 def end_turns(
@@ -139,6 +159,14 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
     continues_B = waits_B & ~answers.done & (observed_B < T)
     if options.max_turns is not None:
         continues_B &= answered_B < options.max_turns
+    validate_contexts(answers, options.max_contexts)
+    contexts = dialogues.contexts
+    if contexts is not None:
+        assert answers.replaces is not None
+        is_last_B = contexts[sample_B].sum(1) + 1 == options.max_contexts
+        continues_B &= ~(answers.replaces & (is_last_B | (answers.lengths == 0)))
+        replaced_B = jnp.where(continues_B & answers.replaces, slots.sample, N)
+        contexts = contexts.at[replaced_B, slots.drawn].set(True, mode="drop")
 
     # Writes to sample N, which does not exist, are dropped.
     written_B = jnp.where(waits_B, slots.sample, N)
@@ -167,6 +195,7 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
             rewards=dialogues.rewards.at[written_B, slots.drawn - 1].set(
                 answers.rewards, mode="drop"
             ),
+            contexts=contexts,
         ),
     )
 

@@ -39,6 +39,8 @@ class SamplingOptions:
         response; `None`: a response is one turn.
       max_turns: turns of the policy after which a response ends; `None`: no limit.
       max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
+      max_contexts: contexts of a response, the prompt's included, after which it ends; 1: the
+        environment does not replace them.
       returns_routed_experts: the rollout holds the experts that each token passed through.
       returns_kept_tokens: the rollout holds the tokens among which each was drawn, and log-probs
         are of the distribution over these; not for a temperature of 0.
@@ -61,6 +63,7 @@ class SamplingOptions:
     environment: Environment | None = None
     max_turns: int | None = None
     max_turn_length: int | None = None
+    max_contexts: int = 1
     returns_routed_experts: bool = False
     returns_kept_tokens: bool = False
     replicas: int = 0

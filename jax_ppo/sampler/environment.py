@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.errors import UserError
+
 # Position under which an environment's random key is derived from its sample's; no token has it.
 _ENVIRONMENT_POSITION = 2**31 - 1
 
@@ -37,6 +39,8 @@ class Answers(NamedTuple):
       lengths: int32 [B], number of these tokens, 0..O.
       rewards: float32 [B], rewards of the turns.
       done: bool [B], whether the dialogue has ended; its observation is then not read.
+      replaces: bool [B], whether the observation replaces the context: what follows is drawn as if
+        nothing preceded it. An empty one cuts the dialogue off. `None` if none ever does.
     """
 
     state: Any
@@ -44,6 +48,7 @@ class Answers(NamedTuple):
     lengths: jax.Array
     rewards: jax.Array
     done: jax.Array
+    replaces: jax.Array | None = None
 
 
 class Environment(Protocol):
@@ -93,7 +98,8 @@ class PerDialogue:
         Args:
           reset: (row, key) -> the first state, a pytree of arrays.
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
-            dialogue has ended), where turn and observation are int32 [U] and int32 [O].
+            dialogue has ended), where turn and observation are int32 [U] and int32 [O]; possibly
+            with a sixth value, whether the observation replaces the context.
           observation_length: O.
           metrics: last state -> numbers by name.
         """
@@ -115,6 +121,7 @@ class PerDialogue:
             lengths=jnp.asarray(answers.lengths, jnp.int32),
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
+            replaces=None if answers.replaces is None else jnp.asarray(answers.replaces, bool),
         )
 
     def metrics(self, state: Any) -> dict[str, jax.Array]:
@@ -133,3 +140,18 @@ def address_dialogues(
     return DialogueAddresses(
         rows=rows_N, samples=samples_N, keys=derive(keys_N, _ENVIRONMENT_POSITION)
     )
+
+
+def validate_contexts(answers: Answers, max_contexts: int) -> None:
+    """Raise `UserError` if an environment's answers and the number of contexts do not fit."""
+    option = f"config.rollout.multi_turn.max_contexts={max_contexts}"
+    if answers.replaces is not None and max_contexts == 1:
+        raise UserError(
+            f"{option}: the environment's step returns whether the context is replaced; set it to "
+            "the most contexts of a dialogue"
+        )
+    if answers.replaces is None and max_contexts > 1:
+        raise UserError(
+            f"{option}: the environment's step does not return whether the context is replaced; "
+            "leave it at 1"
+        )

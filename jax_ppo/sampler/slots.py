@@ -70,6 +70,8 @@ class Dialogues(NamedTuple):
       is_action: bool [N, T], the response tokens that the policy chose.
       starts: bool [N, T], the first token of each turn.
       rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
+      contexts: bool [N, T], the first token of each context that replaced the one before; `None`
+        if the options allow one context.
     """
 
     environment: Any
@@ -79,6 +81,7 @@ class Dialogues(NamedTuple):
     is_action: jax.Array
     starts: jax.Array
     rewards: jax.Array
+    contexts: jax.Array | None = None
 
 
 class DecodeState(NamedTuple):

@@ -289,9 +289,9 @@ class Rows:
 
     Attributes:
       tokens: the decoder's input.
-      positions: position of each token in its sample's sequence.
-      segments: the sample that attention stays inside, or what tokens that samples share belong
-        to; -1 in empty places.
+      positions: position of each token in its sample's sequence, or in its context.
+      segments: the sample or context that attention stays inside, or what tokens that samples share
+        belong to; -1 in empty places.
       targets: the following token of the same sample, 0 where `mask` is False.
       samples: index of the sample, 0 in empty places.
       steps: index of the target in its response; any valid index if it is not a response token.
@@ -303,6 +303,8 @@ class Rows:
         `mask` is False; `None` if the sampler did not record them.
       prefixes: the segment of the shared tokens that each place reads as well; `None` if samples
         share none.
+      indices: position of each token in its sample's whole sequence, if its contexts were replaced;
+        `None` if these are the `positions`.
     """
 
     tokens: Int[Array, "R L"]
@@ -315,6 +317,7 @@ class Rows:
     routed_experts: UInt[Array, "R L layers k"] | None = None
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
     prefixes: Int[Array, "R L"] | None = None
+    indices: Int[Array, "R L"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -345,9 +348,18 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         prefixes = jnp.where(filled, prompts, -1)
         is_shared = packing.position < sequences.prompt_lengths[samples] - 1
         segments = jnp.where(filled & is_shared, prompts, segments)
+    positions, indices = packing.position, None
+    if sequences.context_starts is not None:
+        contexts, positions = _locate_contexts(sequences, sequences.context_starts, packing)
+        # Segments after those of samples and prompts. A later context reads no prompt.
+        later = filled & (contexts > 0)
+        segments = jnp.where(later, 2 * len(sequences.lengths) * contexts + samples, segments)
+        if prefixes is not None:
+            prefixes = jnp.where(later, segments, prefixes)
+        indices = packing.position
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
-        positions=packing.position,
+        positions=positions,
         segments=segments,
         targets=jnp.where(mask, next_tokens, 0),
         samples=samples,
@@ -356,7 +368,23 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         routed_experts=routed_experts,
         kept_tokens=kept_tokens,
         prefixes=prefixes,
+        indices=indices,
     )
+
+
+def _locate_contexts(
+    sequences: Sequences, starts_BxT: Bool[Array, "B T"], packing: Packing
+) -> tuple[Int[Array, "R L"], Int[Array, "R L"]]:
+    """Return the context of each place, 0 for the prompt's, and the position in it."""
+    columns_T = jnp.arange(starts_BxT.shape[1])
+    contexts_BxT = jnp.cumsum(starts_BxT, axis=1)
+    first_BxT = jax.lax.cummax(jnp.where(starts_BxT, columns_T, -1), axis=1)
+    samples = jnp.maximum(packing.sample, 0)
+    # The response's column of the token in each place; before it there is the prompt.
+    columns = packing.position - sequences.prompt_lengths[samples]
+    read = (samples, jnp.clip(columns, 0, len(columns_T) - 1))
+    contexts = jnp.where(columns < 0, 0, contexts_BxT[read])
+    return contexts, jnp.where(contexts > 0, columns - first_BxT[read], packing.position)
 
 
 def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:

@@ -13,6 +13,7 @@ from character_tokenizer import CharacterTokenizer
 from jax_ppo import json_server
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
+from jax_ppo.environments.protocol import NewContext
 from jax_ppo.environments.remote import KEY_VARIABLE
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
@@ -88,6 +89,12 @@ def answer(environment, rows, text, turn=0):
     state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
     turns = np.tile([*map(ord, text)], (len(rows), 1))
     return environment._answer(*state, turns, np.full(len(rows), len(text)))
+
+
+def test_info_names_a_new_context():
+    messages = [{"role": "user", "content": "so far"}]
+    reply = {"observation": {"text": ""}, "done": False, "info": {"new_context": messages}}
+    assert make("http://host")[0]._read_turn(reply)[0] == NewContext(tuple(messages))
 
 
 def observed(answers):

@@ -649,13 +649,25 @@ class Dice:
 """
 
 
+FORGETFUL = """
+
+class Forgetful(Dice):
+    def step(self, text):
+        observation, *others = super().step(text)
+        return (NewContext(f"so far {observation}") if self.turns == 2 else observation), *others
+"""
+
+
 @pytest.mark.exhaustive
 def test_dialogues_are_resumed_bit_equal(files, tmp_path):
-    """Also those sampled ahead, with an environment that draws random numbers on the host."""
-    (tmp_path / "dice.py").write_text(DICE)
+    """Also those sampled ahead, with chance on the host and contexts that are replaced."""
+    imports = "from jax_ppo.environments.protocol import NewContext\n"
+    (tmp_path / "dice.py").write_text(imports + DICE + FORGETFUL)
     options = (
         *SAMPLED_AHEAD,
-        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Forgetful",
+        "--config.rollout.multi_turn.max_contexts=2",
+        "--config.data.max_response_length=24",
         "--config.rollout.multi_turn.max_turn_length=3",
         "--config.trainer.save_freq=4",
     )
@@ -670,6 +682,7 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     rows = read_step_rows(tmp_path / "undisturbed")
     assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
+    assert all(float(row["rollout/contexts"]) == 2 for row in rows)
     # What the turns earned is part of the reward that is learned from.
     assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
 

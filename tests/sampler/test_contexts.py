@@ -1,0 +1,173 @@
+"""Dialogues whose contexts are replaced, against forward passes over one context at a time."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.protocol import NewContext
+from jax_ppo.errors import UserError
+from jax_ppo.ppo.forward_passes import join_sequences
+from jax_ppo.sampler.environment import PerDialogue
+from jax_ppo.training import forward, packing
+from jax_ppo.types import Example, Prompts
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
+
+T = 32
+LENGTHS = (5, 9, 1)
+HYBRID = dataclasses.replace(
+    ARCHITECTURE,
+    family="qwen3_5_text",
+    block="delta",
+    linear_layers=(True, False),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=4,
+    delta_value_dim=6,
+    delta_window=3,
+    output_gate=True,
+    qk_norm=True,
+    norm_plus_one=True,
+    qkv_bias=False,
+)
+
+
+def step(state, turn, length):
+    """Replace the context after every other turn, in row 2 at last by nothing."""
+    row, turns = state
+    observation = (turn.sum() + jnp.arange(3) * 5) % ARCHITECTURE.vocab_size
+    is_empty = (row == 2) & (turns == 3)
+    length = jnp.where(is_empty, 0, 2 + turns % 2)
+    return (row, turns + 1), observation, length, 1.0, False, turns % 2 == 1
+
+
+ENVIRONMENT = PerDialogue(lambda row, key: (row, jnp.int32(0)), step, observation_length=3)
+OPTIONS = {"max_response_length": T, "max_turn_length": 3, "slots": 2}
+
+
+def with_rows(prompts):
+    return Prompts(prompts.tokens, prompts.lengths, np.arange(len(prompts.lengths), dtype=np.int32))
+
+
+def contexts_of(rollout, row):
+    """Yield the tokens of each context of a sample, and the columns of its part of the response."""
+    prompt = rollout.prompts.tokens[row][: rollout.prompts.lengths[row]]
+    length = rollout.lengths[row]
+    (starts,) = np.nonzero(rollout.context_starts[row])
+    for begin, end in zip((0, *starts), (*starts, length), strict=True):
+        before = prompt if begin == 0 else prompt[:0]
+        yield np.concatenate([before, rollout.responses[row, begin:end]]), np.arange(begin, end)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [ARCHITECTURE, pytest.param(HYBRID, marks=pytest.mark.exhaustive)],
+    ids=lambda a: a.family,
+)
+def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(architecture):
+    actor = Actor(architecture)
+    rollout = actor.sample(
+        with_rows(make_prompts(LENGTHS)), environment=ENVIRONMENT, max_contexts=3, n=2, **OPTIONS
+    )
+    # A fourth context, or one without tokens, ends the dialogue instead.
+    assert rollout.context_starts.sum(1).tolist() == [2, 2, 2, 2, 1, 1]
+    assert rollout.turn_starts.sum(1).tolist() == [6, 6, 6, 6, 4, 4]
+    assert rollout.truncated.all() and (rollout.lengths < T).all()
+    assert not (rollout.context_starts & rollout.action_mask).any()
+    expected = np.zeros_like(rollout.logprobs)
+    for row in range(len(rollout.lengths)):
+        for tokens, columns in contexts_of(rollout, row):
+            padded = np.zeros((1, 16 + T), np.int32)
+            padded[0, : len(tokens)] = tokens
+            logprobs = np.asarray(jax.nn.log_softmax(actor.logits(padded)[0]))
+            # The context's part of the response is at its end.
+            targets = np.arange(len(tokens) - len(columns), len(tokens))
+            expected[row, columns] = logprobs[targets - 1, tokens[targets]]
+    expected *= rollout.action_mask
+    np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-4)
+
+    sequences = join_sequences(rollout, 16 + T)
+    prompt_lengths = np.asarray(sequences.prompt_lengths)
+    lengths = prompt_lengths + rollout.lengths
+    shared = packing.SharedPrompts(prompt_lengths, 2, 1)
+    for sharing in (None, shared) if architecture is ARCHITECTURE else (None,):
+        plan, _ = packing.plan_packing(lengths, [range(len(lengths))], 6, 64, shared=sharing)
+        trained = run_rows(actor, sequences, jax.tree.map(lambda x: x[0, 0], plan))
+        np.testing.assert_allclose(trained, expected, atol=2e-4)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_rows(actor, sequences, plan):
+    """Return the log-probs of the actions by the forward pass of training, [B, T]."""
+    rows = packing.gather_rows(sequences, plan)
+    hidden = forward.hidden_states(actor.scored, actor.stacked, rows)
+    logprobs, _ = forward.token_logprobs(actor.scored, actor.stacked, hidden, rows, 1.0)
+    return packing.to_samples(logprobs, rows, jnp.zeros(sequences.action_mask.shape))
+
+
+def test_contexts_that_the_options_do_not_expect_are_refused(actor):
+    one_context = PerDialogue(ENVIRONMENT._reset, lambda *a: step(*a)[:-1], observation_length=3)
+    for environment, contexts, message in (
+        (ENVIRONMENT, 1, "max_contexts=1: the environment's step returns whether"),
+        (one_context, 2, "max_contexts=2: the environment's step does not return whether"),
+    ):
+        with pytest.raises(UserError, match=message):
+            actor.sample(
+                with_rows(make_prompts(LENGTHS)),
+                environment=environment,
+                max_contexts=contexts,
+                **OPTIONS,
+            )
+
+
+class Letters:
+    """A tokenizer of texts and chats whose tokens are characters."""
+
+    eos_token_id = None
+    chat_template = "a template"
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return ["".join(map(chr, row)) for row in rows]
+
+    def encode(self, text, add_special_tokens, verbose):
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, tools):
+        return "".join(f"{m['role'][0]}{m['content']}" for m in messages) + "a"
+
+
+@pytest.mark.parametrize(
+    ("context", "max_contexts", "tokens", "message"),
+    [
+        (NewContext("so far"), 2, "so far", ""),
+        (NewContext(({"role": "user", "content": "sum"},)), 2, "usuma", ""),
+        (NewContext("far too long"), 2, "", "new context has 12 tokens; expected 1 to config."),
+        (NewContext(""), 2, "", "the new context has 0 tokens; expected 1 to config."),
+        (NewContext(({"role": "user"},)), 2, "", "expected text, or a tuple of messages"),
+        (NewContext("so far"), 1, "", "Summary replaces the context, and config."),
+    ],
+)
+def test_new_contexts_of_host_environments(context, max_contexts, tokens, message, caplog):
+    class Summary:
+        def reset(self, example, seed):
+            pass
+
+        def step(self, text):
+            return context, 0.5, False
+
+    environment = HostEnvironment(
+        Summary, Letters(), [Example("4", "mine")], 8, 60.0, max_contexts=max_contexts
+    )
+    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    answers = environment._answer(*one, np.array([[65]]), np.array([1]))
+    assert "".join(map(chr, answers[0][0, : answers[1][0]])) == tokens
+    assert answers[3].tolist() == [not tokens] and message in caplog.text
+    if max_contexts == 1:
+        with pytest.raises(UserError, match="max_contexts=1; set it to the most contexts"):
+            environment.raise_if_all_failed()
+    else:
+        assert answers[4].tolist() == [bool(tokens)]
