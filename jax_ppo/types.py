@@ -103,6 +103,8 @@ class Rollout:
       kept_tokens: the tokens among which each one was drawn, a bit for each of the vocabulary, as
         `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
         over these. `None` unless the sampling options request it.
+      versions: the step that began with the weights that drew each token; 0 past the length. `None`
+        unless responses continue under newer weights.
     """
 
     prompts: Prompts
@@ -118,6 +120,7 @@ class Rollout:
     environment_metrics: dict[str, Float32[Array, " B"]] | None = None
     routed_experts: UInt[Array, "B S layers k"] | None = None
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
+    versions: Int32[Array, "B T"] | None = None
 
 
 @pytree

@@ -356,6 +356,38 @@ def require_what_the_estimator_compares(
                 )
 
 
+def require_responses_that_continue(value_of: Callable[[str], object]) -> None:
+    """Raise `UserError` for what responses that continue from step to step cannot have.
+
+    Args:
+      value_of: returns the value of an option by its name.
+    """
+    setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
+    length = value_of("rollout.stage_length")
+    longest = value_of("data.max_response_length")
+    assert isinstance(longest, int)
+    if not isinstance(length, int) or length >= longest:
+        raise UserError(
+            f"config.rollout.stage_length={length}: expected the tokens that are drawn at a time "
+            f"with {setting}, fewer than config.data.max_response_length={longest}, such as "
+            f"{max(1, longest // 8)}"
+        )
+    expected = {
+        "rollout.engine": "built-in",
+        "rollout.mesh.model": None,
+        "rollout.exact_filters": False,
+        "rollout.multi_turn.environment": "",
+        "actor.router_replay.mode": "disabled",
+        "mesh.virtual_replicas": 0,
+    }
+    for name, value in expected.items():
+        if (given := value_of(name)) != value:
+            raise UserError(
+                f"config.{name}={given!r}: expected {value!r} with {setting}, whose responses "
+                "continue from step to step; or set config.rollout.max_staleness to 0 or 1"
+            )
+
+
 def require_responses_to_rank(
     options: Evaluate, sampling: Sampling, estimator: str, reward: Reward
 ) -> None:

@@ -104,8 +104,7 @@ WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollo
 HAS_LOCAL_DIR = Condition(lambda c: bool(c.trainer.local_dir), "`trainer.local_dir` is set")
 SAMPLES_WITHIN_STEP = Requirement(lambda c: c.rollout.max_staleness == 0,
     "`rollout.max_staleness` is 0",
-    "the states in it do not include the batch that config.rollout.max_staleness=1 samples "
-    "ahead")
+    "the states in it do not include what config.rollout.max_staleness samples for later steps")
 HAS_ROLLOUT_MESH = Requirement(lambda c: c.rollout.mesh.model is not None,
     "`rollout.mesh.model` is set",
     "decoding uses config.mesh; set config.rollout.mesh.model")
@@ -153,7 +152,7 @@ KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.t
     "`algorithm.kl_ctrl.type` is adaptive")
 HAS_IMPORTANCE_WEIGHTS = Requirement(lambda c: c.algorithm.rollout_is != "none",
     "`algorithm.rollout_is` is token or sequence",
-    "the sampling weights are one step older than the weights that are trained; set "
+    "the sampling weights are older than the weights that are trained; set "
     "config.algorithm.rollout_is to 'token' or 'sequence'")
 HAS_REWARD_FUNCTION = Requirement(lambda c: bool(c.reward.function or c.reward.terms),
     "`reward.function` or `reward.terms` is set",
@@ -898,8 +897,11 @@ class RolloutOptions(Sampling):
         choices=("auto", "always", "never"), read_by=PPO)
     max_staleness: int = option(0,
         "updates by which sampling weights may be older than those that are trained: 0, sample "
-        "within each step; 1, sample the next batch while this one is scored",
-        unit="steps", at_least=0, at_most=1, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
+        "within each step; 1, sample the next batch while this one is scored; more, partial "
+        "rollouts: a step draws rollout.stage_length tokens at a time of the responses to twice "
+        "its prompts until enough are complete, and the others continue under newer weights for "
+        "at most this many steps",
+        unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
         unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)

@@ -70,6 +70,8 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     rules.require_several_responses_to_compare(config.algorithm, rollout)
     rules.require_what_the_estimator_compares(config.algorithm, config.reward, rollout)
     rules.require_kept_responses_to_be_sampled(rollout)
+    if rollout.max_staleness > 1:
+        rules.require_responses_that_continue(functools.partial(option_value, config))
     rules.require_overlong_buffer_within_response(config.reward, data.max_response_length)
     rules.require_known_lora_targets(lora)
     rules.require_lora_path_alone(lora)

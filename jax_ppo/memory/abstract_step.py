@@ -22,6 +22,7 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import StepPrograms
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.ppo.step_parts import StepOptions
@@ -125,6 +126,8 @@ class AbstractStep:
         """Return the number of samples in the queue of each shard of rows."""
         prompts = self.prompts.tokens.shape[0]
         samples_per_prompt = self.programs.samples // prompts
+        if self.programs.options.max_staleness > 1:
+            prompts *= BATCHES_IN_POOL
         return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
 
     @property
@@ -220,7 +223,13 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
         decoding_weights=shape_decoding_weights(
             rollout_mesh, nets.actor, policy_params(nets, state)
         ),
-        caches=queue_cache_shapes(config.data, nets.actor, rollout_mesh, programs.sampling),
+        caches=queue_cache_shapes(
+            config.data,
+            nets.actor,
+            rollout_mesh,
+            programs.sampling,
+            continues=config.rollout.max_staleness > 1,
+        ),
         # Forbidden strings are found with a tokenizer, which a plan does not have.
         constrains_logits=bool(config.rollout.bad_words) or constrains_logits(programs.sampling),
         least=PPOMemory(config, nets, mesh).measure(),

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Data
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
@@ -41,14 +42,18 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
         return FALLBACK_SLOTS
     least = run.measure()
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
-    queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
+    prompts = config.data.train_batch_size
+    continues = config.rollout.max_staleness > 1
+    if continues:
+        prompts *= BATCHES_IN_POOL
+    queue = meshes.rows_per_shard(rollout_mesh, prompts) * config.rollout.n
     # The previous step's record stays until that step is reported.
     longest = config.data.max_prompt_length
     resident += 2 * record_bytes(actor.architecture, sampling, queue, longest)
 
     def slot_bytes(slots: int) -> int:
         options = dataclasses.replace(sampling, slots=slots)
-        return _slot_bytes(config.data, actor, rollout_mesh, options)
+        return _slot_bytes(config.data, actor, rollout_mesh, options, continues)
 
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)
@@ -64,12 +69,30 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
 
 
 def queue_cache_shapes(
-    data: Data, actor: Transformer, rollout_mesh: Mesh, sampling: SamplingOptions
+    data: Data,
+    actor: Transformer,
+    rollout_mesh: Mesh,
+    sampling: SamplingOptions,
+    continues: bool = False,
 ) -> Any:
-    """Return the shapes of the caches of one queue of prompts, for each stage."""
-    count = meshes.rows_per_shard(rollout_mesh, data.train_batch_size)
+    """Return the shapes of the caches of one queue of prompts, for each stage.
+
+    Args:
+      data: the section of the config.
+      actor: the actor's model.
+      rollout_mesh: the mesh to decode on.
+      sampling: how to sample.
+      continues: whether responses continue from step to step (`rollout.max_staleness` above 1).
+    """
+    count, width = data.train_batch_size, data.max_prompt_length
+    if continues:
+        # Each sample has its own prompt, of all tokens of prompt and response but the last.
+        count *= BATCHES_IN_POOL * sampling.n
+        width += data.max_response_length - 1
+        sampling = dataclasses.replace(sampling, n=1, stage_length=None, max_response_length=1)
+    count = meshes.rows_per_shard(rollout_mesh, count)
     prompts = Prompts(
-        tokens=jax.ShapeDtypeStruct((count, data.max_prompt_length), jnp.int32),
+        tokens=jax.ShapeDtypeStruct((count, width), jnp.int32),
         lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
     )
     model = actor.clone(unrolled=True, remat=False)
@@ -79,11 +102,15 @@ def queue_cache_shapes(
 
 
 def _slot_bytes(
-    data: Data, actor: Transformer, rollout_mesh: Mesh, sampling: SamplingOptions
+    data: Data,
+    actor: Transformer,
+    rollout_mesh: Mesh,
+    sampling: SamplingOptions,
+    continues: bool,
 ) -> int:
     """Return the bytes per device of the cache and the logits of one queue's slots."""
     assert sampling.slots is not None
-    stages = queue_cache_shapes(data, actor, rollout_mesh, sampling)
+    stages = queue_cache_shapes(data, actor, rollout_mesh, sampling, continues)
     cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
     # Drawing a token sorts or masks a second copy of the float32 logits.
     arrays = 2

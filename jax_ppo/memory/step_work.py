@@ -17,6 +17,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import StepProgram, planned_programs
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes
@@ -248,16 +249,26 @@ def _sample(step: AbstractStep) -> PhaseWork:
     num_prompts, prompt = step.prompts.tokens.shape
     samples = step.programs.samples
     weights = bytes_per_device(step.decoding_weights)
-    limits = stage_limits(step.programs.sampling)
+    sampling = step.programs.sampling
+    limits = stage_limits(sampling)
+    queue = step.queue
+    continues = step.programs.options.max_staleness > 1
+    if continues:
+        assert sampling.stage_length is not None
+        longest = sampling.max_response_length
+        limits = (*range(sampling.stage_length, longest, sampling.stage_length), longest)
+        queue //= BATCHES_IN_POOL  # what one batch of prompts takes, in whichever steps
     role = step.role("actor")
     total = PhaseWork()
     start = 0
     for limit in limits:
         # Later stages process the tokens drawn in earlier ones again, for each sample.
-        prompts = num_prompts if start == 0 else samples
+        prompts = num_prompts if start == 0 and not continues else samples
         prefilled = np.full(prompts, prompt + start)
         width = max(1, step.slots * (prompt + limits[0]) // (prompt + limit))
-        steps = (limit - start) * -(-step.queue // width)
+        if continues:
+            width = min(step.slots, queue)
+        steps = (limit - start) * -(-queue // width)
         whole = np.full(samples, prompt + limit)
         flops = count_forward_flops(architecture, prefilled)
         flops += count_forward_flops(architecture, whole, samples * (limit - start))

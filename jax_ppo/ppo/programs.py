@@ -14,6 +14,7 @@ from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
+from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
 from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
@@ -136,7 +137,16 @@ def compile_programs(
       rollout: responses to the prompts that are given; `None` if they are sampled.
     """
     shapes = StepShapes(state, packed, rollout)
-    if rollout is None:
+    if rollout is None and step.options.max_staleness > 1:
+        shapes.rollout = yield from compile_partial_sampling(
+            step.options,
+            step.mesh,
+            step.engine,
+            policy_params(step.nets, state),
+            key,
+            step.sampling,
+        )
+    elif rollout is None:
         params = policy_params(step.nets, state)
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)

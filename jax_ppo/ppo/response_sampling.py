@@ -401,7 +401,7 @@ def _as_batch(
         position=position,
         rule_rewards=rewards,
         metrics=metrics,
-        addresses=selected.addresses,
+        addresses=dict(zip(("draw", "sample"), selected.addresses.T, strict=True)),
     )
 
 

@@ -15,6 +15,7 @@ from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
+from jax_ppo.ppo.partial_rollouts import sample_partial_batch
 from jax_ppo.ppo.response_sampling import (
     observe_solve_rates,
     sample_batch,
@@ -22,7 +23,13 @@ from jax_ppo.ppo.response_sampling import (
     take_given_batch,
 )
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
-from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
+from jax_ppo.ppo.step_parts import (
+    ResponsePool,
+    SampledBatch,
+    StepObserver,
+    StepParts,
+    TrainingBatches,
+)
 from jax_ppo.ppo.update import update_state
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.training.state import TrainState
@@ -34,7 +41,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      next_sampled: the samples of the next step, with `rollout.max_staleness`; `None` otherwise.
+      next_sampled: with `rollout.max_staleness` the samples of the next step, or those that it
+        continues; `None` otherwise.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
@@ -43,7 +51,7 @@ class StepResult(NamedTuple):
     """
 
     sampled: SampledBatch
-    next_sampled: SampledBatch | None
+    next_sampled: SampledBatch | ResponsePool | None
     packed: RolloutPacking
     experience: Experience
     rule_rewards: RuleRewards
@@ -56,7 +64,7 @@ def take_step(
     state: TrainState,
     batches: TrainingBatches,
     step: int,
-    sampled: SampledBatch | None,
+    sampled: SampledBatch | ResponsePool | None,
     observer: StepObserver,
 ) -> tuple[TrainState, StepResult]:
     """Take one step.
@@ -66,7 +74,8 @@ def take_step(
       state: the train state; donated.
       batches: yields the prompts.
       step: the step, from 0.
-      sampled: the samples of this step if the previous step drew them; `None` to draw them now.
+      sampled: the samples of this step if the previous step drew them, or began to; `None` to draw
+        them now.
       observer: times the phases, and writes pending reports.
 
     Returns:
@@ -76,8 +85,12 @@ def take_step(
     nets = parts.nets
 
     # 1. Sample responses.
-    if sampled is None:
+    if options.max_staleness > 1:
+        assert not isinstance(sampled, SampledBatch), "its responses continue from step to step"
+        sampled = sample_partial_batch(parts, state, batches, step, observer, sampled)
+    elif sampled is None:
         sampled = sample_responses(parts, state, batches, step, observer)
+    assert isinstance(sampled, SampledBatch)
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
@@ -89,10 +102,10 @@ def take_step(
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
     # Sample the next step with the weights from before this step's update. The options rule out
     # that rewards select the samples of such a run.
-    next_sampled = None
-    if options.max_staleness and step + 1 < parts.total_steps:
-        next_sampled = sample_batch(parts, state, batches, step + 1, observer)
-        next_sampled = next_sampled._replace(weights_step=step)
+    next_sampled: SampledBatch | ResponsePool | None = sampled.pool
+    if options.max_staleness == 1 and step + 1 < parts.total_steps:
+        ahead = sample_batch(parts, state, batches, step + 1, observer)
+        next_sampled = ahead._replace(weights_step=step)
     observer.flush()  # does nothing if `sample_batch` has just flushed
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.

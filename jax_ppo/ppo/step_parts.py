@@ -19,6 +19,7 @@ from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
 from jax_ppo.ppo.update import UpdateOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.random_streams import SampleKeys
@@ -153,6 +154,26 @@ class StepObserver(Protocol):
         """Write what is pending; called where the mesh works and the host has time."""
 
 
+class ResponsePool(NamedTuple):
+    """Prompts whose responses continue from step to step (`partial_rollouts.py`).
+
+    Attributes:
+      rollout: the responses so far to all prompts, n to each, on the mesh.
+      draws: the states of their draws.
+      prompts: int [prompts, 3]: the row of the data, the number of the batch that the prompt came
+        with, -1 if it has left the pool, and its first sample's index in that batch.
+    """
+
+    rollout: Rollout
+    draws: DrawStates
+    prompts: np.ndarray
+
+    @property
+    def batches(self) -> np.ndarray:
+        """Return the number of the batch that each prompt came with, -1 where it has left."""
+        return self.prompts[:, 1]
+
+
 class SampledBatch(NamedTuple):
     """Prompts with their responses, which may still be being sampled.
 
@@ -162,11 +183,12 @@ class SampledBatch(NamedTuple):
       position: training examples consumed with this batch.
       rule_rewards: the rewards of the rules, if they are known already.
       metrics: how the samples were selected.
-      addresses: int [B, 2], for each sample the draw of the step that it came from, and its row in
-        that draw; `None` if the step has a single draw.
+      addresses: int [B] each, what identifies the samples' random numbers by name, such as the
+        "draw" of the step and the "sample" in it; `None` if the step has a single draw.
       greedy: a greedy response to each prompt, if the advantage estimator compares with it.
       weights_step: the step that began with the weights that sampled the responses; `None` if these
-        are given.
+        are given, or if `rollout.versions` says it.
+      pool: what the next step continues, if responses continue from step to step.
     """
 
     batch: PromptBatch
@@ -174,6 +196,7 @@ class SampledBatch(NamedTuple):
     position: int
     rule_rewards: RuleRewards | None = None
     metrics: Mapping[str, float] = {}
-    addresses: np.ndarray | None = None
+    addresses: Mapping[str, np.ndarray] | None = None
     greedy: Rollout | None = None
     weights_step: int | None = None
+    pool: ResponsePool | None = None

@@ -19,11 +19,12 @@ from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import StepPrograms, compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step
-from jax_ppo.ppo.step_parts import SampledBatch, TrainingBatches
+from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import set_up_run
@@ -34,8 +35,9 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.sample_metrics import measure_sampling
 from jax_ppo.run.sample_records import StepSamples
-from jax_ppo.runtime import compilation, distributed, sharding
+from jax_ppo.runtime import compilation, distributed, placement, sharding
 from jax_ppo.sampler import engine
+from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
@@ -45,7 +47,9 @@ from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.training.step_hashes import hash_quantities
 from jax_ppo.types import Prompts, Rollout
 
-ROLLOUT = "rollout"  # a checkpoint's tree of what was sampled one step ahead
+# A checkpoint's trees of what was sampled one step ahead, and of responses that will continue.
+ROLLOUT = "rollout"
+POOL = "pool"
 
 
 def train(
@@ -89,7 +93,8 @@ class PPOTraining:
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
-        self._sampled_ahead: SampledBatch | None = None  # the next step's, if sampled already
+        # The next step's samples, or those that it continues.
+        self._sampled_ahead: SampledBatch | ResponsePool | None = None
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training prompts ("data") and of the frozen models."""
@@ -166,7 +171,9 @@ class PPOTraining:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
         # A run that samples ahead had sampled the next batch when it was saved.
-        self._sampled_ahead = restore_sampled_batch(run, checkpoints, progress, self._batches)
+        self._sampled_ahead = restore_pool(run, checkpoints, progress) or restore_sampled_batch(
+            run, checkpoints, progress, self._batches
+        )
         self.position = progress.position
         return state
 
@@ -195,9 +202,11 @@ class PPOTraining:
         return {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean}
 
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
-        """Return what training changes, and the rollout that was sampled one step ahead."""
+        """Return what training changes, and what has been sampled for later steps."""
         trees = trained_trees(state)
-        if self._sampled_ahead is not None:
+        if isinstance(self._sampled_ahead, ResponsePool):
+            trees[POOL] = pool_arrays(self._sampled_ahead, self.mesh)
+        elif self._sampled_ahead is not None:
             trees[ROLLOUT] = rollout_arrays(self._sampled_ahead.rollout)
         return trees
 
@@ -229,6 +238,7 @@ def report_step(
         result.rewards,
         rule_rewards.steps,
         responses_per_prompt=run.config.responses_per_prompt,
+        step=step,
     )
     reporter.report_later(
         step,
@@ -282,7 +292,7 @@ def restore_sampled_batch(
     """
     config = run.config
     step = progress.step
-    if not (step and config.rollout.max_staleness):
+    if not (step and config.rollout.max_staleness == 1):
         return None
     if not progress.position:
         return None  # changed data have reset the position: the rollout's prompts are gone
@@ -318,6 +328,60 @@ def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
     arrays = {name: value for name, value in vars(rollout).items() if value is not None}
     prompts = {name: value for name, value in vars(rollout.prompts).items() if value is not None}
     return {**arrays, "prompts": prompts}
+
+
+def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
+    """Return a pool as the tree of arrays that a checkpoint holds."""
+    return {
+        "rollout": rollout_arrays(pool.rollout),
+        "draws": pool.draws._asdict(),
+        "prompts": placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh)),
+    }
+
+
+def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> ResponsePool | None:
+    """Return the responses that a run was to continue when it was saved.
+
+    Returns:
+      The pool; `None` if the checkpoint holds none, or one that does not fit this run. Then a line
+      says that its prompts are skipped.
+    """
+    config = run.config
+    saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
+    if saved is None:
+        return None
+    prompts, _ = saved["prompts"].shape
+    samples = BATCHES_IN_POOL * config.data.train_batch_size * config.rollout.n
+    shapes = (
+        (samples, config.data.max_response_length),
+        (samples, run.training.max_prompt_length),
+    )
+    saved_rollout = saved["rollout"]
+    saved_shapes = (saved_rollout["responses"].shape, saved_rollout["prompts"]["tokens"].shape)
+    fits = prompts * config.rollout.n == samples and saved_shapes == shapes
+    # Changed data have reset the position.
+    if config.rollout.max_staleness < 2 or not progress.position or not fits:
+        console.print_on_main(
+            f"the checkpoint's unfinished responses to {prompts // BATCHES_IN_POOL} prompts do not "
+            "fit this run's data and options; these prompts are skipped"
+        )
+        return None
+    layouts = {"prompts": sharding.replicated(run.mesh)}
+    rows = sharding.batch_rows(run.mesh, samples)
+
+    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+        layout = layouts.get(jax.tree_util.keystr(path, simple=True), rows)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    arrays = checkpoints.restore_item(
+        progress.step, POOL, jax.tree_util.tree_map_with_path(shape, saved)
+    )
+    rollout = arrays["rollout"]
+    return ResponsePool(
+        rollout=Rollout(prompts=Prompts(**rollout.pop("prompts")), **rollout),
+        draws=DrawStates(**arrays["draws"]),
+        prompts=placement.to_host(arrays["prompts"]),
+    )
 
 
 def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:

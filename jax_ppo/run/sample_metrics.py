@@ -19,6 +19,7 @@ def measure_sampling(
     steps_BxT: jax.Array | None,
     *,
     responses_per_prompt: int,
+    step: int,
 ) -> dict[str, jax.Array]:
     """Return metrics of the sampled responses, scalars on the mesh.
 
@@ -29,6 +30,8 @@ def measure_sampling(
     - the share of slot-steps that drew a token, if the engine counts them;
     - with an environment, the turns of a response, the share of tokens that are observations, and
       what the turns earned;
+    - with responses that continue from step to step, by how many updates the weights that drew a
+      token are older than the trained ones, and the share of responses with such tokens;
     - with several responses per prompt, the shares of responses that repeat another one to the same
       prompt, and of prompts whose responses all earned the same.
 
@@ -38,6 +41,7 @@ def measure_sampling(
       rewards_B: the rewards of whole responses.
       steps_BxT: the rewards within them, if there are any.
       responses_per_prompt: their number.
+      step: the step, from 0.
     """
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
@@ -52,6 +56,8 @@ def measure_sampling(
         metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
     if rollout.turn_rewards is not None:
         metrics |= _measure_turns(rollout, rollout.turn_rewards)
+    if rollout.versions is not None:
+        metrics |= _measure_staleness(rollout.action_mask, step - rollout.versions)
     if responses_per_prompt > 1:
         if steps_BxT is not None:
             rewards_B = rewards_B + steps_BxT.sum(1)
@@ -73,6 +79,16 @@ def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, j
     if rollout.context_starts is not None:
         metrics["rollout/contexts"] = 1 + rollout.context_starts.sum(1).mean()
     return metrics
+
+
+def _measure_staleness(actions_BxT: jax.Array, ages_BxT: jax.Array) -> dict[str, jax.Array]:
+    """Return the metrics of the ages of tokens, in steps."""
+    ages_BxT = jnp.where(actions_BxT, ages_BxT, 0)
+    return {
+        "rollout/staleness": ages_BxT.sum() / actions_BxT.sum(),
+        "rollout/staleness_max": ages_BxT.max(),
+        "rollout/continued_share": (ages_BxT > 0).any(1).mean(dtype=jnp.float32),
+    }
 
 
 def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:

@@ -92,8 +92,7 @@ def describe_step(
             if not np.isnan(values[row, :length]).all():  # log-probs of a given response
                 record[name] = _rounded(values[row, :length])
         if addresses is not None:
-            draw, sample = addresses[row].tolist()
-            record["address"] |= {"draw": draw, "sample": sample}
+            record["address"] |= {name: int(values[row]) for name, values in addresses.items()}
     return records
 
 

@@ -1,15 +1,18 @@
 """The built-in rollout engine: the decode loop of `generate.py` on the run's own mesh."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Generator
 
 import jax
+import jax.numpy as jnp
 
 from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import ROLLOUT_ENGINES
-from jax_ppo.runtime import compilation
+from jax_ppo.runtime import compilation, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
+from jax_ppo.sampler.continuation import Continuation, DrawStates
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
@@ -44,6 +47,7 @@ class BuiltInEngine:
           actor: the policy's model, as it is trained.
           params: shapes of the tree that `update_weights` will get.
         """
+        self._mesh = mesh
         # The actor's model in the form that decodes: layers unrolled, with a cache.
         self._model = Transformer(
             actor.architecture,
@@ -55,6 +59,7 @@ class BuiltInEngine:
         )
         self._prepare_weights = WeightPreparation(mesh, actor, params)
         self._samplers: dict[SamplingOptions, Sampler] = {}
+        self._continuations: dict[SamplingOptions, Continuation] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None
 
@@ -76,6 +81,27 @@ class BuiltInEngine:
         if self._weights is None:
             raise RuntimeError("generate was called before update_weights")
         return self._sampler(options)(self._weights, prompts, key, first_sample_index)
+
+    def continue_responses(
+        self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
+    ) -> tuple[Rollout, DrawStates, jax.Array]:
+        """Dispatch `continue_responses` with the weights of the last update.
+
+        Args:
+          rollout: the responses so far, as returned here or by `begin_responses`.
+          draws: the states of their draws.
+          version: int32, the step that began with these weights.
+          options: how to sample.
+
+        Returns:
+          (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
+        """
+        if self._weights is None:
+            raise RuntimeError("continue_responses was called before update_weights")
+        program = self._continuation(options).program
+        continued, draws = program(self._weights, rollout, draws, version)
+        assert continued.slot_steps is not None
+        return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
@@ -99,6 +125,25 @@ class BuiltInEngine:
         if len(parts) == 1:
             return parts[0]
         return compilation.compile_ahead(concatenate_rollouts, parts)
+
+    def precompile_continuation(
+        self, params: Params, rollout: Rollout, draws: DrawStates, options: SamplingOptions
+    ) -> Generator[str, None, Rollout]:
+        """Compile the resharding and `continue_responses`, as `precompile` does."""
+        weights = self._prepare_weights.compile(params)
+        yield "prepare_weights"
+        version = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self._mesh))
+        program = self._continuation(options).program
+        continued, _ = compilation.compile_ahead(program, weights, rollout, draws, version)
+        yield "sample"
+        return dataclasses.replace(continued, slot_steps=None)
+
+    def _continuation(self, options: SamplingOptions) -> Continuation:
+        """Return the continuation of these options, the same one to every caller."""
+        with self._lock:
+            if options not in self._continuations:
+                self._continuations[options] = Continuation(self._model, options, split_rows)
+            return self._continuations[options]
 
     def _sampler(self, options: SamplingOptions) -> Sampler:
         """Return the sampler of these options, the same one to every caller."""

@@ -137,7 +137,7 @@ def _first_state(
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, up to its limit."""
-    widths = slot_widths(job.width, job.limit - job.start)
+    widths = slot_widths(job.width, job.span)
     # The first loop empties the queue; the narrower ones only finish what is left.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:
@@ -245,7 +245,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     # An idle slot computes for the last sample; its results are dropped.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
     # The prompt includes the tokens that earlier stages have drawn; count only this stage's.
-    stage_drawn_B = slots.drawn - job.start
+    stage_drawn_B = slots.drawn - job.start_of(sample_B)
     positions_B = jnp.where(
         busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
     )
@@ -288,7 +288,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         finishes_B |= stop_B == options.stop.found_state
     if options.forbidden is not None:
         forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
-    ended_B = finishes_B | (drawn_B == job.limit)
+    ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
     recorded = state._replace(
         slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
         responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),

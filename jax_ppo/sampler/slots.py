@@ -133,8 +133,12 @@ class DecodeJob:
       keys_N: one random key per sample.
       group: G, prompts prefilled together.
       width: B, the number of slots at first.
-      start: tokens of each response that have been drawn and are part of its prompt.
-      limit: tokens of a response at which a sample leaves its slot, even if it has not ended.
+      start: tokens of each response that have been drawn and are part of its prompt: one number,
+        or int32 [N] where responses continue.
+      limit: tokens of a response at which a sample leaves its slot, even if it has not ended: one
+        number, or int32 [N].
+      span: the most tokens that a slot draws of a response.
+      columns: columns of a slot's cache.
       count: samples to decode; those from this one on are left alone.
       any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
         with this one's.
@@ -147,8 +151,10 @@ class DecodeJob:
     keys_N: jax.Array
     group: int
     width: int
-    start: int
-    limit: int
+    start: int | jax.Array
+    limit: int | jax.Array
+    span: int
+    columns: int
     count: int | jax.Array
     any_shard: Callable[[jax.Array], jax.Array]
 
@@ -156,6 +162,14 @@ class DecodeJob:
     def samples(self) -> int:
         """Return N, the number of samples."""
         return len(self.keys_N)
+
+    def start_of(self, samples: jax.Array) -> int | jax.Array:
+        """Return `start` of these samples."""
+        return self.start if isinstance(self.start, int) else self.start[samples]
+
+    def limit_of(self, samples: jax.Array) -> int | jax.Array:
+        """Return `limit` of these samples."""
+        return self.limit if isinstance(self.limit, int) else self.limit[samples]
 
     @property
     def refill(self) -> int:
@@ -171,8 +185,8 @@ def plan_job(
     keys_N: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
     *,
-    start: int = 0,
-    limit: int | None = None,
+    start: int | jax.Array = 0,
+    limit: int | jax.Array | None = None,
     count: int | jax.Array | None = None,
 ) -> DecodeJob:
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
@@ -185,7 +199,8 @@ def plan_job(
       keys_N: one random key per sample.
       any_shard: see `DecodeJob`.
       start: see `DecodeJob`.
-      limit: see `DecodeJob`; `None` is T.
+      limit: see `DecodeJob`; `None` is T. Where it is an array, `options.stage_length` is the most
+        tokens that a slot draws, and prompts have the room of all tokens but the last.
       count: see `DecodeJob`; `None` is all samples.
     """
     rows, P = prompts.tokens.shape
@@ -203,6 +218,13 @@ def plan_job(
         limit = options.max_response_length
     if count is None:
         count = len(keys_N)
+    if isinstance(start, int) and isinstance(limit, int):
+        span = limit - start
+        columns = P + span
+    else:
+        assert options.stage_length is not None, "samples that continue draw so many tokens"
+        span = options.stage_length
+        columns = P + 1
     return DecodeJob(
         model=model,
         options=options,
@@ -213,6 +235,8 @@ def plan_job(
         width=width,
         start=start,
         limit=limit,
+        span=span,
+        columns=columns,
         count=count,
         any_shard=any_shard,
     )
@@ -254,7 +278,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, P + job.limit - job.start, slot_cache()),
+            cache=cache(B, job.columns, slot_cache()),
         ),
         entered=jnp.int32(0),
         prefilled=jnp.int32(0),
@@ -361,7 +385,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     filled = Slots(
         sample=put(slots.sample, sample_g),
-        drawn=put(slots.drawn, job.start),
+        drawn=put(slots.drawn, job.start_of(sample_g)),
         token=put(slots.token, last_g),
         cache=cache,
     )

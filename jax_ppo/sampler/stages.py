@@ -50,7 +50,11 @@ def stage_limits(options: SamplingOptions) -> tuple[int, ...]:
 
 
 def plan_next_stage(
-    first: DecodeJob, prompts: Prompts, state: DecodeState, start: int, limit: int
+    first: DecodeJob,
+    prompts: Prompts,
+    state: DecodeState,
+    start: int | jax.Array,
+    limit: int | jax.Array,
 ) -> Stage:
     """Return the stage that continues the samples that have not ended.
 
@@ -58,22 +62,28 @@ def plan_next_stage(
       first: the job of the first stage.
       prompts: [N, P], the prompt of each sample.
       state: the state at the end of the previous stage, with the results in the samples' order.
-      start: the limit of the previous stage.
-      limit: the limit of this stage, at most T.
+      start: the limit of the previous stage; int32 [N] where samples continue (`continuation.py`),
+        at most T - 1 for those that have not ended.
+      limit: the limit of this stage, at most T; int32 [N] where samples continue.
     """
+    longest = first.options.max_response_length
+    drawn = start if isinstance(start, int) else longest - 1
+    room = limit if isinstance(limit, int) else longest
     order_N = jnp.argsort(state.finished, stable=True)
     P = prompts.tokens.shape[1]
     # All slots together have the room of the first stage's.
-    width = max(1, first.width * (P + first.limit) // (P + limit))
+    width = max(1, first.width * first.columns // (P + room))
     job = plan_job(
         first.model,
         dataclasses.replace(first.options, n=1, slots=width),
         first.params,
-        jax.tree.map(lambda x: x[order_N], _append_responses(prompts, state.responses, start)),
+        jax.tree.map(
+            lambda x: x[order_N], _append_responses(prompts, state.responses, start, drawn)
+        ),
         first.keys_N[order_N],
         first.any_shard,
-        start=start,
-        limit=limit,
+        start=start if isinstance(start, int) else start[order_N],
+        limit=limit if isinstance(limit, int) else limit[order_N],
         count=(~state.finished).sum(),
     )
     begun = initial_state(job)._replace(
@@ -154,15 +164,17 @@ def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
     return (columns + count_bytes(tuple(states))) // int(mesh.shape["model"])
 
 
-def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:
-    """Return prompts [N, P + start] that end with the first `start` tokens of the responses."""
+def _append_responses(
+    prompts: Prompts, responses_NxT: jax.Array, start: int | jax.Array, longest: int
+) -> Prompts:
+    """Return prompts [N, P + longest] that end with the first `start` tokens of the responses."""
     P = prompts.tokens.shape[1]
     lengths = prompts.lengths[:, None]
-    columns = jnp.arange(P + start)
-    from_prompt = jnp.pad(prompts.tokens, ((0, 0), (0, start)))
+    columns = jnp.arange(P + longest)
+    from_prompt = jnp.pad(prompts.tokens, ((0, 0), (0, longest)))
     # Indices outside are clipped; the prompt, or no sample, reads these columns.
-    index = jnp.clip(columns - lengths, 0, start - 1)
-    from_response = jnp.take_along_axis(responses_NxT[:, :start], index, axis=1)
+    index = jnp.clip(columns - lengths, 0, longest - 1)
+    from_response = jnp.take_along_axis(responses_NxT[:, :longest], index, axis=1)
     return Prompts(
         tokens=jnp.where(columns < lengths, from_prompt, from_response),
         lengths=prompts.lengths + start,

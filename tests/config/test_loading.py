@@ -75,6 +75,19 @@ def test_every_option_has_a_meaning():
             r"config\.rollout\.max_staleness=1.*config\.algorithm\.rollout_is",
         ),
         (
+            {"rollout__max_staleness": 2, "algorithm__rollout_is": "token"},
+            r"config\.rollout\.stage_length=None: .* with config\.rollout\.max_staleness=2",
+        ),
+        (
+            {
+                "rollout__max_staleness": 2,
+                "rollout__stage_length": 8,
+                "algorithm__rollout_is": "token",
+                "mesh__virtual_replicas": 8,
+            },
+            r"virtual_replicas=8: expected 0 with config\.rollout\.max_staleness=2",
+        ),
+        (
             {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
             r"config\.rollout\.reuse_logprobs='always'",
         ),

@@ -138,8 +138,8 @@ END_OF_RESPONSE = [
         holds="a response ends with its EOS, and the loop ends with the last response",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
-        old="finishes_B | (drawn_B == job.limit)",
-        new="drawn_B == job.limit",
+        old="finishes_B | (drawn_B == job.limit_of(sample_B))",
+        new="drawn_B == job.limit_of(sample_B)",
     ),
     Exhibit(
         name="changed_eos_ids_do_not_retrace",
@@ -277,7 +277,7 @@ SAMPLING_AND_CACHE = [
         holds="a slot that takes the next sample starts from the beginning",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
-        old="put(slots.drawn, job.start)",
+        old="put(slots.drawn, job.start_of(sample_g))",
         # Without the bound no loop would end.
         new="jnp.minimum(slots.drawn, job.options.max_response_length - 1)",
     ),

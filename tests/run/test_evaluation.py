@@ -101,6 +101,7 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
         jnp.array([1.0, 1.0, 0.5, 0.5]),
         jnp.zeros((4, 3)).at[3, 0].set(0.25),
         responses_per_prompt=2,
+        step=0,
     )
     # Tokens after the end of a response do not count: the first two are the same.
     assert float(metrics["rollout/duplicates"]) == 0.25

@@ -632,6 +632,62 @@ def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         assert float(row["actor/first_log_ratio"]) < 1e-5
 
 
+CONTINUED = (
+    "--config.rollout.max_staleness=2",
+    "--config.rollout.stage_length=2",
+    "--config.algorithm.rollout_is=token",
+)
+
+
+@pytest.mark.slow
+def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
+    """The responses in progress are in the checkpoint that a signal asks for."""
+    options = (*CONTINUED, "--config.trainer.save_freq=4")
+    run(files, tmp_path / "undisturbed", *options)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
+    oldest = [int(float(row["rollout/staleness_max"])) for row in rows]
+    assert oldest[0] == 0 and 1 <= max(oldest) <= 2
+    for row, age in zip(rows, oldest, strict=True):
+        assert (float(row["rollout/continued_share"]) > 0) == (age > 0)
+        assert 0 <= float(row["rollout/staleness"]) <= age
+    # Log-probs under older weights differ from those of the trained ones.
+    assert float(rows[0]["rollout/logprob_difference"]) < 1e-5
+    assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
+
+
+@pytest.mark.slow
+def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(files, tmp_path):
+    """What a step samples for its batch, a pool draws for its batch of the same number."""
+    options = (
+        "--config.actor.optim.lr=1e-30",  # changes no float32
+        "--config.trainer.total_training_steps=3",
+        "--config.trainer.log_rollouts=1000",
+        "--config.trainer.log_rollouts_freq=1",
+        "--config.trainer.save_freq=-1",
+        "--config.data.val_files=",
+    )
+    responses = []
+    for name, more in (("partial", CONTINUED), ("whole", ())):
+        run(files, tmp_path / name, *options, *more)
+        responses.append(
+            {
+                (record["address"]["step"], record["address"]["sample"]): record["response_ids"]
+                for samples in read_samples(tmp_path / name)
+                for record in samples.records
+            }
+        )
+    partial, whole = responses
+    assert len(partial) == len(whole) == 3 * 16
+    common = partial.keys() & whole.keys()
+    assert len(common) > 24
+    assert all(partial[address] == whole[address] for address in common)
+
+
 DICE = """
 import random
 

@@ -1,0 +1,254 @@
+"""Sample a step from a pool of prompts whose responses continue from step to step.
+
+With `rollout.max_staleness` above 1, a pool holds twice the prompts of a step. A step decodes all
+its responses, a few tokens at a time, until those to enough prompts are complete; these prompts
+leave, the others continue in the next step under its weights, and new prompts enter. Long responses
+no longer hold up a step (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2; AReaL, Fu et
+al. 2025, arXiv 2505.24298).
+
+A prompt that entered S = `max_staleness` steps ago must leave, so no token is older than S updates.
+The oldest leave first and at most one batch enters per step, so these prompts fit into a step, and
+no response is ever dropped.
+"""
+
+import functools
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.ppo.response_sampling import take_rows
+from jax_ppo.ppo.step_parts import (
+    ResponsePool,
+    SampledBatch,
+    StepObserver,
+    StepOptions,
+    StepParts,
+    TrainingBatches,
+)
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.devices import release_freed_memory
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Params, Prompts, Rollout
+
+BATCHES_IN_POOL = 2  # of prompts
+EMPTY = (0, -1, 0)  # in `ResponsePool.prompts`, where a prompt has left
+
+
+class Choice(NamedTuple):
+    """Which prompts leave the pool.
+
+    Attributes:
+      enough: whether those that must leave are complete, and enough others.
+      places: int [G] if `enough`, their places in the pool, the oldest first.
+    """
+
+    enough: bool
+    places: np.ndarray
+
+
+def choose_prompts(
+    ended: np.ndarray, batches: np.ndarray, step: int, count: int, max_staleness: int
+) -> Choice:
+    """Choose the prompts that leave the pool.
+
+    Args:
+      ended: bool [prompts, n], which responses are complete.
+      batches: int [prompts], the number of the batch that each came with, see `entry_steps`.
+      step: the step, from 0.
+      count: G, how many leave.
+      max_staleness: steps after which a prompt must leave.
+    """
+    complete = np.asarray(ended.all(1))
+    must_leave = entry_steps(batches) <= step - max_staleness
+    oldest = np.argsort(batches, kind="stable")
+    places = oldest[complete[oldest]][:count]
+    return Choice(len(places) == count and bool(complete[must_leave].all()), places)
+
+
+def entry_steps(batches: np.ndarray) -> np.ndarray:
+    """Return the step in which prompts entered: the first two batches in step 0, then one each."""
+    return np.maximum(batches - (BATCHES_IN_POOL - 1), 0)
+
+
+def sample_partial_batch(
+    parts: StepParts,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    observer: StepObserver,
+    pool: ResponsePool | None,
+) -> SampledBatch:
+    """Continue the responses of the pool until those of a step are complete; return these.
+
+    Args:
+      parts: what the step computes with.
+      state: holds the policy.
+      batches: yields the prompts.
+      step: the step, from 0.
+      observer: follows what the host does.
+      pool: what the previous step left; `None` fills a new one.
+    """
+    options, engine = parts.step_options, parts.engine
+    assert isinstance(engine, BuiltInEngine), "the options require it"
+    n, count = options.sampled_per_prompt, options.prompts_per_step
+    pool = _fill(parts, pool, batches, step)
+    params = parts.policy_params(state)
+    if jax.default_backend() != "tpu":
+        with observer.phase("update"):
+            jax.block_until_ready(params)
+    version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
+    rollout, draws = pool.rollout, pool.draws
+    drawn_before = placement.to_host(rollout.lengths).sum()
+    slot_steps = 0
+    with observer.phase("rollout"):
+        engine.update_weights(params)
+        del params  # as in `sample_batch`
+        while True:
+            rollout, draws, taken = engine.continue_responses(
+                rollout, draws, version, parts.sampling
+            )
+            slot_steps += int(placement.to_host(taken).sum())
+            ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
+            choice = choose_prompts(ended, pool.batches, step, count, options.max_staleness)
+            if choice.enough:
+                break
+    engine.release_weights()  # the update needs the memory
+    observer.flush()
+    release_freed_memory(state)  # of the update before
+    drawn = placement.to_host(rollout.lengths).sum() - drawn_before
+    left = pool.prompts.copy()
+    left[choice.places] = EMPTY
+    leaving = pool.prompts[choice.places]
+    rows = _rows_of(choice.places, n)
+    selected = _take(parts, ({"rollout": rollout},), rows)
+    offsets = np.arange(len(rows)) % n
+    return SampledBatch(
+        batch=make_batch(parts.training, leaving[:, 0], count, parts.training.max_prompt_length),
+        rollout=selected["rollout"],
+        position=batches.position,
+        metrics={"rollout/slot_use": drawn / slot_steps},
+        addresses={
+            "step": np.repeat(leaving[:, 1], n),
+            "sample": np.repeat(leaving[:, 2], n) + offsets,
+        },
+        pool=ResponsePool(rollout, draws, left),
+    )
+
+
+def _fill(
+    parts: StepParts, pool: ResponsePool | None, batches: TrainingBatches, step: int
+) -> ResponsePool:
+    """Return the pool with new prompts in its empty places."""
+    entering = 1 if pool is not None else BATCHES_IN_POOL
+    # The batches' numbers address their random numbers, as those of steps do otherwise.
+    last = step + BATCHES_IN_POOL
+    pools = [_begin(parts, next(batches), number) for number in range(last - entering, last)]
+    count = parts.step_options.prompts_per_step
+    places = np.arange(BATCHES_IN_POOL * count)
+    if pool is not None:
+        places[pool.batches < 0] = len(places) + np.arange(count)
+        pools.insert(0, pool)
+    arrays = _take(
+        parts,
+        tuple({"rollout": x.rollout, "draws": x.draws} for x in pools),
+        _rows_of(places, parts.step_options.sampled_per_prompt),
+    )
+    prompts = np.concatenate([x.prompts for x in pools])[places]
+    return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
+
+
+def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
+    """Return a batch of prompts without a token of a response, on the mesh."""
+    n = parts.step_options.sampled_per_prompt
+    rows = len(batch.indices) * n
+    layout = sharding.batch_rows(parts.mesh, rows)
+    # One width for all batches: the pool's shapes never change.
+    missing = parts.training.max_prompt_length - batch.prompts.tokens.shape[1]
+    prompts = Prompts(
+        tokens=np.repeat(np.pad(batch.prompts.tokens, ((0, 0), (0, missing))), n, axis=0),
+        lengths=np.repeat(batch.prompts.lengths, n),
+    )
+    first = np.arange(len(batch.indices)) * n
+    return ResponsePool(
+        rollout=placement.place(
+            begin_responses(prompts, parts.sampling.max_response_length), layout
+        ),
+        draws=_begin_draws(parts.sample_keys(Stream.TRAINING, number), rows, layout),
+        prompts=np.stack([batch.indices, np.full_like(first, number), first], axis=1),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "layout"))
+def _begin_draws(key: jax.Array, rows: int, layout: NamedSharding) -> DrawStates:
+    draws = begin_draws(sample_keys(key, jnp.arange(rows)))
+    return jax.lax.with_sharding_constraint(draws, layout)
+
+
+_has_ended = jax.jit(has_ended)
+
+
+def _rows_of(places: np.ndarray, n: int) -> np.ndarray:
+    """Return the rows of the n samples of each prompt."""
+    return (places[:, None] * n + np.arange(n)).ravel()
+
+
+def _take(parts: StepParts, pools: tuple[dict[str, Any], ...], rows: np.ndarray) -> dict[str, Any]:
+    placed = placement.place(rows.astype(np.int32), sharding.replicated(parts.mesh))
+    return take_rows(pools, placed, sharding.batch_rows(parts.mesh, len(rows)))
+
+
+def compile_partial_sampling(
+    options: StepOptions,
+    mesh: Mesh,
+    engine: RolloutEngine,
+    params: Params,
+    key: jax.Array,
+    sampling: SamplingOptions,
+) -> Generator[str, None, Rollout]:
+    """Compile what `sample_partial_batch` runs, as `RolloutEngine.precompile` does.
+
+    Args:
+      options: the options of a step.
+      mesh: the run's mesh.
+      engine: generates responses.
+      params: shapes and shardings of the actor's parameters.
+      key: the base key of a step's samples, or its shape.
+      sampling: how to sample for training.
+    """
+    assert isinstance(engine, BuiltInEngine), "the options require it"
+    longest = sampling.max_response_length
+    batch = options.prompts_per_step * options.sampled_per_prompt
+    layout = sharding.batch_rows(mesh, batch)
+    width = options.sequence_length - longest
+    prompts = Prompts(np.zeros((batch, width), np.int32), np.ones(batch, np.int32))
+    begun = {
+        "rollout": placement.abstract(begin_responses(prompts, longest), layout),
+        "draws": compile_ahead(_begin_draws, key, batch, layout),
+    }
+
+    def take(pools: tuple[dict[str, Any], ...], count: int) -> dict[str, Any]:
+        rows = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding.replicated(mesh))
+        taken: dict[str, Any] = compile_ahead(
+            take_rows, pools, rows, sharding.batch_rows(mesh, count)
+        )
+        return taken
+
+    pool = take((begun,) * BATCHES_IN_POOL, BATCHES_IN_POOL * batch)
+    take((pool, begun), BATCHES_IN_POOL * batch)
+    rollout = yield from engine.precompile_continuation(
+        params, pool["rollout"], pool["draws"], sampling
+    )
+    compile_ahead(_has_ended, rollout)
+    selected: Rollout = take(({"rollout": rollout},), batch)["rollout"]
+    return selected

@@ -1,0 +1,167 @@
+"""Partial rollouts: responses that continue, under newer weights, where they stopped.
+
+A call draws up to `stage_length` tokens of each response that has not ended. Like a later stage
+(`stages.py`) it runs the tokens drawn before again, as part of the prompts and with the weights of
+the call; their log-probs stay those under the weights that drew them. Between two calls the host
+decides which samples leave; shapes never change.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
+from jax_ppo.sampler import text_search
+from jax_ppo.sampler.decode_loop import decode_queue
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.slots import initial_state, plan_job
+from jax_ppo.sampler.stages import plan_next_stage, reorder_results
+from jax_ppo.types import Params, Prompts, Rollout
+
+
+class DrawStates(NamedTuple):
+    """What the next draw of N samples depends on, besides their tokens.
+
+    Attributes:
+      keys: uint32 [N, ...], the data of the samples' random keys.
+      stop_states: int32 [N], how far each response has got towards a stop string.
+      forbidden_states: int32 [N], how far each has got towards a forbidden string.
+    """
+
+    keys: jax.Array
+    stop_states: jax.Array
+    forbidden_states: jax.Array
+
+
+def begin_responses(prompts: Prompts, longest: int) -> Rollout:
+    """Return empty responses to prompts [N, P], NumPy arrays with room for `longest` tokens each.
+
+    Args:
+      prompts: the prompt of each sample.
+      longest: T.
+    """
+    shape = (len(prompts.lengths), longest)
+    return Rollout(
+        prompts=prompts,
+        responses=np.zeros(shape, np.int32),
+        lengths=np.zeros(shape[0], np.int32),
+        logprobs=np.zeros(shape, np.float32),
+        truncated=np.ones(shape[0], bool),
+        action_mask=np.zeros(shape, bool),
+        versions=np.zeros(shape, np.int32),
+    )
+
+
+def begin_draws(keys: jax.Array) -> DrawStates:
+    """Return the states before the first draw, of samples with these keys; pure."""
+    start = jnp.full(len(keys), text_search.START, jnp.int32)
+    return DrawStates(jax.random.key_data(keys), start, start)
+
+
+def has_ended(rollout: Rollout) -> jax.Array:
+    """Return which responses are complete, bool [N]: all that cannot continue."""
+    return ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
+
+
+def continue_responses(
+    model: Transformer,
+    options: SamplingOptions,
+    params: Params,
+    rollout: Rollout,
+    draws: DrawStates,
+    version: jax.Array,
+    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+) -> tuple[Rollout, DrawStates]:
+    """Draw up to `options.stage_length` tokens of each response that has not ended. Pure.
+
+    With unchanged weights, the tokens are those of `generate_responses`, up to the rounding of
+    logits, however the calls divide them.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample; `n` has no effect, since each sample has its own prompt here.
+      params: as for `generate_responses`.
+      rollout: N responses so far, with versions.
+      draws: the states of their draws.
+      version: int32, the step that began with these weights.
+      any_shard: see `DecodeJob`.
+    """
+    assert options.stage_length is not None, "the options require it"
+    assert rollout.versions is not None
+    assert options.environment is None and not options.returns_routed_experts
+    options = dataclasses.replace(options, n=1)
+    T = options.max_response_length
+    started_N = rollout.lengths
+    first = plan_job(
+        model, options, params, rollout.prompts, jax.random.wrap_key_data(draws.keys), any_shard
+    )
+    begun = initial_state(first)._replace(
+        responses=rollout.responses,
+        logprobs=rollout.logprobs,
+        lengths=started_N,
+        finished=has_ended(rollout),
+        stop_states=draws.stop_states,
+        forbidden_states=draws.forbidden_states,
+    )
+    limit_N = jnp.minimum(started_N + options.stage_length, T)
+    stage = plan_next_stage(first, rollout.prompts, begun, started_N, limit_N)
+    state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
+    columns = jnp.arange(T)
+    is_drawn_NxT = columns < state.lengths[:, None]
+    is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
+    continued = dataclasses.replace(
+        rollout,
+        responses=state.responses,
+        lengths=state.lengths,
+        logprobs=state.logprobs,
+        # What had reached T tokens counts as finished in the loop.
+        truncated=jnp.where(has_ended(rollout), rollout.truncated, ~state.finished),
+        action_mask=is_drawn_NxT,
+        slot_steps=state.slot_steps[None],
+        versions=jnp.where(is_new_NxT, version, rollout.versions),
+    )
+    return continued, DrawStates(draws.keys, state.stop_states, state.forbidden_states)
+
+
+class Continuation:
+    """`continue_responses`, compiled once for each number of samples."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: SamplingOptions,
+        split_rows: Callable[[Callable], Callable] = lambda function: function,
+    ) -> None:
+        """Prepare the program; nothing is compiled yet. Takes the same arguments as `Sampler`."""
+
+        def resume(
+            params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
+        ) -> tuple[Rollout, DrawStates]:
+            generate = functools.partial(continue_responses, model, options)
+            count = len(rollout.lengths)
+            missing = num_padded_rows(count) - count
+            if not missing:
+                return split_rows(generate)(params, rollout, draws, version)
+
+            def pad(x: jax.Array) -> jax.Array:
+                return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+            # Padding has ended, so it is not decoded.
+            rollout, draws = jax.tree.map(pad, (rollout, draws))
+            is_sample = jnp.arange(count + missing) < count
+            rollout = dataclasses.replace(rollout, truncated=rollout.truncated & is_sample)
+            rollout, draws = split_rows(generate)(params, rollout, draws, version)
+            slot_steps = rollout.slot_steps
+            rollout, draws = jax.tree.map(
+                lambda x: drop_padded_rows(x, count),
+                (dataclasses.replace(rollout, slot_steps=None), draws),
+            )
+            return dataclasses.replace(rollout, slot_steps=slot_steps), draws
+
+        self.program = jax.jit(resume)
