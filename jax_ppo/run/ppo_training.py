@@ -186,6 +186,11 @@ class PPOTraining:
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result, state)
         self._sampled_ahead = result.next_sampled
+        if step + 1 == self._run.total_steps and isinstance(result.next_sampled, ResponsePool):
+            console.print_on_main(
+                f"responses to {(result.next_sampled.batches >= 0).sum()} prompts were unfinished "
+                "after the last step; they trained nothing"
+            )
         self.position = result.sampled.position
         return state
 

@@ -673,7 +673,9 @@ def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(file
     )
     responses = []
     for name, more in (("partial", CONTINUED), ("whole", ())):
-        run(files, tmp_path / name, *options, *more)
+        output = run(files, tmp_path / name, *options, *more)
+        is_named = re.search(r"responses to \d+ prompts were unfinished", output) is not None
+        assert is_named == (name == "partial"), "the run says what it does not train"
         responses.append(
             {
                 (record["address"]["step"], record["address"]["sample"]): record["response_ids"]
