@@ -24,7 +24,7 @@ class EnvironmentLost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class NewContext:
-    """What a host environment returns as observation to replace the whole context.
+    """A context that replaces the one before, returned by a host environment as observation.
 
     The policy writes its next turns from it alone, without the prompt and all turns before: a
     summary, the last moves, the thoughts left out. The dialogue goes on: its rewards and values
