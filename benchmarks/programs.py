@@ -91,6 +91,7 @@ class Step:
     """
 
     architecture: Architecture
+    _: dataclasses.KW_ONLY
     samples: int = 32
     responses: int = 1
     share_prompts: bool = False

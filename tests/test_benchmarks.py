@@ -198,7 +198,7 @@ def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
 
     monkeypatch.setattr(programs.Step, "platform", "tpu")
     step = programs.Step(
-        programs.qwen2(layers=2, hidden=128, vocabulary=64), 8, 64, 64, dtype="bfloat16"
+        programs.qwen2(layers=2, hidden=128, vocabulary=64), samples=8, dtype="bfloat16"
     )
     assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
     text = step.lower(program, ("tpu",)).as_text()
