@@ -36,7 +36,7 @@ class JSONServer:
 
     Attributes:
       option: the option that holds the address, "config.SECTION.NAME".
-      url: the address; it may have a query, which no message repeats.
+      url: a valid address without a password; it may have a query, which no message repeats.
       key_variable: the environment variable with the server's key.
       timeout: seconds that an attempt may take.
       retries: number of times that a failed request is repeated.
@@ -49,24 +49,7 @@ class JSONServer:
     retries: int
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a wrong address, one with a password, or a key that is no header.
-
-        The message shows neither.
-        """
-        try:
-            parts = urllib.parse.urlsplit(self.url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-            is_address &= parts.port is None or parts.port > 0
-        except ValueError:
-            is_address = False
-        if not is_address:
-            shown = "" if "@" in self.url else f"={self.url!r}"
-            raise UserError(f"{self.option}{shown}: expected http://HOST/PATH or https://HOST/PATH")
-        if parts.username or parts.password:
-            raise UserError(
-                f"{self.option}: the address contains a user name or a password; set the "
-                f"environment variable {self.key_variable} instead"
-            )
+        """Raise `UserError` for a key that is no header; the message does not show it."""
         key = self._read_key()
         if not (key.isascii() and key.isprintable()):
             raise UserError(

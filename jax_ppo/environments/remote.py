@@ -36,7 +36,7 @@ class RemoteEnvironment:
         """Take the address and limits from `config.rollout.multi_turn`; nothing is sent yet.
 
         Raises:
-          UserError: the address is wrong or contains a password.
+          UserError: the server's key cannot be sent.
         """
         self.metric_names = metric_names
         self._options = options

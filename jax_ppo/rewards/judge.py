@@ -50,7 +50,7 @@ class Judge:
         """Return the judge of the options, `None` without `reward.url`.
 
         Raises:
-          UserError: the address is not an HTTP address, or the prompt lacks `{response}`.
+          UserError: the prompt lacks `{response}`, or the server's key cannot be sent.
         """
         if not options.url:
             return None

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from enumerate_policy import Enumerated
 from jax_ppo.config.loading import load_config
-from jax_ppo.config.notes import note_truncated_distribution
+from jax_ppo.config.notes import train_notes
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import logprobs
@@ -125,9 +125,9 @@ def test_a_run_learns_the_distribution_that_it_samples(changes, tmp_path):
 
 
 def test_only_an_inexact_filter_is_said_to_be_off_policy():
-    assert "exact_filters" in note_truncated_distribution(tiny.config(rollout__min_p=0.1).rollout)
+    assert "exact_filters" in " ".join(train_notes(tiny.config(rollout__min_p=0.1)))
     exact = tiny.config(rollout__min_p=0.1, rollout__exact_filters=True)
-    assert note_truncated_distribution(exact.rollout) is None
+    assert train_notes(exact) == []
 
 
 @pytest.mark.parametrize(
