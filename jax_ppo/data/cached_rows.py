@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, overload
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -24,32 +24,39 @@ TOKENS = "jax_ppo_prompt_tokens"  # the column of the prompts' tokens
 _OPEN_FILES = 64
 
 
-class CachedRows:
-    """The concatenated rows of several Arrow files.
+class CachedExamples(Sequence[Example]):
+    """The examples of the concatenated rows of several Arrow files, parsed when looked up.
 
     All batches of a file except the last have `ROWS_PER_BATCH` rows.
     """
 
-    def __init__(self, paths: Sequence[Path], sources: Sequence[int]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sources: Sequence[int],
+        parse: Callable[[dict[str, Any], str], Example],
+    ) -> None:
         """Open the files.
 
         Args:
           paths: the files.
           sources: number of the source of each file.
+          parse: takes the columns of a row and a location for messages.
         """
         self._paths = paths
         self._sources = sources
+        self._parse = parse
         self._readers = functools.lru_cache(_OPEN_FILES)(_open_reader)
         # Arrow does not document that threads may share a reader.
         self._lock = threading.Lock()
-        self.ends = list(itertools.accumulate(map(count_rows, paths)))
+        self._ends = list(itertools.accumulate(map(count_rows, paths)))
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self._ends[-1]
 
     def sources(self) -> np.ndarray:
         """Return the number of the source of each row, int [rows]."""
-        return np.repeat(self._sources, np.diff(self.ends, prepend=0))
+        return np.repeat(self._sources, np.diff(self._ends, prepend=0))
 
     def fingerprint(self) -> str:
         """Return a hash of the rows, from the checksums in the names of their files."""
@@ -58,36 +65,35 @@ class CachedRows:
 
     def read_tokens(self, index: int) -> np.ndarray:
         """Return the tokens of a row, int32 [length]."""
-        values = self._read(index, tokens=True)[TOKENS]
-        return np.array(values, np.int32)
+        return np.array(self._read(index, tokens=True)[TOKENS], np.int32)
 
-    def read_columns(self, index: int) -> tuple[dict[str, Any], int]:
-        """Return the other columns of a row, and the number of its source."""
-        return self._read(index, tokens=False), self._sources[self._file_of(index)]
+    # Of one row; no slice is looked up.
+    def __getitem__(self, index: Any) -> Any:
+        columns = self._read(int(index), tokens=False)
+        return self._parse_row(index, columns, self._file_of(index))
 
-    def iterate_columns(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield what `read_columns` returns for each row; each batch is decompressed once."""
-        for file, source in enumerate(self._sources):
-            for batch in range(self._count_batches(file)):
+    def __iter__(self) -> Iterator[Example]:
+        """Yield all examples; each batch is decompressed once."""
+        index = 0
+        for file, end in enumerate(self._ends):
+            for batch in range(-(-(end - index) // ROWS_PER_BATCH)):
                 for columns in self._read_batch(file, batch, tokens=False).to_pylist():
-                    yield columns, source
+                    yield self._parse_row(index, columns, file)
+                    index += 1
+
+    def _parse_row(self, index: int, columns: dict[str, Any], file: int) -> Example:
+        example = self._parse(columns, f"config.data.cache_dir, row {index + 1}")
+        return dataclasses.replace(example, source=self._sources[file])
 
     def _file_of(self, index: int) -> int:
-        return bisect.bisect_right(self.ends, index)
-
-    def _first_row(self, file: int) -> int:
-        if file == 0:
-            return 0
-        return self.ends[file - 1]
-
-    def _count_batches(self, file: int) -> int:
-        return -(-(self.ends[file] - self._first_row(file)) // ROWS_PER_BATCH)
+        return bisect.bisect_right(self._ends, index)
 
     def _read(self, index: int, tokens: bool) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         file = self._file_of(index)
-        batch, row = divmod(index - self._first_row(file), ROWS_PER_BATCH)
+        first_row = self._ends[file - 1] if file else 0
+        batch, row = divmod(index - first_row, ROWS_PER_BATCH)
         rows = self._read_batch(file, batch, tokens).slice(row, 1)
         return dict(rows.to_pylist()[0])
 
@@ -106,66 +112,17 @@ class CachedRows:
 
 
 class CachedTokens(Sequence[np.ndarray]):
-    """The tokens of cached rows, each int32 [length]."""
+    """The tokens of cached rows, each int32 [length]; like the examples, of one row at a time."""
 
-    def __init__(self, rows: CachedRows) -> None:
+    def __init__(self, rows: CachedExamples) -> None:
         """Refer to the rows."""
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         return self._rows.read_tokens(int(index))
-
-
-class CachedExamples(Sequence[Example]):
-    """The examples of cached rows, parsed when they are looked up."""
-
-    def __init__(self, rows: CachedRows, parse: Callable[[dict[str, Any], str], Example]) -> None:
-        """Refer to the rows.
-
-        Args:
-          rows: the rows.
-          parse: takes columns and a location for messages.
-        """
-        self._rows = rows
-        self._parse = parse
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def sources(self) -> np.ndarray:
-        """Return the number of the source of each example, int [rows]."""
-        return self._rows.sources()
-
-    def fingerprint(self) -> str:
-        """Return a hash of the rows."""
-        return self._rows.fingerprint()
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        columns, source = self._rows.read_columns(int(index))
-        return self._parse_row(index, columns, source)
-
-    def __iter__(self) -> Iterator[Example]:
-        for index, (columns, source) in enumerate(self._rows.iterate_columns()):
-            yield self._parse_row(index, columns, source)
-
-    def _parse_row(self, index: int, columns: dict[str, Any], source: int) -> Example:
-        example = self._parse(columns, f"config.data.cache_dir, row {index + 1}")
-        return dataclasses.replace(example, source=source)
 
 
 class RowWriter:

@@ -24,7 +24,7 @@ from typing import Any
 from jax_ppo import processes
 from jax_ppo.data import cache_folder, files, prompt_shaping, row_formats
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.cached_rows import CachedExamples, CachedRows, CachedTokens, RowWriter
+from jax_ppo.data.cached_rows import CachedExamples, CachedTokens, RowWriter
 from jax_ppo.data.columns import Columns, ignored_columns
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
 from jax_ppo.data.sources import ParquetSource, report_ignored_columns
@@ -188,11 +188,13 @@ def cache_prompts(
         paths[number] = path
         rows_read += parts[number].end - parts[number].start
         on_progress(rows_read, total)
-    rows = CachedRows([path for path in paths if path is not None], [part.source for part in parts])
-    report_dropped(total - len(rows), total, encoding.max_prompt_length, name)
+    examples = CachedExamples(
+        [path for path in paths if path is not None], [part.source for part in parts], parser.parse
+    )
+    report_dropped(total - len(examples), total, encoding.max_prompt_length, name)
     return PromptDataset(
-        examples=CachedExamples(rows, parser.parse),
-        tokens=CachedTokens(rows),
+        examples=examples,
+        tokens=CachedTokens(examples),
         max_prompt_length=encoding.max_prompt_length,
         name=name,
     )

@@ -12,42 +12,10 @@ from jax_ppo.types import Example
 
 SPLITS = ("train", "heldout")
 
-GIRLS = (
-    "Lily",
-    "Mia",
-    "Anna",
-    "Sue",
-    "Lucy",
-    "Emma",
-    "Sara",
-    "Amy",
-    "Jane",
-    "Ella",
-    "Molly",
-    "Daisy",
-    "Mary",
-    "Lola",
-    "Kate",
-    "Nina",
+GIRLS = tuple(
+    "Lily Mia Anna Sue Lucy Emma Sara Amy Jane Ella Molly Daisy Mary Lola Kate Nina".split()
 )
-BOYS = (
-    "Tim",
-    "Tom",
-    "Ben",
-    "Max",
-    "Sam",
-    "Jack",
-    "Bob",
-    "Billy",
-    "Timmy",
-    "Joe",
-    "Fred",
-    "Leo",
-    "Mark",
-    "Dan",
-    "Peter",
-    "Jim",
-)
+BOYS = tuple("Tim Tom Ben Max Sam Jack Bob Billy Timmy Joe Fred Leo Mark Dan Peter Jim".split())
 ANIMALS = ("dog", "cat", "bunny", "bird", "bear", "mouse", "frog", "duck", "fish", "pig")
 HELD_OUT_EVERY = 4  # every fourth name is held out
 

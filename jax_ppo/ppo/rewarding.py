@@ -20,9 +20,8 @@ from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
-from jax_ppo.rewards.batch import ScoredBatch, score_batch
+from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.batch_functions import BatchFunction
-from jax_ppo.rewards.misses import describe_misses, scored_misses
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.step_rewards import assign_step_rewards

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer, flatten_options
 from jax_ppo.errors import UserError, printable_lines
 
@@ -129,7 +130,7 @@ def open_wandb(
         project=options.project_name,
         entity=options.wandb_entity or None,
         name=name,
-        tags=_parse_tags(options.tags),
+        tags=list(parse_names(options.tags)),
         id=id_file.read_text(),
         resume="allow",
         config=config_dict,
@@ -171,7 +172,7 @@ def open_mlflow(
             experiment_id = client.create_experiment(options.project_name)
         else:
             experiment_id = experiment.experiment_id
-        tags = {tag: "true" for tag in _parse_tags(options.tags)}
+        tags = {tag: "true" for tag in parse_names(options.tags)}
         run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
         id_file.write_text(run_id)
         for option, value in flatten_options(config_dict).items():
@@ -191,7 +192,3 @@ def _missing_package(name: str) -> UserError:
         f"config.trainer.logger asks for {name}, which is not installed: "
         f"pip install 'jax_ppo[{name}]'"
     )
-
-
-def _parse_tags(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

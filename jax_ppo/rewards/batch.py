@@ -1,10 +1,11 @@
-"""Scores of a batch of responses as arrays, and the warning about those that failed."""
+"""Scores of a batch of responses as arrays, and lines about those that failed or are wrong."""
 
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from jax_ppo.types import Example
 log = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 200
+_TAIL = 80  # characters of a wrong response that are shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,9 @@ def score_batch(
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
-        correct=np.array([_correctness(result) for result in results], np.float32),
+        correct=np.array(
+            [math.nan if x.correct is None else float(x.correct) for x in results], np.float32
+        ),
         failed=failed,
         extra={
             name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
@@ -151,13 +155,6 @@ def _report_ignored_name(name: str) -> None:
     )
 
 
-def _correctness(result: RewardResult) -> float:
-    """Return 1 or 0; NaN if the rule does not define correctness."""
-    if result.correct is None:
-        return math.nan
-    return float(result.correct)
-
-
 def _describe_failure(row: int, example: Example, response: str, failure: ScoringFailure) -> str:
     """Describe a sample and why it failed, in printable characters."""
     return printable_lines(
@@ -165,3 +162,49 @@ def _describe_failure(row: int, example: Example, response: str, failure: Scorin
         f"extra_info={shorten(repr(example.extra_info), 200)}, "
         f"response ending in {response[-200:]!r}:\n{failure.cause}"
     )
+
+
+class Miss(NamedTuple):
+    """A wrong response, what its rule looked for, and the answer that it read there, if any."""
+
+    ground_truth: object
+    response: str
+    answer: str | None
+
+
+def scored_misses(
+    examples: Sequence[Example], responses_text: Sequence[str], scored: ScoredBatch
+) -> list[Miss]:
+    """Return the wrong responses of a batch; undefined correctness is no miss."""
+    return [
+        Miss(examples[row].ground_truth, responses_text[row], scored.answers[row])
+        for row in np.flatnonzero(scored.correct == 0).tolist()
+    ]
+
+
+def describe_misses(misses: Iterable[Miss], count: int = 3) -> tuple[str, ...]:
+    """Return at most `count` lines that show wrong responses, without duplicates, nearest first.
+
+    The nearest misses contain the ground truth, but not where the rule looks for it. Next come
+    responses in which the rule found another answer.
+    """
+
+    def distance(miss: Miss) -> int:
+        truth = str(miss.ground_truth).strip()
+        if truth and truth in miss.response:
+            return 0
+        if miss.answer is not None:
+            return 1
+        return 2
+
+    lines: dict[str, None] = {}
+    for miss in sorted(misses, key=distance):
+        if len(lines) == count:
+            break
+        line = f"looked for {miss.ground_truth!r}, "
+        if miss.answer is not None:
+            line += f"read {miss.answer!r} "
+        is_cut = len(miss.response) > _TAIL
+        line += f"in {'...' * is_cut}{miss.response[-_TAIL:]!r}"
+        lines.setdefault(line)
+    return tuple(lines)

@@ -62,7 +62,13 @@ def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]
     """Wrap a user's batch function, whose `batch_arguments` are `arguments`."""
     if arguments == VERL_ARGUMENTS:
         return BatchFunction(
-            lambda rows, responses: call_and_wait(function, **_verl_arguments(rows, responses))
+            lambda rows, responses: call_and_wait(
+                function,
+                data_sources=[row.data_source for row in rows],
+                solution_strs=list(responses),
+                ground_truths=[row.ground_truth for row in rows],
+                extra_infos=[row.extra_info for row in rows],
+            )
         )
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -126,15 +132,6 @@ def _parse(value: Any, response: str) -> Outcome:
         return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
 
 
-def _verl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict[str, Any]:
-    return {
-        "data_sources": [row.data_source for row in rows],
-        "solution_strs": list(responses),
-        "ground_truths": [row.ground_truth for row in rows],
-        "extra_infos": [row.extra_info for row in rows],
-    }
-
-
 def _trl_arguments(
     rows: Sequence[RewardRow], responses: Sequence[str], required: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -148,23 +145,15 @@ def _trl_arguments(
     }
     for name in sorted(set(required).union(*(row.extra_info for row in rows))):
         columns[name] = [row.extra_info.get(name) for row in rows]
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    for row, response in zip(rows, responses, strict=True):
+        is_text = isinstance(row.prompt, str)
+        prompts.append(row.prompt if is_text else list(row.prompt))
+        completions.append(response if is_text else [{"role": "assistant", "content": response}])
     return {
         **columns,
-        "prompts": [_trl_prompt(row) for row in rows],
-        "completions": [
-            _trl_completion(row, response) for row, response in zip(rows, responses, strict=True)
-        ],
+        "prompts": prompts,
+        "completions": completions,
         "completion_ids": [list(map(int, row.completion_ids)) for row in rows],
     }
-
-
-def _trl_prompt(row: RewardRow) -> str | list[dict[str, str]]:
-    if isinstance(row.prompt, str):
-        return row.prompt
-    return list(row.prompt)
-
-
-def _trl_completion(row: RewardRow, response: str) -> str | list[dict[str, str]]:
-    if isinstance(row.prompt, str):
-        return response
-    return [{"role": "assistant", "content": response}]

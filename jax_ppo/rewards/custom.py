@@ -19,7 +19,7 @@ def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return what a function returns, or what its coroutine does."""
     value = function(**arguments)
     if inspect.isawaitable(value):
-        return _event_loop().run_until_complete(_wait(value))
+        return _event_loop().run_until_complete(value)
     return value
 
 
@@ -27,10 +27,6 @@ def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of this process: clients that a function keeps are bound to one."""
     return asyncio.new_event_loop()
-
-
-async def _wait(value: Any) -> Any:
-    return await value
 
 
 def parse_reward_output(value: Any) -> RewardResult:

@@ -9,9 +9,8 @@ import logging
 import re
 
 from jax_ppo.errors import UserError
-from jax_ppo.rewards.final_part import read_final_part
 from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import CLIP, RewardResult
+from jax_ppo.rewards.rules import CLIP, RewardResult, read_final_part
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 

@@ -1,6 +1,7 @@
 """Inputs of a reward model that has its own tokenizer: prompts and responses as its tokens."""
 
-from collections.abc import Callable, Sequence
+import bisect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -123,43 +124,19 @@ class RewardInputEncoder:
         return ids + self._end
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
+        """Return the ids with the fewest characters dropped that fit; of none, all are dropped."""
         prompt_length = _count_characters(prompt)
 
-        def encode_shorter_prompt(drop: int) -> list[int]:
-            return self._encode_all([_drop_characters(prompt, drop)], [response])[0]
+        def encode_without(drop: int) -> list[int]:
+            shorter_prompt = _drop_characters(prompt, min(drop, prompt_length))
+            kept = len(response) - max(0, drop - prompt_length)
+            return self._encode_all([shorter_prompt], [response[:kept]])[0]
 
-        def encode_shorter_response(drop: int) -> list[int]:
-            empty_prompt = _drop_characters(prompt, prompt_length)
-            return self._encode_all([empty_prompt], [response[: len(response) - drop]])[0]
+        def fits(drop: int) -> bool:
+            return len(encode_without(drop)) <= self.max_length
 
-        ids = self._encode_with_shortest_drop(encode_shorter_prompt, prompt_length)
-        if len(ids) <= self.max_length:
-            return ids
-        return self._encode_with_shortest_drop(encode_shorter_response, len(response))
-
-    def _encode_with_shortest_drop(
-        self, encode: Callable[[int], list[int]], most: int
-    ) -> list[int]:
-        """Return the ids with the fewest characters dropped that fit into max_length.
-
-        If none fit, all characters are dropped.
-
-        Args:
-          encode: returns the ids with a number of characters dropped.
-          most: the number of characters that can be dropped.
-        """
-        low = 1
-        high = most
-        best = encode(most)
-        while low < high:
-            middle = (low + high) // 2
-            ids = encode(middle)
-            if len(ids) <= self.max_length:
-                high = middle
-                best = ids
-            else:
-                low = middle + 1
-        return best
+        drops = range(prompt_length + len(response))
+        return encode_without(bisect.bisect_left(drops, True, key=fits))
 
 
 def _to_messages(prompt: Prompt, response: str) -> list[dict[str, str]]:

@@ -7,11 +7,12 @@ in linear time, and compared as exact numbers.
 import dataclasses
 import re
 
-from jax_ppo.rewards.final_part import read_final_part
 from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
 
 GSM8K_METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
+
+THINKING_TAGS = ("think", "thinking", "reasoning", "thought")
 
 JOYFUL_WORDS = frozenset(
     "happy happily smile smiled love loved fun play played playing laugh laughed hug "
@@ -23,6 +24,8 @@ JOYFUL_ENOUGH = 5  # distinct words for the full score
 _STRICT = re.compile(r"#### (?=(-?[0-9.,][^\n]*))")
 _LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
 _WORD = re.compile(r"[a-z]+")
+_END = re.compile(rf"</(?:{'|'.join(THINKING_TAGS)})>")
+_START = re.compile(rf"<(?:{'|'.join(THINKING_TAGS)})>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,28 @@ class RewardResult:
     step_rewards: tuple[tuple[int, float], ...] = ()
     answer: str | None = None
     ignored: tuple[str, ...] = ()
+
+
+def after_thinking(response: str) -> str:
+    """Return the text after the thinking, which the chat template or the response has opened.
+
+    If the thinking does not end, only the text before it counts.
+    """
+    return _START.split(_END.split(response)[-1])[0]
+
+
+def read_final_part(response: str) -> tuple[str, bool]:
+    """Return the part of a response that answers, and whether `<answer>` tags mark it.
+
+    It is the content of the last `<answer>...</answer>` after the thinking, or else all text after
+    the thinking.
+    """
+    text = after_thinking(response)
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    if closed and opened:
+        return answer.strip(), True
+    return text, False
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:

@@ -1,5 +1,6 @@
 """Parsing of `reward.terms`: the terms that the reward adds up, and their weights."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -43,31 +44,18 @@ def parse_terms(text: str) -> tuple[Term, ...]:
     """
     terms: list[Term] = []
     for part in filter(None, map(str.strip, _COMMA.split(text))):
-        term = _parse_term(part)
-        if term is None:
+        match = _TERM.fullmatch(part)
+        weight = math.nan
+        if match:
+            with contextlib.suppress(ValueError):
+                weight = float(match["weight"])
+        if match is None or not math.isfinite(weight):
             raise UserError(
                 f"config.reward.terms={text!r}: {part!r} is not RULE:WEIGHT, as in gsm8k:1.0, "
                 "format[think,answer]:0.2, model:0.5 or my.py:score:0.1"
             )
+        term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
         if term.metric in {other.metric for other in terms}:
             raise UserError(f"config.reward.terms={text!r}: {term.metric[:-5]!r} occurs twice")
         terms.append(term)
     return tuple(terms)
-
-
-def _parse_term(text: str) -> Term | None:
-    """Return a term; `None` if the form or the weight is wrong."""
-    match = _TERM.fullmatch(text)
-    if match is None:
-        return None
-    weight = _parse_weight(match["weight"])
-    if not math.isfinite(weight):
-        return None
-    return Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
-
-
-def _parse_weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -6,8 +6,7 @@ import string
 from typing import Any
 
 from jax_ppo.errors import UserError
-from jax_ppo.rewards.final_part import THINKING_TAGS, after_thinking, read_final_part
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.rules import THINKING_TAGS, RewardResult, after_thinking, read_final_part
 
 # A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
 # upper-case and no article. "A or B" is none.

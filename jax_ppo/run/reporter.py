@@ -11,7 +11,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.sinks import CurveFile
-from jax_ppo.rewards.misses import Miss, describe_misses
+from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun

@@ -68,29 +68,23 @@ TRAIN_RULES: Rules = tuple(
     (pattern, P("stage", *spec[1:]) if pattern.startswith("layers/") else spec)
     for pattern, spec in ENCODER_RULES
 )
-# Decoding reads every weight once per token: nothing is split along fsdp, so that nothing is
-# gathered inside the loop.
-DECODE_RULES: Rules = (
-    (r"(embed|lm_head)/embedding", P("model", None)),
-    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel", P("expert", None, "model")),
-    (r"layer_\d+/.*experts/(gate_proj|up_proj)/(bias|kernel_scale)", P("expert", "model")),
-    (r"layer_\d+/.*experts/down_proj/kernel", P("expert", "model", None)),
-    (r"layer_\d+/.*experts/down_proj/(bias|kernel_scale)", P("expert")),
-    (r"layer_\d+/.*(router/(kernel|bias)|sinks)", P()),
-    (r"layer_\d+/.*window_filter", P(None, None, "model")),
-    (r"layer_\d+/.*(log_rate|step_bias)", P("model")),
-    (r"layer_\d+/.*shared_expert_gate/(kernel|lora_a|lora_b)", P()),
-    (rf"layer_\d+/.*{INPUTS}/kernel", P(None, "model")),
-    (rf"layer_\d+/.*{INPUTS}/(bias|kernel_scale)", P("model")),
-    (rf"layer_\d+/.*{OUTPUTS}/kernel", P("model", None)),
-    (rf"layer_\d+/.*{OUTPUTS}/(bias|kernel_scale)", P()),
-    (rf"layer_\d+/.*{INPUTS}/lora_a", P()),
-    (rf"layer_\d+/.*{INPUTS}/lora_b", P(None, "model")),
-    (rf"layer_\d+/.*{OUTPUTS}/lora_a", P("model", None)),
-    (rf"layer_\d+/.*{OUTPUTS}/lora_b", P()),
-    (r"(layer_\d+/.*)?norm/(scale|bias)", P()),
-    (r"positions/embedding", P()),
-)
+
+
+def _decoding_rule(pattern: str, spec: P) -> tuple[str, P]:
+    """Return the rule of a parameter in decoding, which does not stack layers.
+
+    Decoding reads every weight once per token: nothing is split over `WEIGHTS`, so that nothing is
+    gathered inside the loop.
+    """
+    is_layer = pattern.startswith("layers/")
+    if is_layer:
+        pattern = r"layer_\d+" + pattern.removeprefix("layers")
+    axes = [None if axis in (WEIGHTS, EXPERT_WEIGHTS) else axis for axis in spec[is_layer:]]
+    # The scales of a quantized kernel are split as its bias is.
+    return re.sub("/bias$", "/(bias|kernel_scale)", pattern), P(*axes)
+
+
+DECODE_RULES: Rules = tuple(_decoding_rule(*rule) for rule in ENCODER_RULES)
 
 
 def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:

@@ -96,14 +96,8 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{description}"
 """
-GPU_FACTS: dict[str, dict[str, Any]] = {
-    "h100": {
-        "bandwidth": 3352320000000,
-        "memory": 84942979072,
-        "description": "NVIDIA H100 80GB HBM3",
-    },
-    "h200": {"bandwidth": 4800000000000, "memory": 150754820096, "description": "NVIDIA H200"},
-}
+# Bytes per second, as the devices themselves report them.
+GPU_BANDWIDTHS = {"h100": 3352320000000, "h200": 4800000000000}
 
 
 class CompilerMissingError(RuntimeError):
@@ -285,7 +279,11 @@ def _describe_gpus(topology: Topology) -> dict[str, Any]:
     return {
         "platform": "cuda",
         "topology_name": "",
-        "target_config": GPU_TARGET.format(**GPU_FACTS[topology.kind]),
+        "target_config": GPU_TARGET.format(
+            bandwidth=GPU_BANDWIDTHS[topology.kind],
+            memory=topology.device_type.memory,
+            description=topology.device_type.jax_kind,
+        ),
         "topology": f"1x{hosts}x{gpus // hosts}",  # slices x hosts x devices
     }
 

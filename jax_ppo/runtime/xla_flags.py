@@ -4,18 +4,17 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import compat
 
 # The value that has been tried already, for the processes that this one starts.
-_TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
+TRIED = "JAX_PPOTRIED_XLA_FLAGS"
 
 
 def require_known() -> None:
     """Raise `UserError` if XLA_FLAGS has flags that the installed jaxlib refuses."""
-    refused = _refused()
+    refused = refused_flags()
     if refused:
         raise UserError(
             f"XLA_FLAGS: the installed jaxlib does not know {shlex.join(refused)}, or not this "
@@ -23,31 +22,17 @@ def require_known() -> None:
         )
 
 
-def drop_unknown(report: Callable[[str], object]) -> None:
-    """Take the flags out of XLA_FLAGS that the installed jaxlib refuses.
-
-    Args:
-      report: called with one line if there are any.
-    """
-    refused = _refused()
-    if refused:
-        flags = shlex.split(os.environ["XLA_FLAGS"])
-        os.environ["XLA_FLAGS"] = shlex.join(flag for flag in flags if flag not in refused)
-        os.environ[_TRIED] = os.environ["XLA_FLAGS"]
-        report(f"XLA_FLAGS: without {shlex.join(refused)}, which the installed jaxlib refuses")
-
-
-def _refused() -> list[str]:
+def refused_flags() -> list[str]:
     """Return the flags at which a child process ends, tried once per value of XLA_FLAGS."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if not flags.strip() or os.environ.get(_TRIED) == flags:
+    if not flags.strip() or os.environ.get(TRIED) == flags:
         return []
     refused: list[str] = []
     if not _parses(flags):
         # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
         refused = [flag for flag in shlex.split(flags) if not _parses(flag)] if _parses("") else []
     if not refused:
-        os.environ[_TRIED] = flags
+        os.environ[TRIED] = flags
     return refused
 
 

@@ -3,36 +3,18 @@
 Without a network the local cache is used, or an error is raised within seconds.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from jax_ppo.errors import UserError
 
 TIMEOUT_SECONDS = 10.0  # for the hub to answer
 
 
-class _Kind(NamedTuple):
-    """A kind of repository: its name in messages, and the prefix of its repositories in URLs."""
-
-    name: str
-    url_prefix: str
-
-
-_KINDS = {
-    "model": _Kind(name="model", url_prefix=""),
-    "dataset": _Kind(name="data set", url_prefix="datasets/"),
-}
-
-
-class _Request(TypedDict):
-    """Arguments of huggingface_hub.snapshot_download."""
-
-    repo_type: str
-    revision: str
-    allow_patterns: list[str]
-    ignore_patterns: list[str]
+# Kinds of repositories: the name in messages, and the prefix of the repositories in URLs.
+_KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}
 
 
 class Snapshot(NamedTuple):
@@ -89,59 +71,54 @@ def download_snapshot(
         download failed, or there is neither a network nor a cached copy.
     """
     repo_id, revision = split_revision(name)
-    request = _Request(
+    kind, url_prefix = _KINDS[repo_type]
+
+    def unavailable(reason: str) -> HubError:
+        return HubError(
+            f"{option}: the {kind} {repo_id} at revision {revision} is unavailable: {reason}. Give "
+            f"a local path in {option}, or a name that the hub has; or run once with a network "
+            "(`hf download` fills the cache; HF_HOME says where it is)",
+            reason,
+        )
+
+    try:
+        import huggingface_hub  # imported late: local files need neither it nor the network
+    except ImportError as error:
+        raise unavailable(
+            f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
+        ) from error
+    endpoint = huggingface_hub.HfApi().endpoint
+    url = f"{endpoint}/{url_prefix}{repo_id}"
+    # Download by the name of the revision, not by the commit in `info`: otherwise the cache would
+    # not know the name when there is no network.
+    download = functools.partial(
+        huggingface_hub.snapshot_download,
+        repo_id,
         repo_type=repo_type,
         revision=revision,
         allow_patterns=list(patterns),
         ignore_patterns=list(ignore),
     )
-    huggingface_hub = _import_hub(repo_id, request, option)
-    api = huggingface_hub.HfApi()
     try:
-        info = api.repo_info(
+        info = huggingface_hub.HfApi().repo_info(
             repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT_SECONDS
         )
     except Exception as error:  # without a network, it is one of the hub's HTTP library
-        reason = _explain_refusal(error, api.endpoint, repo_id, request)
+        reason = _explain_refusal(error, endpoint, url, revision)
         if not reason:
-            if cached := _find_in_cache(repo_id, request):
+            if cached := _find_in_cache(download, patterns, ignore):
                 return cached
             cause = _format_error(error)
-            reason = f"{api.endpoint} cannot be reached ({cause}) and its cache has no copy"
-        raise _unavailable_error(repo_id, request, option, reason) from error
+            reason = f"{endpoint} cannot be reached ({cause}) and its cache has no copy"
+        raise unavailable(reason) from error
     try:
-        # Download by the name of the revision, not by the commit in `info`: otherwise the cache
-        # would not know the name when there is no network.
-        folder = huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **request)
+        folder = download(etag_timeout=TIMEOUT_SECONDS)
     except Exception as error:
-        reason = _explain_refusal(error, api.endpoint, repo_id, request)
-        if not reason:
-            reason = f"downloading it from {api.endpoint} failed ({_format_error(error)})"
-        raise _unavailable_error(repo_id, request, option, reason) from error
+        reason = _explain_refusal(error, endpoint, url, revision)
+        failure = f"downloading it from {endpoint} failed ({_format_error(error)})"
+        raise unavailable(reason or failure) from error
     names = [file.rfilename for file in getattr(info, "siblings", None) or ()]
     return Snapshot(folder=Path(folder), names=names)
-
-
-def _import_hub(repo_id: str, request: _Request, option: str) -> ModuleType:
-    """Return the hub's package; raise `HubError` if it is not installed."""
-    try:
-        import huggingface_hub  # imported late: local files need neither it nor the network
-    except ImportError as error:
-        reason = (
-            f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
-        )
-        raise _unavailable_error(repo_id, request, option, reason) from error
-    return huggingface_hub
-
-
-def _unavailable_error(repo_id: str, request: _Request, option: str, reason: str) -> HubError:
-    kind = _KINDS[request["repo_type"]].name
-    return HubError(
-        f"{option}: the {kind} {repo_id} at revision {request['revision']} is unavailable: "
-        f"{reason}. Give a local path in {option}, or a name that the hub has; or run once with a "
-        "network (`hf download` fills the cache; HF_HOME says where it is)",
-        reason,
-    )
 
 
 def split_revision(name: str) -> tuple[str, str]:
@@ -150,16 +127,15 @@ def split_revision(name: str) -> tuple[str, str]:
     return repo_id, revision or "main"
 
 
-def _explain_refusal(error: Exception, endpoint: str, repo_id: str, request: _Request) -> str:
+def _explain_refusal(error: Exception, endpoint: str, url: str, revision: str) -> str:
     """Return why the hub refused a request, or "" if it did not answer."""
     from huggingface_hub import errors
 
-    url = f"{endpoint}/{_KINDS[request['repo_type']].url_prefix}{repo_id}"
     # GatedRepoError is a RepositoryNotFoundError, so it comes first.
     if isinstance(error, errors.GatedRepoError):
         return f"{url} is gated: accept its terms there and set HF_TOKEN (or `hf auth login`)"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{url} has no revision {request['revision']!r}"
+        return f"{url} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{endpoint} has no repository of this name (check the spelling; a private one needs "
@@ -170,24 +146,21 @@ def _explain_refusal(error: Exception, endpoint: str, repo_id: str, request: _Re
     return ""
 
 
-def _find_in_cache(repo_id: str, request: _Request) -> Snapshot | None:
+def _find_in_cache(
+    download: Callable[..., str], patterns: Sequence[str], ignore: Sequence[str]
+) -> Snapshot | None:
     """Return what `download_snapshot` does from the cache alone; `None` if nothing matches."""
-    import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(repo_id, local_files_only=True, **request))
+        folder = Path(download(local_files_only=True))
     except Exception:
         return None
     names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     matches = filter_repo_objects(
-        names,
-        allow_patterns=request["allow_patterns"],
-        ignore_patterns=request["ignore_patterns"],
+        names, allow_patterns=list(patterns), ignore_patterns=list(ignore)
     )
-    if not any(matches):
-        return None
-    return Snapshot(folder=folder, names=names)
+    return Snapshot(folder=folder, names=names) if any(matches) else None
 
 
 def _format_error(error: Exception) -> str:

@@ -7,6 +7,7 @@ environment.
 """
 
 import os
+import shlex
 from collections.abc import Callable
 
 from jax_ppo.runtime import xla_flags
@@ -20,4 +21,13 @@ FLAGS = (
 def set_flags(report: Callable[[str], object]) -> None:
     """Set XLA_FLAGS, unless it is set, to the flags that the installed jaxlib knows."""
     os.environ.setdefault("XLA_FLAGS", FLAGS)
-    xla_flags.drop_unknown(report)
+    drop_unknown(report)
+
+
+def drop_unknown(report: Callable[[str], object]) -> None:
+    """Take the flags out of XLA_FLAGS that the installed jaxlib refuses, and report it."""
+    if refused := xla_flags.refused_flags():
+        flags = shlex.split(os.environ["XLA_FLAGS"])
+        os.environ["XLA_FLAGS"] = shlex.join(flag for flag in flags if flag not in refused)
+        os.environ[xla_flags.TRIED] = os.environ["XLA_FLAGS"]
+        report(f"XLA_FLAGS: without {shlex.join(refused)}, which the installed jaxlib refuses")

@@ -1,7 +1,6 @@
 """Wrong responses next to what the rule looked for."""
 
-from jax_ppo.rewards.batch import LONGEST_ANSWER, score_batch
-from jax_ppo.rewards.misses import describe_misses, scored_misses
+from jax_ppo.rewards.batch import LONGEST_ANSWER, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.types import Example
 

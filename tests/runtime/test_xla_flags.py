@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import quick_compilation
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import compat, xla_flags
 
@@ -38,13 +39,13 @@ def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):
 def test_refused_flags_are_dropped_with_one_line_and_the_others_are_tried_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} --xla_nothing=true --xla_neither")
     lines = []
-    xla_flags.drop_unknown(lines.append)
+    quick_compilation.drop_unknown(lines.append)
     assert os.environ["XLA_FLAGS"] == KNOWN
     assert lines == [
         "XLA_FLAGS: without --xla_nothing=true --xla_neither, which the installed jaxlib refuses"
     ]
     monkeypatch.setattr(subprocess, "run", None)  # no child is started again
-    xla_flags.drop_unknown(lines.append)
+    quick_compilation.drop_unknown(lines.append)
     xla_flags.require_known()
     assert len(lines) == 1
 
