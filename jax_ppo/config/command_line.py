@@ -165,26 +165,24 @@ def _validate_argument(argument: str) -> str | None:
         _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
     elif argument.startswith("--") and name not in OWN_FLAGS:
         known = [option.name for option in all_options()]
-        if name in known:
-            raise UserError(f"--{name}: write --config.{name}=VALUE")
         # absl also reads --noNAME of a boolean.
-        is_negated = name.startswith("no") and name[2:].removeprefix("config.") in known
-        if is_negated:
-            return None
-        if "." in name or explain_peer_option(name) is not None:
-            raise UserError(f"--{name}: there is no such option. {suggest_option(name, known)}")
+        if not (name.startswith("no") and name[2:].removeprefix("config.") in known):
+            _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
     elif equals and not argument.startswith("-"):
-        _refuse_bare_option(name.lstrip("+").removeprefix("config."), value)
+        # As in commands of verl.
+        name = name.lstrip("+").removeprefix("config.")
+        written = f"{name}={value}"
+        _refuse_misplaced_option(name, written, written)
     return None
 
 
-def _refuse_bare_option(name: str, value: str) -> None:
-    """Raise `UserError` for an option without `--config.`, as in commands of verl."""
-    known = [option.name for option in all_options()]
-    if name in known:
-        raise UserError(f"{name}={value}: write --config.{name}={value}")
+def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
+    """Raise `UserError` for an option without `--config.`, ours or another framework's."""
+    if name in {option.name for option in all_options()}:
+        raise UserError(f"{written}: write --config.{expected}")
     if "." in name or explain_peer_option(name) is not None:
-        raise UserError(f"{name}: there is no such option. {suggest_option(name, known)}")
+        as_written = written.partition("=")[0]
+        raise UserError(f"{as_written}: there is no such option. {suggest_option(name)}")
 
 
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:

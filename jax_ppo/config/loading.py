@@ -167,8 +167,7 @@ def _train_critic_alone(config: Config) -> Config:
 
 def unknown_option_error(name: str) -> UserError:
     """Return the error for an option that does not exist, with a suggestion."""
-    known = [option.name for option in all_options()]
-    return UserError(f"config.{name}: there is no such option. {suggest_option(name, known)}")
+    return UserError(f"config.{name}: there is no such option. {suggest_option(name)}")
 
 
 def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+from jax_ppo.config.schema import all_options
 from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
 # Former names of options, with their answers.
@@ -15,18 +16,13 @@ _CUTOFF = 0.75
 _SAME_LAST_PART = 0.1
 
 
-def suggest_option(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that helps with an unknown option.
-
-    Args:
-      name: as written, without `config.`.
-      known: the names of all options.
-    """
+def suggest_option(name: str) -> str:
+    """Return a sentence that helps with an unknown option, written so without `config.`."""
     if name in _FORMER_NAMES:
         return f"It is now {_FORMER_NAMES[name]}."
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
-    names = list(known)
+    names = [option.name for option in all_options()]
     # Some of verl's options have the same name here, except for the section around the actor's.
     if name.startswith(VERL_PREFIX):
         name = name.removeprefix(VERL_PREFIX)
@@ -41,12 +37,7 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the options that a misspelled name may mean; without a section, they may be several.
-
-    Args:
-      name: as written.
-      known: the names of all options.
-    """
+    """Return the known options that a misspelled name may mean, several without a section."""
     names = list(known)
     section, _, last_part = name.rpartition(".")
     if not section:

@@ -27,7 +27,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.cached_rows import CachedExamples, CachedTokens, RowWriter
 from jax_ppo.data.columns import Columns, ignored_columns
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
-from jax_ppo.data.sources import ParquetSource, report_ignored_columns
+from jax_ppo.data.sources import SourceFiles, report_ignored_columns
 from jax_ppo.errors import UserError
 from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
@@ -97,9 +97,7 @@ class _Job:
     validate: Validate
 
 
-def representative_examples(
-    sources: Sequence[ParquetSource], parser: RowParser
-) -> Iterator[Example]:
+def representative_examples(sources: Sequence[SourceFiles], parser: RowParser) -> Iterator[Example]:
     """Yield an example of each `data_source` of each file, without reading all columns.
 
     Rows outside a slice are included.
@@ -138,7 +136,7 @@ def _sources_of_group(path: Path, group: int) -> set[str | None]:
 
 def cache_prompts(
     folder: Path,
-    sources: Sequence[ParquetSource],
+    sources: Sequence[SourceFiles],
     parser: RowParser,
     encoding: PromptEncoding,
     tokenizer_path: str,
@@ -242,7 +240,7 @@ def _fill(job: _Job, tasks: Sequence[tuple[_Part, Path, str]], workers: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
-def _divide(sources: Sequence[ParquetSource], max_samples: int | None) -> Iterator[_Part]:
+def _divide(sources: Sequence[SourceFiles], max_samples: int | None) -> Iterator[_Part]:
     """Yield the parts of all sources in their order, with at most `max_samples` rows."""
     remaining = max_samples
     for number, source in enumerate(sources):
@@ -254,7 +252,7 @@ def _divide(sources: Sequence[ParquetSource], max_samples: int | None) -> Iterat
                 yield part
 
 
-def _divide_source(source: ParquetSource, number: int) -> Iterator[_Part]:
+def _divide_source(source: SourceFiles, number: int) -> Iterator[_Part]:
     """Yield the parts of one source that have rows of its slice."""
     rows_of_earlier_files = 0
     for path in source.paths:

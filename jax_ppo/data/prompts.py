@@ -91,38 +91,26 @@ class PromptEncoding:
     truncation: str = "error"
     chat_template: ChatTemplate = True
 
+    @property
+    def truncates(self) -> bool:
+        """Return whether longer prompts are truncated, instead of dropped or refused."""
+        return not self.filter_overlong_prompts and self.truncation != "error"
+
 
 def tokenize_prompts(
     examples: Sequence[Example],
     tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_prompt_length: int,
-    filter_overlong_prompts: bool = True,
-    truncation: str = "error",
-    chat_template: ChatTemplate = True,
+    encoding: PromptEncoding,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
     """Encode every prompt; drop, truncate or reject those longer than max_prompt_length.
 
-    Args:
-      examples: the rows.
-      tokenizer: a transformers tokenizer.
-      max_prompt_length: see `PromptEncoding`.
-      filter_overlong_prompts: see `PromptEncoding`; the number of dropped prompts is logged.
-      truncation: see `PromptEncoding`.
-      chat_template: see `PromptEncoding`.
-      name: the option that names the data, for messages.
+    Takes the same arguments as `encode_prompts`. The number of dropped prompts is logged.
 
     Raises:
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
-    encoding = PromptEncoding(
-        max_prompt_length=max_prompt_length,
-        filter_overlong_prompts=filter_overlong_prompts,
-        truncation=truncation,
-        chat_template=chat_template,
-    )
     usable_examples: list[Example] = []
     tokens: list[np.ndarray] = []
     encoded = encode_prompts(examples, tokenizer, encoding, name)
@@ -130,13 +118,9 @@ def tokenize_prompts(
         if ids is not None:
             usable_examples.append(example)
             tokens.append(ids)
-    report_dropped(len(examples) - len(tokens), len(examples), max_prompt_length, name)
-    return PromptDataset(
-        examples=tuple(usable_examples),
-        tokens=tokens,
-        max_prompt_length=max_prompt_length,
-        name=name,
-    )
+    longest = encoding.max_prompt_length
+    report_dropped(len(examples) - len(tokens), len(examples), longest, name)
+    return PromptDataset(tuple(usable_examples), tokens, longest, name)
 
 
 def encode_prompts(
@@ -151,15 +135,14 @@ def encode_prompts(
       examples: the rows.
       tokenizer: a transformers tokenizer.
       encoding: converts prompts to tokens.
-      name: the origin of the rows, for messages.
+      name: the option that names the data, or another origin of the rows, for messages.
 
     Raises:
       UserError: see `tokenize_prompts`.
     """
     limit = encoding.max_prompt_length
     # The exact length matters only for a prompt that is truncated.
-    truncates = not encoding.filter_overlong_prompts and encoding.truncation != "error"
-    bound = None if truncates else LengthBound(tokenizer)
+    bound = None if encoding.truncates else LengthBound(tokenizer)
     validate_chat_template(tokenizer, encoding.chat_template)
     _report_unread_tools(examples, tokenizer, encoding.chat_template, name)
     for row, example in enumerate(examples, 1):

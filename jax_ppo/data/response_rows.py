@@ -3,8 +3,7 @@
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
 have `action_mask`, `turn_starts`, `context_starts`, `turn_rewards`, `truncated` and
-`sampled_logprobs`. Tokens are
-used as they are.
+`sampled_logprobs`. Tokens are used as they are.
 """
 
 import contextlib
@@ -116,39 +115,30 @@ class GivenResponses(PromptDataset):
         return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
     @functools.cached_property
-    def _has_turn_rewards(self) -> bool:
-        return any(row.turn_rewards is not None for row in self.rows)
-
-    @functools.cached_property
-    def _has_turns(self) -> bool:
-        return any(row.turn_starts.sum() > 1 for row in self.rows)
-
-    @functools.cached_property
-    def _has_contexts(self) -> bool:
-        return any(row.context_starts.any() for row in self.rows)
+    def _optional(self) -> list[str]:
+        """Return the further arrays that all rollouts have, since some row needs them."""
+        needed = {
+            "turn_rewards": any(row.turn_rewards is not None for row in self.rows),
+            "turn_starts": any(row.turn_starts.sum() > 1 for row in self.rows),
+            "context_starts": any(row.context_starts.any() for row in self.rows),
+        }
+        return [name for name, is_needed in needed.items() if is_needed]
 
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Return the responses of a batch, on the host; unknown log-probs are NaN."""
         rows = [self.rows[index] for index in batch.indices]
-        turn_rewards = None
-        if self._has_turn_rewards:
-            turn_rewards = self._pad([row.turn_rewards for row in rows], rows, 0.0)
-        turn_starts = None
-        if self._has_turns:
-            turn_starts = self._pad([row.turn_starts for row in rows], rows, False, bool)
-        context_starts = None
-        if self._has_contexts:
-            context_starts = self._pad([row.context_starts for row in rows], rows, False, bool)
+        optional: dict[str, Any] = {
+            name: self._pad(rows, name, np.float32 if name == "turn_rewards" else bool)
+            for name in self._optional
+        }
         return Rollout(
             prompts=batch.prompts,
-            responses=self._pad([row.response_ids for row in rows], rows, 0, np.int32),
+            responses=self._pad(rows, "response_ids", np.int32),
             lengths=np.array([len(row.response_ids) for row in rows], np.int32),
-            logprobs=self._pad([row.logprobs for row in rows], rows, np.nan),
+            logprobs=self._pad(rows, "logprobs", np.float32, missing=np.nan),
             truncated=np.array([row.truncated for row in rows]),
-            action_mask=self._pad([row.action_mask for row in rows], rows, False, bool),
-            turn_rewards=turn_rewards,
-            turn_starts=turn_starts,
-            context_starts=context_starts,
+            action_mask=self._pad(rows, "action_mask", bool),
+            **optional,
         )
 
     def rewards(self, batch: PromptBatch) -> np.ndarray:
@@ -156,15 +146,12 @@ class GivenResponses(PromptDataset):
         return np.array([self.rows[index].reward for index in batch.indices], np.float32)
 
     def _pad(
-        self,
-        values: Sequence[np.ndarray | None],
-        rows: Sequence[ResponseRow],
-        missing: float,
-        dtype: Any = np.float32,
+        self, rows: Sequence[ResponseRow], name: str, dtype: Any, missing: float = 0
     ) -> np.ndarray:
-        """Return the values of the responses' tokens, 0 past their lengths."""
+        """Return an attribute of the responses' tokens, [B, T], 0 past their lengths."""
         padded = np.zeros((len(rows), self.max_response_length), dtype)
-        for target, value, row in zip(padded, values, rows, strict=True):
+        for target, row in zip(padded, rows, strict=True):
+            value = getattr(row, name)
             target[: len(row.response_ids)] = missing if value is None else value
         return padded
 
@@ -269,7 +256,7 @@ class ResponseReader:
             action_mask=action_mask,
             turn_starts=starts,
             context_starts=contexts,
-            truncated=_truth(row.get("truncated"), "truncated"),
+            truncated=_truth(row.get("truncated")),
             reward=reward,
             turn_rewards=turn_rewards,
             logprobs=logprobs,
@@ -362,14 +349,14 @@ def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:
     return np.array([_finite(value, name) for value in values], np.float32)
 
 
-def _truth(value: Any, name: str) -> bool:
-    """Return a truth value, which is text in a CSV file; a missing one is false."""
+def _truth(value: Any) -> bool:
+    """Return whether a response was truncated, text in a CSV file; a missing value is false."""
     text = str(value).lower()
     if value is None or text in ("", "0", "false"):
         return False
     if text in ("1", "true"):
         return True
-    raise UserError(f"{name}: expected true or false, got {shorten(repr(value))}")
+    raise UserError(f"truncated: expected true or false, got {shorten(repr(value))}")
 
 
 def _finite(value: Any, name: str) -> float:

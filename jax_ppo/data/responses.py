@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jax_ppo.data.length_bound import LengthBound
-from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.data.tokenizer import ChatTemplate, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
@@ -90,12 +90,8 @@ def tokenize_responses(
     examples: Sequence[Example],
     tokenizer: "PreTrainedTokenizerBase",
     fields: tuple[str, ...],
-    *,
-    max_prompt_length: int,
+    encoding: PromptEncoding,
     max_response_length: int,
-    filter_overlong_prompts: bool = True,
-    truncation: str = "error",
-    chat_template: ChatTemplate = True,
     name: str = "config.data.train_files",
 ) -> ResponseDataset:
     """Encode every example; drop those whose responses are empty or too long.
@@ -106,12 +102,9 @@ def tokenize_responses(
       examples: rows that `validate_responses` has accepted.
       tokenizer: a transformers tokenizer.
       fields: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
-      max_prompt_length: tokens.
+      encoding: converts prompts to tokens.
       max_response_length: tokens of a response with its EOS; examples with a longer one are
         dropped.
-      filter_overlong_prompts: see `tokenize_prompts`.
-      truncation: see `tokenize_prompts`.
-      chat_template: see `tokenize_prompts`.
       name: the option that names the data, for messages.
 
     Raises:
@@ -120,23 +113,20 @@ def tokenize_responses(
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
     prompts = tokenize_prompts(
-        _drop_empty_responses(examples, fields, name),
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        filter_overlong_prompts=filter_overlong_prompts,
-        truncation=truncation,
-        chat_template=chat_template,
-        name=name,
+        _drop_empty_responses(examples, fields, name), tokenizer, encoding, name
     )
     # The bound counts all tokens of a prompt; a truncated prompt has fewer.
-    truncates = not filter_overlong_prompts and truncation != "error"
-    bound = None if truncates else LengthBound(tokenizer)
+    bound = None if encoding.truncates else LengthBound(tokenizer)
     responses = _encode_fitting_responses(
-        prompts, tokenizer, fields, bound, max_response_length, chat_template
+        prompts, tokenizer, fields, bound, max_response_length, encoding.chat_template
     )
     _report_long_responses(len(prompts), len(responses), max_response_length, name)
     return ResponseDataset(
-        prompts=_select_prompts(prompts, list(responses)),
+        prompts=dataclasses.replace(
+            prompts,
+            examples=tuple(prompts.examples[row] for row in responses),
+            tokens=[prompts.tokens[row] for row in responses],
+        ),
         # From one list per example to one per field.
         responses=tuple(zip(*responses.values(), strict=True)),
         max_response_length=max_response_length,
@@ -164,14 +154,6 @@ def _encode_fitting_responses(
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]
     return responses
-
-
-def _select_prompts(prompts: PromptDataset, rows: Sequence[int]) -> PromptDataset:
-    return dataclasses.replace(
-        prompts,
-        examples=tuple(prompts.examples[row] for row in rows),
-        tokens=[prompts.tokens[row] for row in rows],
-    )
 
 
 def _report_long_responses(total: int, usable: int, max_response_length: int, name: str) -> None:

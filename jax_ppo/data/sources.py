@@ -53,26 +53,17 @@ FORMS = (
 MAX_GENERATED_DIGITS = 7
 
 
-@dataclasses.dataclass(frozen=True)
-class ParquetSource:
+class SourceFiles(NamedTuple):
     """The rows of one source.
 
     Attributes:
-      paths: local Parquet files, whose rows are concatenated.
+      paths: local files, whose rows are concatenated.
       start: the first row of the source.
       end: the row after the last one; `None`: all.
     """
 
-    paths: tuple[Path, ...]
-    start: int
-    end: int | None
-
-
-class _LocatedFiles(NamedTuple):
-    """The local files of a source, and the bounds of its slice; `None` is an open bound."""
-
     paths: list[Path]
-    start: int | None
+    start: int
     end: int | None
 
 
@@ -252,7 +243,7 @@ def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[in
     return int(count), split or "train"
 
 
-def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
+def locate_parquet(spec: str, option: str) -> list[SourceFiles]:
     """Return the Parquet files that a specification names, downloaded if necessary.
 
     Raises:
@@ -269,9 +260,7 @@ def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
             )
         for path in located.paths:
             files.require_file(path, option)
-        sources.append(
-            ParquetSource(paths=tuple(located.paths), start=located.start or 0, end=located.end)
-        )
+        sources.append(located)
     if not sources:
         raise UserError(f"{option}={spec!r}: expected Parquet files")
     return sources
@@ -285,15 +274,12 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
     return itertools.islice(rows, located.start, located.end)
 
 
-def _locate_files(source: str, option: str) -> _LocatedFiles:
+def _locate_files(source: str, option: str) -> SourceFiles:
     """Return the files of a source, downloaded if necessary, and the bounds of its slice."""
-    name = source
-    start = None
-    end = None
+    name, start, end = source, None, None
     if sliced := _SLICE.fullmatch(source):
         name = sliced[1]
-        start = _slice_bound(sliced[2])
-        end = _slice_bound(sliced[3])
+        start, end = map(_slice_bound, sliced.groups()[1:])
     scheme, colon, arguments = name.partition(":")
     if colon and scheme == "hf":
         located = hub_files.fetch_hub_files(arguments, option)
@@ -316,7 +302,7 @@ def _locate_files(source: str, option: str) -> _LocatedFiles:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
-    return _LocatedFiles(paths=located, start=start, end=end)
+    return SourceFiles(paths=located, start=start or 0, end=end)
 
 
 def _is_pattern(name: str) -> bool:
@@ -399,8 +385,6 @@ def _prepare_tfds(tfds: ModuleType, name: str, folder: str | None) -> Any:
 
 def _import_unlisted_builder(tfds: ModuleType, name: str) -> None:
     """Import a builder that TFDS ships but does not list before its import, such as GSM8K's."""
-    import importlib
-
     base_name = name.partition("/")[0].partition(":")[0]
     if base_name.isidentifier() and base_name not in _list_builders(tfds):
         try:

@@ -51,7 +51,7 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
-from jax_ppo.training.setup import chat_template, count_steps
+from jax_ppo.training.setup import chat_template, count_steps, make_encoding
 from jax_ppo.training.state import StateBuilder, policy_params
 from jax_ppo.types import Example
 
@@ -283,24 +283,13 @@ def _tokenize_prompts(
     elif examples and data.cache_dir:
         training = read_cache()
     elif examples:
-        training = _tokenize(data, examples, tokenizer, "config.data.train_files")
+        training = tokenize_prompts(examples, tokenizer, make_encoding(data))
     held_out = None
     if held_out_examples:
-        held_out = _tokenize(data, held_out_examples, tokenizer, "config.data.val_files")
+        held_out = tokenize_prompts(
+            held_out_examples, tokenizer, make_encoding(data), "config.data.val_files"
+        )
     return RunPrompts(training, held_out)
-
-
-def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
-    """Return the examples with their prompts as tokens; error messages name `option`."""
-    return tokenize_prompts(
-        examples,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        truncation=data.truncation,
-        chat_template=chat_template(data),
-        name=option,
-    )
 
 
 def _report_size(run: PPORun, report: Report) -> None:

@@ -11,14 +11,14 @@ from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
-from jax_ppo.data.prompts import PromptEncoding, encode_prompts
+from jax_ppo.data.prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.built_in_rules import rule_of_source
 from jax_ppo.run import rule_trial
 from jax_ppo.run.sample_records import prompt_text
-from jax_ppo.training.setup import chat_template, load_examples
+from jax_ppo.training.setup import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed
@@ -305,14 +305,9 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
     """
     if tokenizer is None:
         return prompt_text(examples[0]), "before its chat template: no model is named"
-    drops = options.filter_overlong_prompts
-    cuts = not drops and options.truncation != "error"
-    encoding = PromptEncoding(
-        max_prompt_length=options.max_prompt_length if drops or cuts else _NO_LIMIT,
-        filter_overlong_prompts=drops,
-        truncation=options.truncation,
-        chat_template=chat_template(options),
-    )
+    encoding = make_encoding(options)
+    if not encoding.filter_overlong_prompts and not encoding.truncates:
+        encoding = dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)
     rows = [(row, e) for row, e in enumerate(examples, 1) if prompt_text(e).strip()]
     shown = [example for _, example in rows]
     for attempt in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):

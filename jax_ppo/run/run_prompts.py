@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 from jax_ppo.config.schema import Data, MultiTurn, Reward
 from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import locate_parquet
 from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.environments.loading import make_environment
@@ -19,7 +19,7 @@ from jax_ppo.rewards import registry, row_validation
 from jax_ppo.runtime import signals
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.storage import paths
-from jax_ppo.training.setup import chat_template, load_examples, make_parser
+from jax_ppo.training.setup import load_examples, make_encoding, make_parser
 from jax_ppo.types import Example
 
 _TRAIN_FILES = "config.data.train_files"
@@ -73,12 +73,7 @@ def cache_training_prompts(
         paths.expand_local_path(data.cache_dir, "config.data.cache_dir"),
         locate_parquet(data.train_files, _TRAIN_FILES),
         make_parser(data),
-        PromptEncoding(
-            max_prompt_length=data.max_prompt_length,
-            filter_overlong_prompts=data.filter_overlong_prompts,
-            truncation=data.truncation,
-            chat_template=chat_template(data),
-        ),
+        make_encoding(data),
         tokenizer,
         validate,
         max_samples=data.train_max_samples,

@@ -26,10 +26,10 @@ from jax_ppo.training import packing
 from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.setup import (
-    chat_template,
     count_steps,
     load_examples,
     load_model_tokenizer,
+    make_encoding,
     validate_model,
 )
 from jax_ppo.types import Example, Packing, Sequences
@@ -204,10 +204,7 @@ def _tokenize(
         examples,
         tokenizer,
         task.response_fields,
-        max_prompt_length=data.max_prompt_length,
-        max_response_length=data.max_response_length,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        truncation=data.truncation,
-        chat_template=chat_template(data),
-        name=option,
+        make_encoding(data),
+        data.max_response_length,
+        option,
     )

@@ -203,10 +203,8 @@ def _missing_folder_error(address: str, option: str, files: Mapping[str, RemoteF
     return UserError(f"{problem}there is no such folder in the bucket")
 
 
-def _list_names(files: Mapping[str, RemoteFile], most: int = 4) -> str:
+def _list_names(files: Mapping[str, RemoteFile]) -> str:
     """Return the names of the first files, and the number of the others."""
     names = sorted(files)
-    listed = ", ".join(names[:most])
-    if len(names) <= most:
-        return listed
-    return f"{listed} and {len(names) - most} more"
+    others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + others

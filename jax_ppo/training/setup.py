@@ -12,7 +12,7 @@ from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_cache import RowParser
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
@@ -114,6 +114,16 @@ def chat_template(data: Data) -> ChatTemplate:
     if not data.chat_template:
         raise UserError(f"{option}: config.data.chat_template is False; no template reads them")
     return variables
+
+
+def make_encoding(data: Data) -> PromptEncoding:
+    """Return the conversion of prompts to tokens; raise `UserError` as `chat_template` does."""
+    return PromptEncoding(
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        chat_template=chat_template(data),
+    )
 
 
 def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:

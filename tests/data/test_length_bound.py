@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jax_ppo.data import length_bound, responses
 from jax_ppo.data.length_bound import LengthBound
-from jax_ppo.data.prompts import tokenize_prompts
+from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -31,10 +31,12 @@ def test_a_huge_prompt_is_dropped_without_encoding_it(trained, monkeypatch):
     tokenizer, _ = trained
     encoded = count_encoded(monkeypatch, tokenizer)
     examples = [Example("Tom has 1." * 1_000_000, "x"), Example("Tom has 1.", "x")]
-    data = tokenize_prompts(examples, tokenizer, max_prompt_length=32)
+    data = tokenize_prompts(examples, tokenizer, PromptEncoding(max_prompt_length=32))
     assert data.examples == (examples[1],) and encoded == [10]
     with pytest.raises(UserError, match="example 1: the prompt has more than 32 tokens"):
-        tokenize_prompts(examples, tokenizer, max_prompt_length=32, filter_overlong_prompts=False)
+        tokenize_prompts(
+            examples, tokenizer, PromptEncoding(max_prompt_length=32, filter_overlong_prompts=False)
+        )
 
 
 def test_a_huge_response_is_dropped_without_encoding_it(trained, monkeypatch):
@@ -45,7 +47,7 @@ def test_a_huge_response_is_dropped_without_encoding_it(trained, monkeypatch):
         examples,
         tokenizer,
         responses.DEMONSTRATION_FIELDS,
-        max_prompt_length=8,
+        PromptEncoding(max_prompt_length=8),
         max_response_length=8,
     )
     assert data.prompts.examples == (examples[1],) and max(encoded) < 10
@@ -56,9 +58,7 @@ def test_truncation_needs_the_tokens(trained, monkeypatch):
     data = tokenize_prompts(
         [Example("Tom has 1." * 1000, "x")],
         trained[0],
-        max_prompt_length=4,
-        filter_overlong_prompts=False,
-        truncation="left",
+        PromptEncoding(max_prompt_length=4, filter_overlong_prompts=False, truncation="left"),
     )
     assert len(data.tokens[0]) == 4
 

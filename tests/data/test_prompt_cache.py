@@ -68,7 +68,9 @@ def cached(folder, spec, trained, *, parser=PARSER, workers=0, **options):
 
 
 def in_memory(spec, trained):
-    return tokenize_prompts(sources.read_examples(str(spec)), trained[0], max_prompt_length=40)
+    return tokenize_prompts(
+        sources.read_examples(str(spec)), trained[0], PromptEncoding(max_prompt_length=40)
+    )
 
 
 def assert_same(cache, memory):

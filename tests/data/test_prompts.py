@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.data.prompt_batches import PromptBatches, bucket_width, evaluation_batches
-from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -90,9 +90,7 @@ def test_truncation_is_applied(letters, truncation, kept):
     data = tokenize_prompts(
         examples("abcdefg", "abcde"),
         letters,
-        max_prompt_length=5,
-        filter_overlong_prompts=False,
-        truncation=truncation,
+        PromptEncoding(max_prompt_length=5, filter_overlong_prompts=False, truncation=truncation),
     )
     assert ["".join(map(chr, ids)) for ids in data.tokens] == [kept, "abcde"]
     assert data.tokens[0].dtype == np.int32
@@ -101,7 +99,9 @@ def test_truncation_is_applied(letters, truncation, kept):
 def test_truncation_error_names_row_length_and_option(letters):
     with pytest.raises(UserError) as error:
         tokenize_prompts(
-            examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False
+            examples("abc", "abcdefg"),
+            letters,
+            PromptEncoding(max_prompt_length=5, filter_overlong_prompts=False),
         )
     for words in (
         "config.data.train_files, example 2",
@@ -118,7 +118,7 @@ def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
         data = tokenize_prompts(
             examples("abc", "abcdefg", "x"),
             letters,
-            max_prompt_length=5,
+            PromptEncoding(max_prompt_length=5),
             name="config.data.val_files",
         )
     assert [e.prompt for e in data.examples] == ["abc", "x"]
@@ -132,15 +132,15 @@ def test_nothing_left_is_refused(letters):
     with pytest.raises(
         UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"
     ):
-        tokenize_prompts(examples("abc", "def"), letters, max_prompt_length=2)
+        tokenize_prompts(examples("abc", "def"), letters, PromptEncoding(max_prompt_length=2))
     with pytest.raises(UserError, match="no prompt is left of 0"):
-        tokenize_prompts([], letters, max_prompt_length=2)
+        tokenize_prompts([], letters, PromptEncoding(max_prompt_length=2))
 
 
 @pytest.mark.parametrize("prompt", ["", " \n", ({"role": "user", "content": ""},)])
 def test_an_empty_prompt_is_refused(letters, prompt):
     with pytest.raises(UserError, match="config.data.train_files, example 2: the prompt is empty"):
-        tokenize_prompts(examples("abc", prompt), letters, max_prompt_length=9)
+        tokenize_prompts(examples("abc", prompt), letters, PromptEncoding(max_prompt_length=9))
 
 
 def test_an_epoch_gives_each_row_once_in_a_fresh_order():
@@ -237,7 +237,7 @@ def test_real_gsm8k_prompts(real_data, trained):
     from jax_ppo.data.sources import read_examples
 
     gsm8k_examples = read_examples(str(real_data("gsm8k/test.jsonl")))[:200]
-    data = tokenize_prompts(gsm8k_examples, trained[0], max_prompt_length=256)
+    data = tokenize_prompts(gsm8k_examples, trained[0], PromptEncoding(max_prompt_length=256))
     batch = next(PromptBatches(data, 16))
     assert batch.prompts.tokens.shape[1] == bucket_width(int(batch.prompts.lengths.max()), 256)
     for row, example in enumerate(batch.examples):

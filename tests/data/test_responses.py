@@ -9,6 +9,7 @@ import pytest
 
 from jax_ppo.data import responses, sources
 from jax_ppo.data.columns import Columns
+from jax_ppo.data.prompts import PromptEncoding
 from jax_ppo.data.tokenizer import encode_prompt, encode_responses
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
@@ -154,7 +155,7 @@ def test_pairs_lie_one_kind_behind_the_other(trained):
         examples,
         tokenizer,
         responses.PREFERENCE_FIELDS,
-        max_prompt_length=20,
+        PromptEncoding(max_prompt_length=20),
         max_response_length=12,
     )
     both = [
@@ -186,7 +187,7 @@ def test_long_responses_are_dropped(trained, caplog):
         examples,
         tokenizer,
         responses.DEMONSTRATION_FIELDS,
-        max_prompt_length=20,
+        PromptEncoding(max_prompt_length=20),
         max_response_length=12,
     )
     assert (
@@ -203,7 +204,7 @@ def test_long_responses_are_dropped(trained, caplog):
             examples,
             tokenizer,
             responses.DEMONSTRATION_FIELDS,
-            max_prompt_length=20,
+            PromptEncoding(max_prompt_length=20),
             max_response_length=2,
         )
 
@@ -216,7 +217,7 @@ def test_a_pair_is_dropped_if_one_side_is_too_long(trained, caplog, long_field):
         [long, short],
         trained[0],
         responses.PREFERENCE_FIELDS,
-        max_prompt_length=20,
+        PromptEncoding(max_prompt_length=20),
         max_response_length=12,
     )
     assert data.prompts.examples == (short,) and [len(field) for field in data.responses] == [1, 1]
@@ -245,7 +246,7 @@ def test_empty_responses_are_dropped(trained, caplog):
         Example("Tom", "x", response=" has 1.", rejected=" "),
         Example("Ann", "x", response=" 1", rejected=" 2"),
     ]
-    sizes = {"max_prompt_length": 20, "max_response_length": 12}
+    sizes = {"encoding": PromptEncoding(20), "max_response_length": 12}
     data = responses.tokenize_responses(examples, trained[0], responses.PREFERENCE_FIELDS, **sizes)
     assert (
         data.prompts.examples == (examples[1],)

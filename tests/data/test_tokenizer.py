@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jax_ppo.data.prompts import tokenize_prompts
+from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.data.responses import tokenize_responses
 from jax_ppo.data.tokenizer import (
     decode_tokens,
@@ -189,7 +189,7 @@ def test_responses_end_where_an_exported_model_stops(with_specials):
     made = chat_ml(with_specials)
     rows = [Example(ASKED, "x", response="has"), Example("Tom", "x", response=" has")]
     dataset = tokenize_responses(
-        rows, made, ("response",), max_prompt_length=64, max_response_length=64
+        rows, made, ("response",), PromptEncoding(max_prompt_length=64), max_response_length=64
     )
     assert dataset.end_ids == (made.eos_token_id, made.convert_tokens_to_ids("<|im_end|>"))
 
@@ -220,7 +220,7 @@ def test_tools_that_no_template_reads_are_named_once(with_specials, caplog):
         caplog.clear()
         if ignored == 3:
             made.chat_template = TEMPLATE
-        tokenize_prompts(rows, made, max_prompt_length=64)
+        tokenize_prompts(rows, made, PromptEncoding(max_prompt_length=64))
         assert f"ignored the tools of {ignored} prompts" in caplog.text
 
 

@@ -656,7 +656,7 @@ def data_sources(r: random.Random, folder: Path) -> None:
 
 def chat_templates(r: random.Random, folder: Path) -> None:
     """A tokenizer's chat template."""
-    from jax_ppo.data.prompts import tokenize_prompts
+    from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
     from jax_ppo.types import Example
 
     tokenizer = tiny_tokenizer()
@@ -675,7 +675,7 @@ def chat_templates(r: random.Random, folder: Path) -> None:
     messages = ({"role": "user", "content": "2+2?"},)
     example = Example(prompt=messages, data_source="gsm8k", ground_truth="4", extra_info={})
     with naming("chat template", "chat_template", "config.data"):
-        tokenize_prompts([example] * 2, tokenizer, max_prompt_length=64)
+        tokenize_prompts([example] * 2, tokenizer, PromptEncoding(max_prompt_length=64))
 
 
 _TOKENIZERS: list[tuple[Path, Any]] = []
