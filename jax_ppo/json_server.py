@@ -30,6 +30,18 @@ class RequestTimeout(RequestFault):
     """The last attempt took too long."""
 
 
+def read_key(variable: str) -> str:
+    """Return the key for a server, "" if there is none.
+
+    Raises:
+      UserError: it cannot be sent; the message does not show it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{variable}: the key has characters that HTTP headers cannot hold")
+    return key
+
+
 @dataclasses.dataclass(frozen=True)
 class JSONServer:
     """A server, and how it is called.
@@ -49,15 +61,8 @@ class JSONServer:
     retries: int
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a key that is no header; the message does not show it."""
-        key = self._read_key()
-        if not (key.isascii() and key.isprintable()):
-            raise UserError(
-                f"{self.key_variable}: the key has characters that HTTP headers cannot hold"
-            )
-
-    def _read_key(self) -> str:
-        return os.environ.get(self.key_variable, "").strip()
+        """Raise `UserError` for a key that cannot be sent."""
+        read_key(self.key_variable)
 
     def __str__(self) -> str:
         """Return the address without its query, which may contain a key."""
@@ -115,7 +120,7 @@ class JSONServer:
 
     def _send(self, request: str, path: str) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := self._read_key():
+        if key := read_key(self.key_variable):
             headers["Authorization"] = f"Bearer {key}"
         parts = urllib.parse.urlsplit(self.url)
         if path:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "rewards": {"errors", "types", "config", "processes", "json_server"},
     "data": {"errors", "types", "storage", "processes"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
-    "sampler": FOUNDATIONS | {"config", "runtime", "models"},
+    "sampler": FOUNDATIONS | {"config", "runtime", "models", "json_server"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}

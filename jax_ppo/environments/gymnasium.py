@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_ppo.environments.protocol import take_new_context
+from jax_ppo.environments.protocol import describe_example, read_info
 from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
@@ -60,14 +60,8 @@ class GymnasiumDialogue:
 
     def reset(self, example: Example, seed: int) -> str:
         """Begin the dialogue with the row's own seed, if it has one; return what is shown first."""
-        options = {
-            "prompt": example.prompt,
-            "ground_truth": example.ground_truth,
-            "data_source": example.data_source,
-            "extra_info": example.extra_info,
-        }
         observation, _ = self._environment.reset(
-            seed=example.extra_info.get(SEED_COLUMN, seed), options=options
+            seed=example.extra_info.get(SEED_COLUMN, seed), options=describe_example(example)
         )
         if not isinstance(observation, str):
             raise TypeError(
@@ -78,8 +72,7 @@ class GymnasiumDialogue:
     def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
         """Answer a turn; a truncated episode has ended, too. See `TextEnvironment.step`."""
         observation, reward, terminated, truncated, info = self._environment.step(text)
-        figures = {name: info[name] for name in self._metric_names if info.get(name) is not None}
-        observation = take_new_context(observation, info)
+        observation, figures = read_info(observation, info, self._metric_names)
         return observation, reward, terminated or truncated, figures
 
     def close(self) -> None:

@@ -45,7 +45,11 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     if name.startswith(_GYMNASIUM):
         return GymnasiumEnvironment(name, _find_registered(name), info_metrics)
     environment_class = plugins.load_plugin(
-        name, ENVIRONMENT_OPTION, (), by_name=True, other_arguments=_constructor_arguments
+        name,
+        ENVIRONMENT_OPTION,
+        (),
+        by_name=True,
+        other_arguments=lambda made: ("tokenizer", "examples") if _is_in_jax(made) else None,
     )
     # A function makes environments, too: one of them shows what they are.
     made: Any = environment_class
@@ -144,13 +148,6 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
         f"{environment_class}: the policy does not see what reset returns for a prompt, "
         f"{shorten(observation)!r}, as it is not in the prompt"
     )
-
-
-def _constructor_arguments(environment_class: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments of a `TokenEnvironment`; `None` for one of text, which has none."""
-    if _is_in_jax(environment_class):
-        return ("tokenizer", "examples")
-    return None
 
 
 def make_environment(
@@ -271,4 +268,5 @@ def _make_frame(
 
 
 def _is_in_jax(environment_class: Callable[..., Any]) -> bool:
+    """Return whether it is a `TokenEnvironment`; one of text is constructed without arguments."""
     return hasattr(environment_class, "observation_length")

@@ -15,7 +15,7 @@ import uuid
 from typing import Any
 
 from jax_ppo.config.schema import MultiTurn
-from jax_ppo.environments.protocol import EnvironmentLost, NewContext, take_new_context
+from jax_ppo.environments.protocol import EnvironmentLost, NewContext, describe_example, read_info
 from jax_ppo.errors import shorten
 from jax_ppo.json_server import JSONServer, RequestFault
 from jax_ppo.types import Example
@@ -61,14 +61,7 @@ class RemoteEnvironment:
 
     def reset(self, episode: str, example: Example, seed: int) -> str:
         """Begin an episode; return its first observation."""
-        request = {
-            "episode_id": episode,
-            "seed": seed,
-            "prompt": example.prompt,
-            "ground_truth": example.ground_truth,
-            "data_source": example.data_source,
-            "extra_info": example.extra_info,
-        }
+        request = {"episode_id": episode, "seed": seed, **describe_example(example)}
         observation: str = self._post("reset", request, self._read_observation, is_repeatable=True)
         return observation
 
@@ -122,7 +115,7 @@ class RemoteEnvironment:
         return "" if observation is None else observation
 
     def _read_turn(self, reply: Any) -> Turn:
-        observation = self._read_observation(reply)
+        observation: Any = self._read_observation(reply)
         if "done" in reply:
             ends = reply["done"]
         elif "terminated" in reply:
@@ -132,10 +125,9 @@ class RemoteEnvironment:
         info = reply.get("info") or {}
         if not isinstance(info, dict):
             raise ValueError(f"expected info with names, got {_quote(info)}")
-        figures = {name: info[name] for name in self.metric_names if info.get(name) is not None}
         reward = reply.get("reward")
-        shown = take_new_context(observation, info)
-        return shown, 0.0 if reward is None else reward, ends, figures
+        observation, figures = read_info(observation, info, self.metric_names)
+        return observation, 0.0 if reward is None else reward, ends, figures
 
 
 class RemoteDialogue:

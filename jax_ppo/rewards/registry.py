@@ -5,13 +5,13 @@ A reward function takes a RewardRow and the text of a response and returns a Rew
 wraps a user-defined one, or adds up the terms of `reward.terms`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards import rules
 from jax_ppo.rewards.batch_functions import (
     BatchFunction,
     batch_arguments,
@@ -30,37 +30,28 @@ if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not lo
 
 
 def resolve_reward_function(
-    function: str = "",
-    gsm8k_method: str = "strict",
-    terms: str = "",
-    judge: Judge | None = None,
+    options: Reward, judge: Judge | None = None
 ) -> RewardFunction | BatchFunction:
-    """Return the reward function that the options of the same names in `reward` select.
+    """Return the reward function that the options select.
+
+    `function` is called as f(data_source=, solution_str=, ground_truth=, extra_info=) and returns a
+    number, or a dict with "score", optionally "acc", and other numbers to report. For functions
+    that take a whole batch, see batch_functions.py. Of `terms`, a reward model's is left out.
 
     Args:
-      function: "" for the built-in rule of each row's data_source, or `module:function`, where the
-        module is importable or a path to a .py file. It is called as f(data_source=, solution_str=,
-        ground_truth=, extra_info=) and returns a number, or a dict with "score", optionally "acc",
-        and other numbers to report. For functions that take a whole batch, see batch_functions.py.
-      gsm8k_method: "strict" or "flexible".
-      terms: the terms that the reward adds up; a reward model's is left out.
+      options: `config.reward`.
       judge: the server of `reward.url`; without a function or terms it is the whole reward.
 
     Raises:
       UserError: there is no such rule, module or function, or it does not accept those arguments.
     """
-    if gsm8k_method not in rules.GSM8K_METHODS:
-        raise UserError(
-            f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.GSM8K_METHODS}."
-            f"{did_you_mean(gsm8k_method, rules.GSM8K_METHODS)}"
-        )
-    if terms:
-        return _add_terms(terms, gsm8k_method, judge)
-    if judge is not None and not function:
+    if options.terms:
+        return _add_terms(options, judge)
+    if judge is not None and not options.function:
         return judge.reward_function()
-    if not function:
-        return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
-    return _load_function(function, "reward.function")
+    if not options.function:
+        return functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)
+    return _load_function(options.function, "reward.function")
 
 
 def _load_function(function: str, option: str) -> RewardFunction | BatchFunction:
@@ -85,11 +76,11 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
     return call_user_function
 
 
-def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunction:
+def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     """Return the sum of the terms; each term's score is reported by its name."""
     functions = [
-        (term, _resolve_term(term, gsm8k_method, judge))
-        for term in parse_terms(text)
+        (term, _resolve_term(term, options.gsm8k_method, judge))
+        for term in parse_terms(options.terms)
         if term.rule != MODEL
     ]
 
@@ -127,7 +118,7 @@ def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardF
         assert judge is not None, "`model_weight` rejects the term without an address"
         return judge.reward_function()
     if term.rule == AUTO:
-        return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
+        return functools.partial(_apply_built_in_rule, gsm8k_method=gsm8k_method)
     if ":" in term.rule:
         function = _load_function(term.rule, "reward.terms")
         if isinstance(function, BatchFunction):
@@ -142,7 +133,7 @@ def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardF
             f"config.reward.terms: there is no rule {term.rule!r}; expected {', '.join(known)} or "
             f"module:function.{did_you_mean(term.rule, known)}"
         )
-    argument = term.argument or _default_argument(term.rule, gsm8k_method)
+    argument = term.argument or (gsm8k_method if term.rule == "gsm8k" else "")
     try:
         return RULES[term.rule].bind(argument)
     except ValueError as error:
@@ -214,11 +205,4 @@ def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> Re
         raise UserError(
             f"data_source={row.data_source!r} has no built-in rule; expected one of {SOURCES}"
         )
-    return RULES[name].bind(_default_argument(name, gsm8k_method))(row, response)
-
-
-def _default_argument(rule: str, gsm8k_method: str) -> str:
-    """Return the argument of a built-in rule that no brackets follow."""
-    if rule == "gsm8k":
-        return gsm8k_method
-    return ""
+    return RULES[name].bind(gsm8k_method if name == "gsm8k" else "")(row, response)

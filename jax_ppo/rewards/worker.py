@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from jax_ppo import processes
+from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, print_any_text, printable_lines
 from jax_ppo.rewards import registry, samples
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
@@ -18,18 +19,8 @@ _function: samples.RewardFunction | BatchFunction | None = None
 _obstacle: UserError | None = None
 
 
-def initialize_worker(
-    parent: int, function: str, gsm8k_method: str, terms: str, judge: Judge | None
-) -> None:
-    """Prepare this process to score samples.
-
-    Args:
-      parent: the process id of the run; the worker ends with it.
-      function: `config.reward.function`.
-      gsm8k_method: `config.reward.gsm8k_method`.
-      terms: `config.reward.terms`.
-      judge: the server of `config.reward.url`, if there is one.
-    """
+def initialize_worker(parent: int, options: Reward) -> None:
+    """Prepare this process to score samples; it ends with the process `parent`, the run's."""
     global _function, _obstacle
     # In a separate session, the worker does not receive signals to the run's process group
     # (Ctrl-C), and can be killed together with the processes that the reward function started.
@@ -40,7 +31,7 @@ def initialize_worker(
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        _function = registry.resolve_reward_function(function, gsm8k_method, terms, judge)
+        _function = registry.resolve_reward_function(options, Judge.from_options(options))
     except UserError as error:  # the run could import it, but this process cannot
         _obstacle = error
 

@@ -14,7 +14,6 @@ from jax_ppo import processes
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines
 from jax_ppo.rewards import worker
-from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, TimeoutCounter
 
 # Attempts to score a sample whose pool broke before a worker took it.
@@ -51,15 +50,10 @@ class _WorkerContext(multiprocessing.context.SpawnContext):
 
 
 def count_workers(options: Reward, needs_workers: bool) -> int:
-    """Return the number of worker processes that the options ask for.
+    """Return the number of worker processes; without the option, one where one is needed.
 
-    One worker is enough to survive a function that hangs or ends its process, and preserves the
-    order of the calls; more are faster but multiply the function's memory. Most built-in rules
-    neither hang nor end the process, so they need no worker.
-
-    Args:
-      options: `config.reward`.
-      needs_workers: whether a function or a rule has no time bound.
+    One is enough to survive a function that hangs or ends its process, and preserves the order of
+    the calls; more are faster but multiply the function's memory.
     """
     if options.workers is not None:
         return options.workers
@@ -154,13 +148,7 @@ class RewardWorkers:
             self._pool = pebble.ProcessPool(
                 max_workers=self._workers,
                 initializer=worker.initialize_worker,
-                initargs=(
-                    os.getpid(),
-                    self._options.function,
-                    self._options.gsm8k_method,
-                    self._options.terms,
-                    Judge.from_options(self._options),
-                ),
+                initargs=(os.getpid(), self._options),
                 context=_WorkerContext(),
             )
             assert self._pool.active, "reading `active` starts the workers"

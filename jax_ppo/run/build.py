@@ -247,9 +247,7 @@ def _resolve_rule(
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
     judge = Judge.from_options(options)
-    rule = registry.resolve_reward_function(
-        options.function, options.gsm8k_method, options.terms, judge
-    )
+    rule = registry.resolve_reward_function(options, judge)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     # A judge that is the whole reward scores rows of any source.
@@ -263,9 +261,8 @@ def _resolve_rule(
     if not workers:
         return rule
     # A function of batches runs in one process, which gets whole batches.
-    if isinstance(rule, BatchFunction):
-        return RewardWorkers(options, 1, takes_batches=True)
-    return RewardWorkers(options, workers, takes_batches=False)
+    takes_batches = isinstance(rule, BatchFunction)
+    return RewardWorkers(options, 1 if takes_batches else workers, takes_batches)
 
 
 def _tokenize_prompts(

@@ -61,7 +61,7 @@ def try_rule(
     if not solved:
         return Trial(not_run="the rows have no responses")
     needs_workers = registry.needs_workers(solved, options)
-    rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
+    rule = registry.resolve_reward_function(options)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     if not needs_workers:

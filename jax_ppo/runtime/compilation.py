@@ -13,6 +13,7 @@ import jax
 import jax.monitoring
 
 from jax_ppo.runtime import heartbeat, watchdog
+from jax_ppo.storage import downloads
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -35,7 +36,11 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
       report: called with a line if the folder cannot be written; the run continues without it.
     """
     # The option comes first, then JAX's own variable, then the user's cache folder.
-    folder = option or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(default_folder())
+    folder = (
+        option
+        or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        or str(downloads.cache_folder("compiled"))
+    )
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return
@@ -61,11 +66,6 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
         # A threshold that the user has set in the environment is kept.
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-
-
-def default_folder() -> Path:
-    """Return the user's cache folder for compiled programs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_ppo" / "compiled"
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,7 +243,8 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         file.seek(0)
         # A run that ends, even by an error, empties the file.
         _lost_runs[workdir] = _describe_lost_run(workdir, file.read().splitlines())
-        _write_holder(file)
+        file.truncate(0)
+        _write_line(file, bucket_lock.describe_process())
         signals.on_abrupt_end(lambda reason, code: _write_line(file, reason))
         try:
             yield
@@ -282,12 +282,6 @@ def _refuse_odd(workdir: Path) -> None:
             f"--workdir={workdir}: holds a model, whose config.json the run would replace; give "
             "another --workdir"
         )
-
-
-def _write_holder(file: IO[str]) -> None:
-    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    file.truncate(0)
-    _write_line(file, f"process {os.getpid()} on {socket.gethostname()}, started {started}")
 
 
 def _write_line(file: IO[str], text: str) -> None:

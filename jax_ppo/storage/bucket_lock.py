@@ -55,10 +55,9 @@ class BucketLock:
         # Objects belong to buckets, so the project does not matter.
         self._bucket = storage.Client(project="none").bucket(bucket)
         self._generation = 0  # of the object that this process last wrote
-        started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self._token = uuid.uuid4().hex
         self._contents = {
-            "holder": f"process {os.getpid()} on {socket.gethostname()}, started {started}",
+            "holder": describe_process(),
             "token": self._token,
             "machine": _machine(),
             "pid": os.getpid(),
@@ -175,6 +174,12 @@ class BucketLock:
             f"--workdir={self._address}: another run uses it: {lock.holder}; stop that run, or "
             "give another --workdir"
         )
+
+
+def describe_process() -> str:
+    """Return this process in words, for the lock that it holds from now on."""
+    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()}, started {started}"
 
 
 def _machine() -> str:

@@ -717,6 +717,7 @@ def reward_results(r: random.Random, folder: Path) -> None:
     """Results of a reward function, and its errors."""
     import numpy as np
 
+    from jax_ppo.config.schema import Reward
     from jax_ppo.rewards.batch import score_batch
     from jax_ppo.rewards.registry import resolve_reward_function
     from jax_ppo.types import Example
@@ -749,7 +750,7 @@ def reward_results(r: random.Random, folder: Path) -> None:
 
     module = sys.modules["__main__"]
     module.hostile_reward = compute_score  # type: ignore[attr-defined]
-    function = resolve_reward_function("__main__:hostile_reward")
+    function = resolve_reward_function(Reward(function="__main__:hostile_reward"))
     example = Example(
         prompt="2+2?", data_source="x", ground_truth="4", extra_info={"index": [1, 2]}
     )

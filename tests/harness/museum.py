@@ -1651,14 +1651,12 @@ RULES_IN_A_RUN = [
         test="tests/rewards/test_registry.py::test_a_function_of_a_file",
         where="resolve_reward_function",
         old=(
-            "if not function:\n    "
-            "return lambda row, response: _apply_built_in_rule(row, response, "
-            "gsm8k_method)"
+            "if not options.function:\n    return "
+            "functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)"
         ),
         new=(
-            "if True:\n    "
-            "return lambda row, response: _apply_built_in_rule(row, response, "
-            "gsm8k_method)"
+            "if True:\n    return "
+            "functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)"
         ),
     ),
     Exhibit(

@@ -86,7 +86,9 @@ def test_whole_batches_are_scored_in_one_call(module, workers):
     def score(name):
         function = f"{module}:{name}"
         if not workers:
-            return score_batch(resolve_reward_function(function), EXAMPLES, RESPONSES)
+            return score_batch(
+                resolve_reward_function(Reward(function=function)), EXAMPLES, RESPONSES
+            )
         with RewardWorkers(Reward(function=function), 1, takes_batches=True) as pool:
             return score_batch(pool, EXAMPLES, RESPONSES)
 
@@ -105,7 +107,9 @@ def test_whole_batches_are_scored_in_one_call(module, workers):
     ],
 )
 def test_a_function_that_fails_costs_its_batch(module, name, failed, words):
-    scored = score_batch(resolve_reward_function(f"{module}:{name}"), EXAMPLES, RESPONSES, -1.0)
+    scored = score_batch(
+        resolve_reward_function(Reward(function=f"{module}:{name}")), EXAMPLES, RESPONSES, -1.0
+    )
     assert scored.failures == failed and words in scored.first_failure
     assert scored.scores.tolist().count(-1.0) == failed
 
@@ -129,7 +133,9 @@ def test_functions_get_the_tokens_and_the_columns_that_they_take_and_are_awaited
             takes_batches = name != "awaited_single"
             with RewardWorkers(Reward(function=function), 1, takes_batches) as pool:
                 return score_batch(pool, examples, RESPONSES, tokens=tokens)
-        return score_batch(resolve_reward_function(function), examples, RESPONSES, tokens=tokens)
+        return score_batch(
+            resolve_reward_function(Reward(function=function)), examples, RESPONSES, tokens=tokens
+        )
 
     tokens = [np.array([1, 2], np.int32), np.array([3], np.int32)]
     assert score("ids").scores.tolist() == [3, 3]
@@ -142,7 +148,7 @@ def test_functions_get_the_tokens_and_the_columns_that_they_take_and_are_awaited
 
 
 def test_a_column_that_no_row_has_is_refused_before_a_run(module):
-    function = resolve_reward_function(f"{module}:strange")
+    function = resolve_reward_function(Reward(function=f"{module}:strange"))
     assert function.columns == ("solution",)
     validate_columns(function, [*EXAMPLES, Example("q", "s", "", {"solution": 1})], "x")
     with pytest.raises(UserError, match="^config.reward.function='f': its argument 'solution' is"):
@@ -150,11 +156,13 @@ def test_a_column_that_no_row_has_is_refused_before_a_run(module):
     with pytest.raises(UserError, match="completions, data_source, ground_truth, level, prompts"):
         validate_columns(function, EXAMPLES, "x")
     for name in ("trl", "ids", "narrow", "optional", "verl"):
-        validate_columns(resolve_reward_function(f"{module}:{name}"), EXAMPLES, "x")
+        validate_columns(
+            resolve_reward_function(Reward(function=f"{module}:{name}")), EXAMPLES, "x"
+        )
 
 
 def test_a_wrong_signature_and_a_batch_function_as_a_term_are_refused(module):
     with pytest.raises(UserError, match=r"expected signature f\(data_sources=..., solution_strs"):
-        resolve_reward_function(f"{module}:wrong")
+        resolve_reward_function(Reward(function=f"{module}:wrong"))
     with pytest.raises(UserError, match="takes whole batches"):
-        resolve_reward_function(terms=f"{module}:trl:1.0")
+        resolve_reward_function(Reward(terms=f"{module}:trl:1.0"))

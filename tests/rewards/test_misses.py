@@ -1,5 +1,6 @@
 """Wrong responses next to what the rule looked for."""
 
+from jax_ppo.config.schema import Reward
 from jax_ppo.rewards.batch import LONGEST_ANSWER, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.types import Example
@@ -9,7 +10,7 @@ TRUTH = "72"
 
 def describe(texts, source="openai/gsm8k", **arguments):
     examples = [Example("question", source, ground_truth=TRUTH) for _ in texts]
-    scored = score_batch(resolve_reward_function(), examples, texts)
+    scored = score_batch(resolve_reward_function(Reward()), examples, texts)
     return describe_misses(scored_misses(examples, texts, scored), **arguments)
 
 
@@ -35,5 +36,5 @@ def test_what_could_move_a_cursor_is_escaped():
 
 def test_long_answers_are_cut():
     examples = [Example("question", "exact", ground_truth=TRUTH)]
-    scored = score_batch(resolve_reward_function(), examples, ["y" * 5000])
+    scored = score_batch(resolve_reward_function(Reward()), examples, ["y" * 5000])
     assert scored.answers == ["y" * LONGEST_ANSWER]

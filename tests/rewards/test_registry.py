@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import step_rewards
 from jax_ppo.rewards.batch import score_batch
@@ -66,7 +67,7 @@ def module(tmp_path):
 
 def test_the_built_in_rule_goes_by_the_data_source():
     batch = score_batch(
-        resolve_reward_function(),
+        resolve_reward_function(Reward()),
         [GSM8K, SUM, STORY, GSM8K],
         ["#### 42.0", "#### 6", "a happy friend", "42"],
     )
@@ -80,16 +81,18 @@ def test_the_built_in_rule_goes_by_the_data_source():
 def test_strict_and_flexible_are_both_reachable():
     """Regression: verl#7789."""
     responses = ["so it is 42"]
-    assert score_batch(resolve_reward_function("", "strict"), [GSM8K], responses).scores == [0]
-    assert score_batch(resolve_reward_function("", "flexible"), [GSM8K], responses).scores == [1]
-    with pytest.raises(
-        UserError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"
-    ):
-        resolve_reward_function("", "flexibel")
+    assert score_batch(
+        resolve_reward_function(Reward(gsm8k_method="strict")), [GSM8K], responses
+    ).scores == [0]
+    assert score_batch(
+        resolve_reward_function(Reward(gsm8k_method="flexible")), [GSM8K], responses
+    ).scores == [1]
 
 
 def test_a_function_of_a_file(module):
-    batch = score_batch(resolve_reward_function(f"{module}:by_length"), [GSM8K, STORY], ["abc", ""])
+    batch = score_batch(
+        resolve_reward_function(Reward(function=f"{module}:by_length")), [GSM8K, STORY], ["abc", ""]
+    )
     np.testing.assert_array_equal(batch.scores, [3, 0])
     assert np.isnan(batch.correct).all()
     assert (batch.failures, batch.extra) == (0, {})
@@ -97,14 +100,16 @@ def test_a_function_of_a_file(module):
 
 def test_a_function_of_an_importable_module(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    batch = score_batch(resolve_reward_function("mine:echo"), [GSM8K], ["abc"])
+    batch = score_batch(resolve_reward_function(Reward(function="mine:echo")), [GSM8K], ["abc"])
     assert (batch.scores, batch.correct) == ([0.5], [1])
     assert batch.extra == {"arguments": [4]}, "what is no number is left out"
 
 
 def test_scores_are_float32_end_to_end(module):
     """Regression: rewards were truncated to integers, 0.49 to 0 (tunix 0.1.7)."""
-    batch = score_batch(resolve_reward_function(f"{module}:stumbles"), [GSM8K], ["fine"])
+    batch = score_batch(
+        resolve_reward_function(Reward(function=f"{module}:stumbles")), [GSM8K], ["fine"]
+    )
     assert batch.scores.dtype == batch.correct.dtype == np.float32
     assert batch.scores[0] == np.float32(0.49)
 
@@ -118,7 +123,10 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
     examples = [Example("q", "mine", "4", {"index": i}) for i in range(8)]
     with caplog.at_level(logging.WARNING):
         batch = score_batch(
-            resolve_reward_function(f"{module}:stumbles"), examples, responses, fallback_score=-1.0
+            resolve_reward_function(Reward(function=f"{module}:stumbles")),
+            examples,
+            responses,
+            fallback_score=-1.0,
         )
     np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, -1, -1, -1, -1, -1, 0.49]))
     assert batch.failures == 6
@@ -139,7 +147,7 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
 
 def test_exiting_in_a_function_fails_its_sample_only(module, caplog):
     """Regression: `sys.exit()` ended the run with exit code 0."""
-    function = resolve_reward_function(f"{module}:stumbles")
+    function = resolve_reward_function(Reward(function=f"{module}:stumbles"))
     batch = score_batch(function, [GSM8K] * 3, ["fine", "exit", "fine"], fallback_score=-1.0)
     np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, 0.49]))
     assert batch.failed.tolist() == [False, True, False]
@@ -155,7 +163,7 @@ def test_ctrl_c_in_a_function_ends_the_run():
 
 
 def test_an_error_cannot_send_escape_sequences_to_the_terminal(module, caplog):
-    function = resolve_reward_function(f"{module}:stumbles")
+    function = resolve_reward_function(Reward(function=f"{module}:stumbles"))
     batch = score_batch(function, [GSM8K], ["escape"])
     assert "ValueError: ·[2Jcleared" in batch.first_failure
     assert "\x1b" not in caplog.text and "\n" in batch.first_failure
@@ -164,7 +172,7 @@ def test_an_error_cannot_send_escape_sequences_to_the_terminal(module, caplog):
 def test_a_function_that_changes_extra_info_changes_it_for_its_call_only(module):
     """The same row is scored once per response, and again in each epoch."""
     example = Example("q", "mine", "4", {"calls": []})
-    function = resolve_reward_function(f"{module}:counts_calls")
+    function = resolve_reward_function(Reward(function=f"{module}:counts_calls"))
     for _ in range(2):
         batch = score_batch(function, [example] * 3, ["a", "b", "c"])
         assert batch.scores.tolist() == [2, 2, 2]
@@ -185,7 +193,7 @@ def test_a_function_that_changes_other_columns_changes_them_for_its_call_only():
 
 def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
     batch = score_batch(
-        resolve_reward_function(),
+        resolve_reward_function(Reward()),
         [Example("q", "unknown"), SUM],
         ["x", "#### 5"],
         fallback_score=0.25,
@@ -196,11 +204,11 @@ def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
 
 def test_as_many_responses_as_examples():
     with pytest.raises(ValueError, match="zip"):
-        score_batch(resolve_reward_function(), [SUM], ["a", "b"])
+        score_batch(resolve_reward_function(Reward()), [SUM], ["a", "b"])
 
 
 def test_nothing_to_score():
-    batch = score_batch(resolve_reward_function(), [], [])
+    batch = score_batch(resolve_reward_function(Reward()), [], [])
     assert batch.scores.shape == batch.correct.shape == (0,)
 
 
@@ -306,7 +314,7 @@ def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function
     (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
     function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
     with pytest.raises(UserError) as error:
-        resolve_reward_function(function)
+        resolve_reward_function(Reward(function=function))
     assert str(error.value).startswith(f"config.reward.function={function!r}: ")
     assert words.replace("FOLDER", str(tmp_path)) in str(error.value)
 

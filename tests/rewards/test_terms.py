@@ -24,7 +24,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def resolve(terms):
-    return registry.resolve_reward_function(terms=terms)
+    return registry.resolve_reward_function(Reward(terms=terms))
 
 
 def test_terms_are_parsed():

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError, shorten
+from jax_ppo.errors import shorten
+from jax_ppo.json_server import read_key
 
 # Sent as a bearer token. It never occurs in an option, a message or a file of the run.
 KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
@@ -37,18 +38,6 @@ threading.Thread(target=watch, daemon=True).start()
 server.wait()
 end()
 """
-
-
-def read_key() -> str:
-    """Return the key for servers, "" if there is none.
-
-    Raises:
-      UserError: it cannot be sent; the message does not show it.
-    """
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{KEY_VARIABLE}: the key has characters that HTTP headers cannot hold")
-    return key
 
 
 class ServerFault(Exception):
@@ -95,7 +84,7 @@ class Client:
 
     def _send(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := read_key():
+        if key := read_key(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body)
         try:
