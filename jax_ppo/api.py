@@ -14,7 +14,6 @@ from jax_ppo.config import schema, validation
 from jax_ppo.data import prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.token_bytes import token_bytes
-from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder
@@ -259,7 +258,7 @@ def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
     lengths = np.array([len(ids) for ids in rows], np.int32)
     longest = int(lengths.max())
     cap = rope.max_sequence_length(policy.model.architecture)
-    tokens = pad_token_rows(rows, prompt_batches.bucket_width(longest, cap))
+    tokens = prompt_batches.pad_token_rows(rows, prompt_batches.bucket_width(longest, cap))
     return Prompts(tokens=tokens, lengths=lengths)
 
 

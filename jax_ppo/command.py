@@ -83,9 +83,9 @@ def run_job(read_job: Callable[[], Job]) -> None:
     with signals.handle_stop_signals(ends_process=True):
         try:
             job = read_job()
-            from jax_ppo.runtime import distributed, xla_flags
+            from jax_ppo.runtime import backends, distributed
 
-            xla_flags.require_known()
+            backends.require_known_flags()
             distributed.initialize(job.options.distributed)
         except UserError as error:
             sys.exit(f"error: {error}")

@@ -11,7 +11,7 @@ import sys
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError, print_any_text
-from jax_ppo.runtime import topologies, xla_flags
+from jax_ppo.runtime import backends, topologies
 from jax_ppo.runtime.topologies import Topology
 
 USAGE = """\
@@ -68,7 +68,7 @@ def _run(arguments: list[str]) -> None:
         print(USAGE.format(examples=topologies.EXAMPLES))
         return
     config, topology, flags = read_plan_arguments(arguments)
-    xla_flags.require_known()
+    backends.require_known_flags()
     topologies.prepare_environment(topology)
     from jax_ppo.memory import step_plan
 

@@ -4,11 +4,12 @@ import codecs
 import csv
 import glob
 import gzip
+import itertools
 import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return _read_csv_rows(path)
     if name.endswith(".json"):
         return _read_json_rows(path)
-    return _read_jsonl_rows(path)
+    lines = read_jsonl_lines(path)
+    return ((location, parse_jsonl_line(line, location)) for location, line in lines)
 
 
 def has_suffix(name: str) -> bool:
@@ -107,11 +109,6 @@ def _missing_file_error(path: Path, option: str) -> UserError:
     # Only files that could be read are suggested.
     siblings = [file.name for file in folder.iterdir() if has_suffix(file.name)]
     return UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
-
-
-def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for location, line in read_jsonl_lines(path):
-        yield location, parse_jsonl_line(line, location)
 
 
 def read_jsonl_lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -236,15 +233,10 @@ def _nesting(row: dict[str, Any]) -> int:
     level: list[Any] = [row]
     while level:
         depth += 1
-        members = [member for value in level for member in _members(value)]
+        inside = [value.values() if isinstance(value, dict) else value for value in level]
+        members = itertools.chain.from_iterable(inside)
         level = [member for member in members if isinstance(member, (dict, list))]
     return depth
-
-
-def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value
 
 
 def _nesting_error(location: str) -> UserError:
@@ -267,7 +259,13 @@ def _require_text(row: dict[str, Any], location: str) -> None:
 def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     for batch in read_parquet_batches(path):
-        for row in _to_python(batch, path, number):
+        try:
+            rows = batch.to_pylist()
+        # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999,
+        # or UnicodeDecodeError.
+        except Exception as error:
+            raise parquet_error(path, number, error) from error
+        for row in rows:
             number += 1
             yield f"{path}, row {number}", row
 
@@ -310,12 +308,3 @@ def parquet_error(path: Path, number: int, error: Exception) -> UserError:
     return UserError(
         f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
     )
-
-
-def _to_python(batch: "pyarrow.RecordBatch", path: Path, number: int) -> list[dict[str, Any]]:
-    try:
-        return batch.to_pylist()
-    # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999, or
-    # UnicodeDecodeError.
-    except Exception as error:
-        raise parquet_error(path, number, error) from error

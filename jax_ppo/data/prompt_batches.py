@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
 
@@ -232,6 +231,19 @@ def make_batch(
         indices=indices,
         count=count,
     )
+
+
+def pad_token_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
+    """Return the rows as int32 [len(rows), width], with zeros after the end of each.
+
+    Args:
+      rows: at most `width` tokens each.
+      width: length of the padded rows.
+    """
+    padded = np.zeros((len(rows), width), np.int32)
+    for padded_row, row in zip(padded, rows, strict=True):
+        padded_row[: len(row)] = row
+    return padded
 
 
 def bucket_width(length: int, cap: int) -> int:

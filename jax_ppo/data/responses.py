@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jax_ppo.data.length_bound import LengthBound
+from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
-from jax_ppo.data.token_rows import pad_token_rows
 from jax_ppo.data.tokenizer import ChatTemplate, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences

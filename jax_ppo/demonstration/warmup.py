@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Create, CriticOptim, Model, Supervised
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.token_rows import pad_token_rows
+from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture

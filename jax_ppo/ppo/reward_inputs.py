@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.token_rows import pad_token_rows
+from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture

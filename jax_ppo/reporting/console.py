@@ -83,14 +83,7 @@ def format_step_line(
 
 
 def make_loading_reporter(role: str) -> Callable[[int, int], None]:
-    """Return a callback that shows how many of a role's weight tensors have been loaded.
-
-    Args:
-      role: name for the output, such as "actor".
-
-    Returns:
-      See `make_count_reporter`.
-    """
+    """Return the `make_count_reporter` of a role's weight tensors."""
     return make_count_reporter(f"loading the {role}", "tensor", f"loaded the {role}")
 
 

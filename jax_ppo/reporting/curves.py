@@ -59,7 +59,9 @@ def plot_curves(
         for legend, metric in panel.curves.items():
             is_evaluation = metric.startswith(_EVALUATION_PREFIX)
             rows = evaluations if is_evaluation else steps
-            if points := _select_points(rows, metric.removeprefix(_EVALUATION_PREFIX)):
+            name = metric.removeprefix(_EVALUATION_PREFIX)
+            has_value = [row for row in rows if row.get(name) not in (None, "")]
+            if points := [(int(row["step"]), float(row[name])) for row in has_value]:
                 # Evaluations are few.
                 marker = "o" if is_evaluation else None
                 line = zip(*points, strict=True)
@@ -68,10 +70,3 @@ def plot_curves(
             axes.legend(frameon=False)
     with replace_file(Path(png_path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
-
-
-def _select_points(rows: Sequence[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
-    """Return (step, value) of the rows that have the metric."""
-    return [
-        (int(row["step"]), float(row[metric])) for row in rows if row.get(metric) not in (None, "")
-    ]

@@ -114,9 +114,7 @@ class HTMLReport:
             "warnings": progress.warning_texts(),
             "changed_options": progress.changed_options,
             "panels": [dataclasses.asdict(panel) for panel in self._panels],
-            "environment": [
-                {"cells": [name, str(value)]} for name, value in collect_versions().items()
-            ],
+            "environment": _describe_versions(),
         }
         with replace_file(self._workdir / STATE_FILE) as temporary:
             temporary.write_text(json.dumps(state, indent=2) + "\n")
@@ -180,9 +178,7 @@ def write_scores_page(
         "warnings": list(notes),
         "changed_options": [],
         "panels": [],
-        "environment": [
-            {"cells": [name, str(value)]} for name, value in collect_versions().items()
-        ],
+        "environment": _describe_versions(),
         **_describe_metrics(()),
         "samples": [{"name": "scored", "records": list(records)}],
         "distributions": [],
@@ -257,6 +253,10 @@ def _describe_options(options: dict[str, Any]) -> list[dict[str, Any]]:
         cells = [option.name, _value_text(value), _value_text(option.default), option.facts.doc]
         table.append({"cells": cells, "changed": value != option.default})
     return sorted(table, key=lambda row: not row["changed"])
+
+
+def _describe_versions() -> list[dict[str, Any]]:
+    return [{"cells": [name, str(value)]} for name, value in collect_versions().items()]
 
 
 def _value_text(value: Any) -> str:

@@ -142,19 +142,15 @@ class Journal:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.__exit__(kind, error, trace)
         # The report says when and why the run ended; a full disk has its own message.
+        end = "complete"
+        if received := signals.received_signal():
+            end = f"stopped by {received.name}"
+        elif error is not None:
+            end = f"{type(error).__name__}: {printable_lines(shorten(str(error), 500))}"
         with contextlib.suppress(OSError):
             if distributed.is_main():
-                self._write_report(
-                    self._last_step, f", ended {_now()}: {self._describe_end(error)}"
-                )
+                self._write_report(self._last_step, f", ended {_now()}: {end}")
         self._log.__exit__(kind, error, trace)
-
-    def _describe_end(self, error: BaseException | None) -> str:
-        if received := signals.received_signal():
-            return f"stopped by {received.name}"
-        if error is not None:
-            return f"{type(error).__name__}: {printable_lines(shorten(str(error), 500))}"
-        return "complete"
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure the host's seconds in the block, and report them with the next step."""
@@ -206,7 +202,9 @@ class Journal:
         metrics["tokens_per_second"] = tokens / seconds
         metrics["perf/tokens_per_second_per_device"] = tokens / seconds / jax.device_count()
         self._step_started = now
-        metrics |= self._measure_compilation()
+        before, self._compiled_before = self._compiled_before, dataclasses.replace(self._compiled)
+        metrics["perf/compiled_programs"] = self._compiled.programs - before.programs
+        metrics["seconds/compile"] = self._compiled.seconds - before.seconds
         # Later steps compile nothing. Background threads may compile longer than the step takes.
         self._last_seconds.append(max(seconds - metrics["seconds/compile"], 0.0))
         metrics["perf/seconds_left"] = self._seconds_left(step)
@@ -214,7 +212,12 @@ class Journal:
             metrics["seconds/host"] = seconds - sum(phases.values())
         if not skipped:
             self.progress.kept_seconds += seconds
-        metrics |= self._measure_efficiency(seconds, flops)
+        # By the system's clock: the run may have started in another process, on another machine.
+        run_seconds = time.time() - self.progress.started_at
+        metrics["perf/goodput"] = self.progress.kept_seconds / max(run_seconds, seconds)
+        peak = devices.total_peak_flops()
+        if flops is not None and peak is not None:
+            metrics["perf/mfu"] = flops / (seconds * peak)
         waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
         metrics |= self._compare_processes(step, seconds, waited_seconds)
         self._last_step = step
@@ -257,30 +260,6 @@ class Journal:
         Each is assumed to take the median time of the last steps, without compilation.
         """
         return statistics.median(self._last_seconds) * (self._total_steps - step)
-
-    def _measure_compilation(self) -> dict[str, float]:
-        """Return the number of programs compiled in a step, and the seconds that this took."""
-        before = self._compiled_before
-        self._compiled_before = dataclasses.replace(self._compiled)
-        return {
-            "perf/compiled_programs": self._compiled.programs - before.programs,
-            "seconds/compile": self._compiled.seconds - before.seconds,
-        }
-
-    def _measure_efficiency(self, seconds: float, flops: float | None) -> dict[str, float]:
-        """Return goodput, and MFU if the peak of the devices is known.
-
-        Args:
-          seconds: time of the step.
-          flops: model FLOPs of the step, if they were counted.
-        """
-        # By the system's clock: the run may have started in another process, on another machine.
-        run_seconds = time.time() - self.progress.started_at
-        figures = {"perf/goodput": self.progress.kept_seconds / max(run_seconds, seconds)}
-        peak = devices.total_peak_flops()
-        if flops is not None and peak is not None:
-            figures["perf/mfu"] = flops / (seconds * peak)
-        return figures
 
     def _compare_processes(
         self, step: int, seconds: float, waited_seconds: float
@@ -326,13 +305,7 @@ class Journal:
             self._bar.print_line(f"warning: {text}")
 
     def write_samples(self, kind: str, step: int, records: list[dict[str, Any]]) -> None:
-        """Write sampled responses to a file and to the report.
-
-        Args:
-          kind: "training", "evaluation" or "evaluation_greedy".
-          step: completed steps.
-          records: JSON objects.
-        """
+        """Write sampled responses to a file and to the report; see `files.write_samples`."""
         if distributed.is_main():
             files.write_samples(self._workdir, kind, step, records)
             self._report.samples.add(kind, step, records)

@@ -97,18 +97,9 @@ class MetricsLog:
         is_main: bool,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """Open the files; continue the files of an interrupted run.
+        """Open the files of the loggers in `options`; continue those of an interrupted run.
 
-        Args:
-          workdir: a folder, created if it does not exist.
-          options: `config.trainer`, which names the loggers: tensorboard (events in
-            WORKDIR/tensorboard), wandb and mlflow.
-          experiment_name: name of the run in the trackers.
-          config_dict: the resolved configuration, shown by the trackers.
-          first_step: steps that are complete. 0 starts new files; otherwise records of later steps
-            are dropped.
-          is_main: whether this is the main process. Other processes write nothing.
-          warn: shows a warning about a tracker that fails during the run.
+        Takes the same arguments as `open_tracker`. Only the main process (`is_main`) writes.
 
         Raises:
           UserError: a tracker is requested but not installed, or cannot be opened.
@@ -135,7 +126,10 @@ class MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        """Flush and close all loggers, even if one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for close_logger in reversed(self._closers):
+                stack.callback(close_logger)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write metrics of a step. A second call for the same step adds to it.
@@ -144,14 +138,6 @@ class MetricsLog:
         """
         for sink in self._sinks:
             sink(step, metrics)
-
-    def close(self) -> None:
-        """Flush and close all loggers."""
-        # All are closed, even if one of them fails.
-        with contextlib.ExitStack() as stack:
-            for close_logger in reversed(self._closers):
-                stack.callback(close_logger)
-            self._closers = []
 
     def _open_tensorboard(self, folder: Path, first_step: int) -> None:
         # Imported late because it takes a second.

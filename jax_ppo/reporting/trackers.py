@@ -106,14 +106,7 @@ def _first_line(error: Exception) -> str:
 def open_wandb(
     options: Trainer, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
 ) -> Tracker:
-    """Open a run of Weights & Biases.
-
-    Args:
-      options: `config.trainer`: project, entity and tags.
-      workdir: holds the run's id and wandb's own files.
-      name: the run's name.
-      config_dict: all options.
-      first_step: steps that are complete; 0 begins a new run.
+    """Open a run of Weights & Biases; see `open_tracker`. Its own files are in the work directory.
 
     Raises:
       UserError: wandb is not installed.
@@ -148,7 +141,7 @@ def open_mlflow(
 ) -> Tracker:
     """Open a run of MLflow, on the server that MLFLOW_TRACKING_URI names or in WORKDIR/mlruns.
 
-    Takes the same arguments as `open_wandb`; the project is MLflow's experiment.
+    See `open_tracker`; the project is MLflow's experiment.
 
     Raises:
       UserError: mlflow is not installed.

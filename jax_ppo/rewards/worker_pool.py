@@ -1,4 +1,7 @@
-"""Reward functions in worker processes: a hung or dead worker costs one sample, not the run."""
+"""Reward functions in worker processes: a hung or dead worker costs one sample, not the run.
+
+A worker imports the reward function by its name in the options. It does not load JAX.
+"""
 
 import multiprocessing.context
 import os
@@ -6,15 +9,25 @@ import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
+from types import FrameType
 from typing import Any
 
 import pebble
 
 from jax_ppo import processes
 from jax_ppo.config.schema import Reward
-from jax_ppo.errors import printable_lines
-from jax_ppo.rewards import worker
-from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, TimeoutCounter
+from jax_ppo.errors import UserError, print_any_text, printable_lines
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
+from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.samples import (
+    Outcome,
+    RewardFunction,
+    RewardRow,
+    ScoringFailure,
+    TimeoutCounter,
+    score_sample,
+)
 
 # Attempts to score a sample whose pool broke before a worker took it.
 _MAX_ATTEMPTS = 3
@@ -110,7 +123,7 @@ class RewardWorkers:
             pool = self._running_pool()
             futures = {
                 index: pool.schedule(
-                    worker.score_in_worker, args=samples[index], timeout=self._options.timeout
+                    score_in_worker, args=samples[index], timeout=self._options.timeout
                 )
                 for index in missing
             }
@@ -130,7 +143,7 @@ class RewardWorkers:
         limit = self._options.timeout * max(1, len(rows))
         for _ in range(_MAX_ATTEMPTS):
             future = self._running_pool().schedule(
-                worker.score_batch_in_worker, args=[list(rows), list(responses)], timeout=limit
+                score_batch_in_worker, args=[list(rows), list(responses)], timeout=limit
             )
             outcomes = self._wait(future)
             if isinstance(outcomes, ScoringFailure):
@@ -147,7 +160,7 @@ class RewardWorkers:
         if self._pool is None:
             self._pool = pebble.ProcessPool(
                 max_workers=self._workers,
-                initializer=worker.initialize_worker,
+                initializer=initialize_worker,
                 initargs=(os.getpid(), self._options),
                 context=_WorkerContext(),
             )
@@ -179,3 +192,59 @@ def _describe_exit_code(code: int) -> str:
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code % _ENDED_WITH_ZERO}"
+
+
+# Of a worker process: its reward function, or why it has none.
+_worker_function: RewardFunction | BatchFunction | None = None
+_worker_obstacle: UserError | None = None
+
+
+def initialize_worker(parent: int, options: Reward) -> None:
+    """Prepare this process to score samples; it ends with the process `parent`, the run's."""
+    global _worker_function, _worker_obstacle
+    # In a separate session, the worker does not receive signals to the run's process group
+    # (Ctrl-C), and can be killed together with the processes that the reward function started.
+    os.setsid()
+    _ignore_sigterm()
+    print_any_text()  # the reward function may
+    processes.end_with_parent(parent)
+    # A reward function that uses JAX must not take the accelerator of the run.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        _worker_function = registry.resolve_reward_function(options, Judge.from_options(options))
+    except UserError as error:  # the run could import it, but this process cannot
+        _worker_obstacle = error
+
+
+def score_batch_in_worker(rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
+    """Score all responses of a batch in an initialized worker, with a function for batches."""
+    if not isinstance(_worker_function, BatchFunction):
+        return [ScoringFailure(printable_lines(str(_worker_obstacle)))] * len(rows)
+    try:
+        return score_whole_batch(_worker_function, rows, responses)
+    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
+        return [ScoringFailure("KeyboardInterrupt")] * len(rows)
+
+
+def score_in_worker(row: RewardRow, response: str) -> Outcome:
+    """Score one response in an initialized worker."""
+    if _worker_function is None:
+        return ScoringFailure(printable_lines(str(_worker_obstacle)))
+    assert not isinstance(_worker_function, BatchFunction), "it is called with whole batches"
+    try:
+        return score_sample(_worker_function, row, response)
+    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
+        return ScoringFailure("KeyboardInterrupt")
+
+
+def _ignore_sigterm() -> None:
+    """Leave SIGTERM to the run, which finishes its step and saves when a cluster stops it."""
+    worker = os.getpid()
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        # Processes that the reward function forks inherit the handler but not the exemption.
+        if os.getpid() != worker:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, handle)

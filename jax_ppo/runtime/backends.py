@@ -1,12 +1,14 @@
-"""Start JAX's backends: which platforms there are, and the interface that processes connect by."""
+"""Start JAX's backends: their flags, which platforms there are, and how processes connect.
+
+XLA aborts the process at the first flag in XLA_FLAGS that it does not know. JAX is imported late.
+"""
 
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
-
-import jax
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import compat
@@ -14,6 +16,8 @@ from jax_ppo.runtime import compat
 # Not in this process: a backend may wait for other processes, and none is stopped again.
 _LISTS_PLATFORMS = "from jax.extend import backend; print(*backend.backends(), sep=', ')"
 _LIST_SECONDS = 60
+# The value that has been tried already, for the processes that this one starts.
+TRIED = "JAX_PPOTRIED_XLA_FLAGS"
 
 
 def start_backends() -> None:
@@ -22,6 +26,8 @@ def start_backends() -> None:
     Raises:
       UserError: there are no devices of the platforms in JAX_PLATFORMS.
     """
+    import jax
+
     try:
         # Gloo, which connects the CPUs of several processes, would resolve the name of the host,
         # which some machines cannot, and others resolve to an address of the loopback interface.
@@ -64,3 +70,35 @@ def _own_address() -> str | None:
             probe.connect(address)  # sends nothing
             return probe.getsockname()[0]
     return None
+
+
+def require_known_flags() -> None:
+    """Raise `UserError` if XLA_FLAGS has flags that the installed jaxlib refuses."""
+    refused = refused_flags()
+    if refused:
+        raise UserError(
+            f"XLA_FLAGS: the installed jaxlib does not know {shlex.join(refused)}, or not this "
+            "value; leave it out, or install another jaxlib"
+        )
+
+
+def refused_flags() -> list[str]:
+    """Return the flags at which a child process ends, tried once per value of XLA_FLAGS."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not flags.strip() or os.environ.get(TRIED) == flags:
+        return []
+    refused: list[str] = []
+    if not _parses(flags):
+        # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
+        refused = [flag for flag in shlex.split(flags) if not _parses(flag)] if _parses("") else []
+    if not refused:
+        os.environ[TRIED] = flags
+    return refused
+
+
+def _parses(flags: str) -> bool:
+    return not subprocess.run(
+        [sys.executable, "-c", compat.PARSES_XLA_FLAGS],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+    ).returncode

@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Callable
 
-from jax_ppo.runtime import xla_flags
+from jax_ppo.runtime import backends
 
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -26,8 +26,8 @@ def set_flags(report: Callable[[str], object]) -> None:
 
 def drop_unknown(report: Callable[[str], object]) -> None:
     """Take the flags out of XLA_FLAGS that the installed jaxlib refuses, and report it."""
-    if refused := xla_flags.refused_flags():
+    if refused := backends.refused_flags():
         flags = shlex.split(os.environ["XLA_FLAGS"])
         os.environ["XLA_FLAGS"] = shlex.join(flag for flag in flags if flag not in refused)
-        os.environ[xla_flags.TRIED] = os.environ["XLA_FLAGS"]
+        os.environ[backends.TRIED] = os.environ["XLA_FLAGS"]
         report(f"XLA_FLAGS: without {shlex.join(refused)}, which the installed jaxlib refuses")

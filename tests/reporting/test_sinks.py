@@ -109,7 +109,7 @@ class TestCurveFile:
 
         log._closers = [lambda: closed.append(1), fail, lambda: closed.append(2)]
         with pytest.raises(OSError, match="disk full"):
-            log.close()
+            log.__exit__()
         assert closed == [1, 2]
 
     def test_other_processes_write_nothing(self, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 import quick_compilation
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import compat, xla_flags
+from jax_ppo.runtime import backends, compat
 
 KNOWN = "--xla_backend_optimization_level=0"
 
@@ -46,13 +46,13 @@ def test_refused_flags_are_dropped_with_one_line_and_the_others_are_tried_once(m
     ]
     monkeypatch.setattr(subprocess, "run", None)  # no child is started again
     quick_compilation.drop_unknown(lines.append)
-    xla_flags.require_known()
+    backends.require_known_flags()
     assert len(lines) == 1
 
 
 def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nothing=true")
     with pytest.raises(UserError, match="--xla_nothing=true"):
-        xla_flags.require_known()
+        backends.require_known_flags()
     monkeypatch.setattr(compat, "PARSES_XLA_FLAGS", "raise SystemExit(1)")
-    xla_flags.require_known()
+    backends.require_known_flags()
