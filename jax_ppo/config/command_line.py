@@ -22,15 +22,7 @@ from jax_ppo.migrating.tables import explain_peer_option
 from jax_ppo.storage import remote
 
 OWN_FLAGS = ("workdir", "help")
-EXAMPLES = {
-    "train": "arithmetic",
-    "critic": "arithmetic",
-    "evaluate": "arithmetic",
-    "score": "arithmetic",
-    "plan": "arithmetic",
-    "sft": "hh_rlhf_sft",
-    "reward_model": "hh_rlhf_reward",
-}
+EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
 USAGE = """\
 usage: python -m jax_ppo.{command} --config=FILE[:ARG]
            [--config.OPTION=VALUE ...] [--workdir=FOLDER]
@@ -82,7 +74,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         details = "\n".join(f"error: {problem}" for problem in problems[1:])
         raise UserError(problems[0], details=details)
     if not config_values:
-        raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
+        example = EXAMPLES.get(command, "arithmetic")
+        raise UserError(f"--config: must be given, for example --config={example}")
     values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
     config = loading.from_config_dict(values.config, command)
     name = config.experiment_name

@@ -46,7 +46,6 @@ class PromptBatches:
         shuffle: bool = True,
         seed: int = 0,
         position: int = 0,
-        repeat: bool = True,
         weights: Sequence[float] | None = None,
     ) -> None:
         """Create the iterator.
@@ -57,13 +56,11 @@ class PromptBatches:
           shuffle: use a new order in each epoch; False keeps the order of the rows.
           seed: seed of the orders.
           position: where to start, a saved `position`.
-          repeat: False stops after the first epoch.
           weights: weights of the data set's sources: an epoch has as many rows as the data set,
             divided among the sources in these shares. `None`: each row once.
 
         Raises:
-          UserError: the data set is smaller than a batch, a source has no row or no share, or the
-            position is negative.
+          UserError: the data set is smaller than a batch, or a source has no row or no share.
         """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
@@ -71,13 +68,10 @@ class PromptBatches:
                 f"config.data.train_batch_size={batch_size} asks for that many per step; set it to "
                 f"at most {len(dataset)}, or use more data"
             )
-        if position < 0:
-            raise UserError(f"position={position} in {dataset.name}: expected 0 or more")
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
-        self.repeat = repeat
         self.position = position
         self._mixture: Mixture | None = None
         if weights is not None:
@@ -105,8 +99,6 @@ class PromptBatches:
     def __next__(self) -> PromptBatch:
         # Epoch and offset depend only on the position, so that a resumed run continues exactly.
         epoch = self.epoch
-        if epoch and not self.repeat:
-            raise StopIteration
         epoch_start = epoch * len(self.dataset)
         start = max(self.position, epoch_start)
         offset = start - epoch_start
@@ -202,8 +194,6 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
     The last batch is filled up by repeating its rows; its `count` is the number of real ones. If
     all rows fit into one batch, it has only the next `bucket_width` of rows.
     """
-    if batch_size < 1:
-        raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
     batch_size = bucket_width(len(dataset), batch_size)
     for start in range(0, len(dataset), batch_size):
         # All batches have one size, so that the last one needs no further program.

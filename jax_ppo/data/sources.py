@@ -38,7 +38,7 @@ from jax_ppo.types import Example
 # The generated sources: a function of (count, split, seed) each, imported only when it is named.
 GENERATORS = {
     "arithmetic": "jax_ppo.demonstration.arithmetic:generate_arithmetic_examples",
-    "sums": "jax_ppo.demonstration.sums:generate_sum_examples",
+    "sums": "jax_ppo.demonstration.arithmetic:generate_sum_examples",
     "stories": "jax_ppo.demonstration.stories:generate_story_examples",
 }
 SCHEMES = (*GENERATORS, "hf", "tfds")

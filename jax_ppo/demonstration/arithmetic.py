@@ -1,7 +1,9 @@
 """Generated two-step word problems with one-digit numbers, for models that train in a minute.
 
 Training and held-out problems are disjoint by their operands: no operand triple of a held-out
-problem occurs, in that order, in a training problem, whatever the story around it.
+problem occurs, in that order, in a training problem, whatever the story around it. Sums of two
+two-digit numbers, asked in chats of small pretrained models, are disjoint, too: one pair of numbers
+in ten is held out.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ GUESS_ACCURACY = 0.15  # probability that an answer without a worked solution is
 # Seeds of separate random streams: index 5 of one does not draw the numbers of the other.
 _PROBLEM_STREAM = 101
 _SOLUTION_STREAM = 202
+_SUM_STREAM = 303
 
 _NAMES = (
     ("Tom", "he"),
@@ -209,3 +212,31 @@ def _has_one_digit_results(numbers: tuple[int, int, int], signs: str) -> bool:
 def _is_held_out(numbers: tuple[int, int, int]) -> bool:
     """Return True for one triple in eight, whatever the operators."""
     return zlib.crc32(bytes(numbers)) % 8 == 0
+
+
+def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
+    """Return sums with their answers, of data_source "sums".
+
+    Args:
+      count: number of examples, drawn with replacement.
+      split: "train" or "heldout".
+      seed: ignored: the sums are always the same.
+    """
+    del seed
+    numbers = range(10, 100)
+    pairs = [
+        (a, b)
+        for a in numbers
+        for b in numbers
+        if (zlib.crc32(bytes((a, b))) % 10 == 0) == (split == "heldout")
+    ]
+    draws = np.random.default_rng([_SUM_STREAM, split == "heldout"]).integers(
+        len(pairs), size=count
+    )
+    examples = []
+    for draw in draws:
+        first, second = pairs[draw]
+        question = f"What is {first} + {second}? Answer with the number only."
+        prompt = ({"role": "user", "content": question},)
+        examples.append(Example(prompt, data_source="sums", ground_truth=str(first + second)))
+    return examples

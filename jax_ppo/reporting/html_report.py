@@ -250,19 +250,14 @@ def _describe_options(options: dict[str, Any]) -> list[dict[str, Any]]:
     for option in all_options():
         # An option that is younger than the run had its default.
         value = values.get(option.name, option.default)
-        cells = [option.name, _value_text(value), _value_text(option.default), option.facts.doc]
+        texts = ["unset" if x is None else str(x) for x in (value, option.default)]
+        cells = [option.name, *texts, option.facts.doc]
         table.append({"cells": cells, "changed": value != option.default})
     return sorted(table, key=lambda row: not row["changed"])
 
 
 def _describe_versions() -> list[dict[str, Any]]:
     return [{"cells": [name, str(value)]} for name, value in collect_versions().items()]
-
-
-def _value_text(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return str(value)
 
 
 def _read_resource(package: str, name: str) -> str:

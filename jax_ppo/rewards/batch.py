@@ -182,8 +182,8 @@ def scored_misses(
     ]
 
 
-def describe_misses(misses: Iterable[Miss], count: int = 3) -> tuple[str, ...]:
-    """Return at most `count` lines that show wrong responses, without duplicates, nearest first.
+def describe_misses(misses: Iterable[Miss]) -> tuple[str, ...]:
+    """Return at most three lines that show wrong responses, without duplicates, nearest first.
 
     The nearest misses contain the ground truth, but not where the rule looks for it. Next come
     responses in which the rule found another answer.
@@ -199,7 +199,7 @@ def describe_misses(misses: Iterable[Miss], count: int = 3) -> tuple[str, ...]:
 
     lines: dict[str, None] = {}
     for miss in sorted(misses, key=distance):
-        if len(lines) == count:
+        if len(lines) == 3:
             break
         line = f"looked for {miss.ground_truth!r}, "
         if miss.answer is not None:

@@ -1,11 +1,14 @@
 """The interface of user-defined reward functions: their arguments and return values."""
 
 import asyncio
+import bisect
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jax_ppo.rewards.rules import RewardResult
 
@@ -101,3 +104,32 @@ def _to_float(value: Any) -> float:
     if hasattr(value, "item"):
         value = value.item()
     return float(value)
+
+
+def assign_step_rewards(
+    steps: Sequence[tuple[int, float]],
+    tokens: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    longest: int,
+) -> np.ndarray:
+    """Return a reward per token: each step's reward at the token that completes the step's text.
+
+    Args:
+      steps: (end, reward) per step; `end` counts the characters of the response's text up to the
+        end of the step, 0..len(text).
+      tokens: the response, at least one token.
+      decode: returns the text of a prefix of the tokens. The text of a longer prefix must not be
+        shorter, except for an incomplete last character (U+FFFD).
+      longest: T, the length of the result.
+
+    Returns:
+      float32 [T]. Rewards of steps that end in the same token are summed.
+    """
+    rewards = np.zeros(longest, np.float32)
+    token_counts = range(1, len(tokens))
+    for end, reward in steps:
+        last_token = bisect.bisect_left(
+            token_counts, end, key=lambda count: len(decode(tokens[:count]).rstrip("\ufffd"))
+        )
+        rewards[last_token] += reward
+    return rewards

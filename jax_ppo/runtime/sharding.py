@@ -160,7 +160,7 @@ def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
     return NamedSharding(mesh, P(ROWS, tuple(axis for axis in mesh.axis_names if axis not in ROWS)))
 
 
-def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
+def constrain_rows(x: jax.Array) -> jax.Array:
     """Keep the rows of `x` split, inside a compiled function.
 
     Without a mesh in the context, return `x`.
@@ -168,8 +168,7 @@ def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     # What is split over `model` stays split.
-    trailing = [P.UNCONSTRAINED] * (x.ndim - axis - 1)
-    return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS, *trailing))
+    return jax.lax.with_sharding_constraint(x, P(ROWS, *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def num_padded_rows(count: int) -> int:

@@ -45,6 +45,7 @@ class _StopSignals:
       saved_step: the newest step that the run saved because of it.
       defer: whether a signal waits for the end of a step; otherwise it ends the run at once.
       ends_process: whether the run may end the process without returning.
+      region: work that delays the end of the run, and the time when it began; see `limited`.
     """
 
     def __init__(self, ends_process: bool) -> None:
@@ -56,7 +57,7 @@ class _StopSignals:
         self._is_repeated = False
         self._raise_in_main = False
         self._is_over = threading.Event()
-        self._region: tuple[str, float] | None = None
+        self.region: tuple[str, float] | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
 
@@ -87,15 +88,6 @@ class _StopSignals:
         for number in self._previous_handlers:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-
-    @contextlib.contextmanager
-    def limited(self, work: str) -> Iterator[None]:
-        """See `limited`."""
-        self._region = (work, time.monotonic())
-        try:
-            yield
-        finally:
-            self._region = None
 
     def error(self, text: str) -> BaseException:
         """Return the exception that ends the caller of the Python API."""
@@ -151,7 +143,7 @@ class _StopSignals:
         if self._is_repeated:
             return ", not saved: a second signal followed"
         # Work that does not end, in contrast to a long update, would be waited for in vain.
-        region = self._region
+        region = self.region
         if region is None:
             return None
         work, started = region
@@ -260,11 +252,15 @@ def limited(work: str) -> Iterator[None]:
     of another one ends its limit.
     """
     with heartbeat.activity(work):
-        if _active is None:
+        signals = _active
+        if signals is None:
             yield
             return
-        with _active.limited(work):
+        signals.region = (work, time.monotonic())
+        try:
             yield
+        finally:
+            signals.region = None
 
 
 def raise_if_stopped(report: Callable[[str], None]) -> None:

@@ -226,15 +226,9 @@ def _keep_uploading(
         # The next attempt may succeed; if the problem lasts, the next checkpoint fails.
         except Exception as error:
             if not is_failing:
-                reason = _describe_error(error)
-                report(f"note: {staged.address} was not updated, trying again: {reason}")
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                report(f"note: {staged.address} was not updated, trying again: {kind}{error}")
             is_failing = True
-
-
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -176,11 +176,6 @@ def test_the_rest_of_an_epoch_is_dropped():
     assert take_batches(batches, 2) == [order[:4], order[4:8]]
 
 
-def test_repeat_false_ends_after_one_epoch():
-    batches = PromptBatches(dataset(5), 2, shuffle=False, repeat=False)
-    assert [batch.indices.tolist() for batch in batches] == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize("rows", [11, 12])
 @pytest.mark.parametrize("batch_count", range(8))
 def test_a_saved_position_goes_on_identically(rows, batch_count):
@@ -218,8 +213,6 @@ def test_fewer_rows_than_a_batch_are_refused():
         UserError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"
     ):
         PromptBatches(dataset(3), 4)
-    with pytest.raises(UserError, match="position=-1"):
-        PromptBatches(dataset(3), 2, position=-1)
 
 
 def test_evaluation_counts_each_row_once():

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jax_ppo.demonstration import arithmetic, stories, sums
+from jax_ppo.demonstration import arithmetic, stories
 
 
 def find_numbers(prompt):
@@ -129,10 +129,12 @@ def test_story_openings_follow_from_the_seed():
 
 
 def test_sums_are_asked_right_in_chats_and_held_out_ones_are_not_trained():
-    train, heldout = (sums.generate_sum_examples(3000, split) for split in ("train", "heldout"))
+    train, heldout = (
+        arithmetic.generate_sum_examples(3000, split) for split in ("train", "heldout")
+    )
     asked = [{e.prompt[0]["content"] for e in split} for split in (train, heldout)]
     assert asked[0].isdisjoint(asked[1]) and min(map(len, asked)) > 300
     for example in (*train[:50], *heldout[:50]):
         a, b = map(int, re.findall(r"\d+", example.prompt[0]["content"]))
         assert int(example.ground_truth) == a + b and 10 <= min(a, b) <= max(a, b) < 100
-    assert sums.generate_sum_examples(5) == train[:5]
+    assert arithmetic.generate_sum_examples(5) == train[:5]

@@ -594,8 +594,8 @@ DATA = [
         holds="a resumed run performs as many steps as an uninterrupted one",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__next__",
-        old="not self.repeat",
-        new="not self.repeat or self._ordered_epoch < 0",
+        old="epoch = self.epoch",
+        new="epoch = self.epoch\nif epoch and self._ordered_epoch < 0:\n    raise StopIteration",
     ),
     Exhibit(
         name="a_batch_larger_than_the_data",

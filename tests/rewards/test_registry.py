@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import step_rewards
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.custom import parse_reward_output
+from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.rewards.row_validation import validate_data_sources
 from jax_ppo.rewards.rules import RewardResult
@@ -357,7 +356,7 @@ def test_rewards_of_steps_are_read_and_checked():
 
 def test_a_step_is_rewarded_at_the_token_that_ends_it():
     words = ["ab", "c", "", "def"]
-    rewards = step_rewards.assign_step_rewards(
+    rewards = assign_step_rewards(
         [(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)],
         [0, 1, 2, 3],
         lambda tokens: "".join(words[token] for token in tokens),
@@ -365,7 +364,7 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
     )
     assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]
     # A character made of two pieces exists from its second piece on.
-    pieces = step_rewards.assign_step_rewards(
+    pieces = assign_step_rewards(
         [(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3
     )
     assert pieces.tolist() == [0.0, 0.0, 1.0]
