@@ -30,42 +30,39 @@ class DataSet:
 
     Attributes:
       data_source: name that selects the rule.
-      forms: the values of `data_source` that the reader assigns to rows in the data set's own form.
+      is_named: whether the reader assigns this name to rows in the data set's own form, or none.
       ability: value of verl's column of this name.
       style: "rule" or "model": what scores responses.
       instruction: default text after each question.
     """
 
     data_source: str
-    forms: tuple[str, ...]
     ability: str
     style: str
     instruction: str = ""
+    is_named: bool = True
 
 
 DATA_SETS = {
     "gsm8k": DataSet(
         data_source="openai/gsm8k",
-        forms=("openai/gsm8k",),
         ability="math",
         style="rule",
         instruction='Let\'s think step by step and output the final answer after "####".',
     ),
     "math": DataSet(
         data_source="DigitalLearningGmbH/MATH-lighteval",
-        forms=("DigitalLearningGmbH/MATH-lighteval",),
         ability="math",
         style="rule",
         instruction=r"Let's think step by step and output the final answer within \boxed{}.",
     ),
     "hh_rlhf": DataSet(
         data_source="Anthropic/hh-rlhf",
-        forms=("Anthropic/hh-rlhf",),
         ability="alignment",
         style="model",
     ),
     "alpaca": DataSet(
-        data_source="tatsu-lab/alpaca", forms=("",), ability="instruction", style="model"
+        data_source="tatsu-lab/alpaca", ability="instruction", style="model", is_named=False
     ),
 }
 
@@ -143,33 +140,29 @@ def convert_to_verl_rows(examples: list[Example], name: str, split: str) -> list
     data_set = DATA_SETS[name]
     rows = []
     for index, example in enumerate(examples):
-        if example.data_source not in data_set.forms:
+        if example.data_source != (data_set.data_source if data_set.is_named else ""):
             raise UserError(
                 f"--source, row {index + 1}: not in {name}'s form; its data_source is "
                 f"{example.data_source!r}"
             )
+        truth = example.ground_truth
+        if name == "math":
+            # verl's rule does not extract the boxed answer.
+            boxed = math_rules.last_boxed(truth)
+            truth = truth if boxed is None else boxed
+        answers = {"answer": example.response, "rejected": example.rejected}
+        extra_info = {**example.extra_info, "split": split, "index": index}
         rows.append(
             {
                 "data_source": data_set.data_source,
                 "prompt": to_messages(example.prompt),
                 "ability": data_set.ability,
-                "reward_model": {
-                    "style": data_set.style,
-                    "ground_truth": _ground_truth(example, name),
-                },
-                "extra_info": _extra_info(example, split, index),
+                "reward_model": {"style": data_set.style, "ground_truth": truth},
+                "extra_info": extra_info
+                | {key: text for key, text in answers.items() if text is not None},
             }
         )
     return rows
-
-
-def _ground_truth(example: Example, name: str) -> str:
-    """Return the reference answer; for MATH the boxed one, which verl's rule does not extract."""
-    if name == "math":
-        boxed = math_rules.last_boxed(example.ground_truth)
-        if boxed is not None:
-            return boxed
-    return example.ground_truth
 
 
 def to_messages(prompt: str | tuple[dict[str, str], ...]) -> Messages:
@@ -202,15 +195,6 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     except (OSError, pyarrow.ArrowException) as error:
         unfinished.unlink(missing_ok=True)
         raise UserError(f"--out={str(path)!r}: cannot be written: {error}") from error
-
-
-def _extra_info(example: Example, split: str, index: int) -> dict[str, Any]:
-    extra = {**example.extra_info, "split": split, "index": index}
-    if example.response is not None:
-        extra["answer"] = example.response
-    if example.rejected is not None:
-        extra["rejected"] = example.rejected
-    return extra
 
 
 if __name__ == "__main__":

@@ -27,10 +27,6 @@ _SMALL_FILES = ["README.md", ".gitattributes"]
 def fetch_hub_files(location: str, option: str) -> list[Path]:
     """Return the local paths of the files that a location names, downloaded if necessary.
 
-    Args:
-      location: see the module docstring.
-      option: the option that holds it, for messages.
-
     Raises:
       UserError: the location has another form, or there is no such file or split.
       HubError: the data set is unavailable.

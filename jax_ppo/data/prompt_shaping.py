@@ -15,12 +15,12 @@ PLACEHOLDER = "{prompt}"
 def shape_prompts(
     examples: Sequence[Example], system_prompt: str, template: str, name: str
 ) -> list[Example]:
-    """Return the examples with the system message and the template of the options.
+    """Return the examples with the system message and the template of the options; "" adds none.
 
     Args:
       examples: the rows.
-      system_prompt: `data.system_prompt`; "" adds none.
-      template: as returned by `read_template`; "" leaves prompts unchanged.
+      system_prompt: `data.system_prompt`.
+      template: as returned by `read_template`.
       name: the option that names the rows, for messages.
 
     Raises:

@@ -178,7 +178,7 @@ def _report_long_responses(total: int, usable: int, max_response_length: int, na
 def validate_responses(
     examples: Sequence[Example], fields: tuple[str, ...], name: str, response_key: str
 ) -> None:
-    """Raise UserError for the first example that lacks a required response.
+    """Raise UserError for the first example that lacks one of the fields.
 
     Args:
       examples: the rows.

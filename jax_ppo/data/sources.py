@@ -203,10 +203,7 @@ def _ends_with(prompt: str | Messages, instruction: str) -> bool:
 def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], columns: Columns) -> None:
     """Log once which columns of a source are not read.
 
-    Args:
-      source: what the rows are from.
-      layouts: the names of the columns with values, of each kind of row.
-      columns: names of columns that options set.
+    Each layout has the names of the columns with values, of one kind of row.
     """
     ignored = [name for layout in layouts for name in ignored_columns(layout, columns)]
     if ignored:

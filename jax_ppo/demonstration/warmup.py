@@ -53,12 +53,7 @@ RESIDUAL_KERNELS = ("o_proj", "down_proj")
 def describe_model(create: Create, seed: int, folder: Path) -> None:
     """Write the tokenizer and config.json of a small model, to which `train_weights` adds weights.
 
-    Does nothing if the folder already holds a complete model.
-
-    Args:
-      create: the section of the options.
-      seed: of the problems.
-      folder: where the Hugging Face folder is written.
+    Does nothing if the folder already holds a complete model. The problems depend on the seed.
 
     Raises:
       UserError: the vocabulary is too small for the characters of the problems.
@@ -88,14 +83,8 @@ def train_weights(
 ) -> None:
     """Train the weights of the model that `describe_model` described, and add them to its folder.
 
-    Does nothing if the folder already holds weights.
-
-    Args:
-      options: the section of the options; `create` describes the training.
-      seed: of the problems and of the first weights.
-      folder: the folder of the description.
-      mesh: the mesh to train on.
-      report: called with lines for the user.
+    Does nothing if the folder already holds weights. The problems and the first weights depend on
+    the seed; `report` is called with lines for the user.
     """
     if has_weights(folder):
         return

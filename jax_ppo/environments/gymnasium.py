@@ -30,13 +30,7 @@ class GymnasiumEnvironment:
     """
 
     def __init__(self, name: str, make: Callable[[], Any], metric_names: Sequence[str]) -> None:
-        """Store what makes an environment.
-
-        Args:
-          name: the value of the option, for messages.
-          make: called without arguments for each dialogue.
-          metric_names: names in `info`.
-        """
+        """Store the value of the option and what makes an environment for each dialogue."""
         self.metric_names = tuple(metric_names)
         self._name = name
         self._make = make

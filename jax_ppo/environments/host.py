@@ -314,11 +314,7 @@ class HostEnvironment:
 def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bool) -> None:
     """Raise `TypeError` or `ValueError` for an answer that would be read as something else.
 
-    Args:
-      observation: what is shown.
-      reward: of the turn.
-      ends: whether the dialogue has ended.
-      takes_several: whether the observation may be a tuple of several messages.
+    With `takes_several` the observation may be a tuple of several messages.
     """
     if isinstance(observation, NewContext):
         _validate_context(observation)

@@ -122,10 +122,6 @@ def describe_tools(
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
     """Begin a dialogue whose environment shows something at once; try what confines code.
 
-    Args:
-      environment_class: the result of `load_environment_class`.
-      example: a row of the data.
-
     Returns:
       A note if the policy does not see what the environment shows first, or if the system cannot
       confine the code that it writes; otherwise "".

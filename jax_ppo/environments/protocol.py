@@ -152,9 +152,7 @@ class TokenEnvironment(Protocol):
 def validate_metric_names(names: Any, setting: str) -> None:
     """Raise `UserError` unless the names can name metrics `environment/NAME`.
 
-    Args:
-      names: expected to be a sequence of names.
-      setting: "config.OPTION=VALUE", for error messages.
+    The message begins with the setting, "config.OPTION=VALUE".
     """
     if not isinstance(names, (tuple, list)):
         raise UserError(

@@ -131,13 +131,7 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, first_step: int, enabled: bool) -> None:
-        """Open the bar.
-
-        Args:
-          total: number of steps of the whole run.
-          first_step: steps that are already complete.
-          enabled: if False, measure phases but show nothing.
-        """
+        """Open the bar of a run of `total` steps; unless enabled, only phases are measured."""
         self._enabled = enabled
         self._seconds: dict[str, float] = {}
         self._bar = tqdm.tqdm(

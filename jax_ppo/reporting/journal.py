@@ -266,10 +266,7 @@ class Journal:
     ) -> dict[str, float]:
         """Return the lag of the slowest of several processes, and warn if it is large.
 
-        Args:
-          step: the step, from 1.
-          seconds: time of the step.
-          waited_seconds: the part of it in phases that wait for the devices.
+        The waited seconds are the part of the step's in phases that wait for the devices.
         """
         own_seconds = seconds - waited_seconds - stragglers.take_waited_seconds()
         all_seconds = stragglers.exchange_own_seconds(own_seconds)
@@ -314,10 +311,10 @@ class Journal:
     def write_evaluation(
         self, steps_done: int, means: dict[str, float | None], shown: str, title: str = ""
     ) -> None:
-        """Record and write an evaluation.
+        """Record and write an evaluation after so many steps of training.
 
         Args:
-          steps_done: steps of training before the evaluation.
+          steps_done: the number of steps.
           means: values by name; the logs omit those that are None.
           shown: the text for the console.
           title: begins that text; "": "evaluation after step N".
@@ -338,12 +335,7 @@ class Journal:
         self._step_started = time.monotonic()
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-        """Write the curves and summary.json, and return the contents of summary.json.
-
-        Args:
-          steps_done: steps of the whole run that are complete.
-          mesh: the devices that the run used.
-        """
+        """Write the curves and summary.json, and return the contents of summary.json."""
         summary = {
             "experiment_name": self._config.experiment_name,
             "steps": steps_done,

@@ -84,13 +84,7 @@ def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]
 
 
 def validate_columns(function: BatchFunction, examples: Sequence["Example"], setting: str) -> None:
-    """Raise `UserError` if a function requires a column that no example has.
-
-    Args:
-      function: the reward function.
-      examples: the rows.
-      setting: the option and its value, for the message.
-    """
+    """Raise `UserError`, with the option and its value, if no example has a required column."""
     known = set().union(*(example.extra_info for example in examples))
     for name in function.columns:
         if name not in known:

@@ -44,13 +44,7 @@ class RewardInputEncoder:
         longest: int,
         with_eos: bool = False,
     ) -> None:
-        """Create the encoder.
-
-        Args:
-          tokenizer: the reward model's.
-          form: "chat", "pair" or "text".
-          longest: maximum number of tokens of an input.
-          with_eos: whether a "text" ends in an EOS.
+        """Create the encoder of a form; `with_eos` says whether a "text" ends in an EOS.
 
         Raises:
           ValueError: the tokenizer does not support the form, or `longest` leaves no room for a
@@ -75,17 +69,10 @@ class RewardInputEncoder:
     def encode(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> tuple[list[list[int]], list[bool]]:
-        """Return the token ids of each input, and whether it was truncated.
+        """Return the token ids of each input, 1..max_length, and whether it was truncated.
 
         An input that is too long loses the beginning of its prompt and then, when no prompt is
         left, the end of its response.
-
-        Args:
-          prompts: n prompts.
-          responses: n texts.
-
-        Returns:
-          n lists of 1..max_length ids, and for each whether the input was too long.
         """
         if not prompts:  # not every tokenizer takes an empty list
             return [], []

@@ -19,12 +19,7 @@ def validate_data_sources(
 
     Call it before a run. A user-defined function accepts everything. Otherwise each data_source
     must have a built-in rule, unless terms name the rules, and the ground truth must have the form
-    that the rule requires.
-
-    Args:
-      examples: the rows.
-      function: config.reward.function.
-      terms: config.reward.terms.
+    that the rule requires. `function` and `terms` are those of `config.reward`.
     """
     obstacle = next(find_obstacles(examples, function, terms), None)
     if obstacle is not None:
@@ -34,10 +29,7 @@ def validate_data_sources(
 def find_obstacles(
     examples: Sequence["Example"], function: str = "", terms: str = ""
 ) -> Iterator[str]:
-    """Yield one line for each reason why the reward function cannot score an example.
-
-    Takes the same arguments as `validate_data_sources`.
-    """
+    """Yield one line for each reason why the reward function cannot score an example."""
     if function:
         return
     parsed_terms = parse_terms(terms)

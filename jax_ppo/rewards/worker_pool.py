@@ -81,13 +81,7 @@ class RewardWorkers:
     """
 
     def __init__(self, options: Reward, workers: int, takes_batches: bool = False) -> None:
-        """Prepare the pool.
-
-        Args:
-          options: `config.reward`.
-          workers: number of processes, 1 or more; one if the function takes whole batches.
-          takes_batches: whether the function is called once with all responses.
-        """
+        """Prepare the pool of one process or more; one if the function takes whole batches."""
         self._options = options
         self._takes_batches = takes_batches
         self._workers = workers

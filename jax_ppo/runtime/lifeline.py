@@ -62,11 +62,7 @@ class Lifeline:
         self._start()
 
     def connect(self, store: Any, seconds: int) -> None:
-        """Connect to process 0; for all others.
-
-        Args:
-          store: JAX's client of the coordination service.
-          seconds: after how long without an answer the machine of process 0 counts as gone.
+        """Connect to process 0; for all others. See `listen`.
 
         Raises:
           OSError: process 0 cannot be reached.

@@ -133,12 +133,7 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
-    """Raise `UserError` if a work directory has checkpoints.
-
-    Args:
-      folder: the folder that the run writes to.
-      workdir: the work directory as the user wrote it.
-    """
+    """Raise `UserError` if a folder, of `workdir` as the user wrote it, has checkpoints."""
     if has_checkpoints(folder):
         raise UserError(
             f"--workdir={workdir}: a training run has checkpoints there, and an evaluation would "
@@ -200,10 +195,6 @@ def move_to_bucket(path: Path, folder: Path) -> None:
     """Upload a complete file that will belong to a folder, and delete it here.
 
     A run without a bucket keeps the file.
-
-    Args:
-      path: the file.
-      folder: the folder of the run's files that it will belong to.
     """
     if (staged := _bucket_of(folder)) is not None:
         staged.move(path, f"{folder.relative_to(staged.folder).as_posix()}/{path.name}")
@@ -312,11 +303,7 @@ class _FilesClosedInChildren:
 
 
 def require_shared(workdir: Path, seconds: float = VISIBLE_SECONDS) -> None:
-    """Verify that every process sees a file that process 0 writes to the work directory.
-
-    Args:
-      workdir: the folder.
-      seconds: how long to wait for the file to appear.
+    """Verify that every process sees, within seconds, a file that process 0 writes to the folder.
 
     Raises:
       UserError: on every process: some do not see the file. Checkpoints would never be complete.

@@ -66,9 +66,6 @@ class BucketLock:
     def acquire(self, report: Callable[[str], None]) -> None:
         """Take the lock; wait for up to STALE_SECONDS to see whether its holder is alive.
 
-        Args:
-          report: called with a line before a wait.
-
         Raises:
           UserError: another run holds the lock.
         """

@@ -18,13 +18,7 @@ _FULL_TEXTS = (
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
-    """Raise `UserError` if a disk has too little space for what is about to be written.
-
-    Args:
-      folder: an existing folder on the disk.
-      needed: bytes that will be written.
-      what: what is written, for the message.
-    """
+    """Raise `UserError` if a folder's disk lacks the bytes that are about to be written."""
     if shutil.disk_usage(folder).free < needed:
         raise disk_full_error(folder, what, needed)
 

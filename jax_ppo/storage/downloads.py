@@ -39,12 +39,7 @@ def local_name(address: str, *contents: object) -> str:
 
 
 def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
-    """Return a local copy of the matching files of a folder.
-
-    Args:
-      address: SCHEME://BUCKET/FOLDER.
-      option: the option that holds it, for messages.
-      patterns: patterns of the files directly in the folder.
+    """Return a local copy of the files directly in a folder that match one of the patterns.
 
     Raises:
       UserError: the address is invalid or not accessible, no file matches, or the local disk is
@@ -64,10 +59,6 @@ def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
 
 def download_file(address: str, option: str) -> Path:
     """Return a local copy of a file.
-
-    Args:
-      address: SCHEME://BUCKET/PATH.
-      option: the option that holds it, for messages.
 
     Raises:
       UserError: the address is invalid or not accessible, there is no such file, or the local disk
@@ -95,11 +86,8 @@ def fetch_files(
 ) -> None:
     """Download files into a folder, several at once; complete ones are not downloaded again.
 
-    Args:
-      address: an address in their store.
-      files: the files, by their path below the folder.
-      folder: where they are written.
-      count_bytes: called with the number of bytes after each piece.
+    The files are named by their path below the folder, and `address` is any address in their store.
+    `count_bytes` is called with the number of bytes after each piece.
     """
     filesystem = remote.open_filesystem(address)
 

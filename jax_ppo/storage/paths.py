@@ -6,11 +6,7 @@ from jax_ppo.errors import UserError, shorten
 
 
 def expand_local_path(path: str, option: str) -> Path:
-    """Return a path with `~` and `~USER` replaced by home folders.
-
-    Args:
-      path: the path as the user wrote it; it need not exist.
-      option: the option that holds the path, for messages.
+    """Return the path in an option, which need not exist, with `~` and `~USER` replaced.
 
     Raises:
       UserError: there is no such user, or the operating system refuses to look the path up, for

@@ -45,12 +45,9 @@ def is_address(path: str) -> bool:
 
 
 def validate_address(address: str, option: str, schemes: tuple[str, ...] = tuple(_CLIENTS)) -> None:
-    """Raise `UserError` unless an address has a known scheme, its client and a bucket.
+    """Raise `UserError` unless the address in an option has one of the schemes and a bucket.
 
-    Args:
-      address: SCHEME://BUCKET/PATH, for which `is_address` is true.
-      option: the option that holds it, for messages.
-      schemes: the schemes that this option accepts.
+    The client of the scheme must be installed.
     """
     match = _ADDRESS.fullmatch(address)
     assert match is not None, f"not an address: {address}"
@@ -89,12 +86,7 @@ def open_filesystem(address: str) -> Any:
 
 @contextlib.contextmanager
 def reported_errors(address: str, option: str) -> Iterator[None]:
-    """Replace the errors of a store's client by `UserError`.
-
-    Args:
-      address: the address that the block accesses.
-      option: the option that holds it, for messages.
-    """
+    """Replace the errors of a store's client by `UserError` in a block that accesses an address."""
     try:
         yield
     except UserError:
@@ -105,11 +97,7 @@ def reported_errors(address: str, option: str) -> Iterator[None]:
 
 
 def list_files(address: str, option: str) -> dict[str, RemoteFile]:
-    """List all files at and below an address.
-
-    Args:
-      address: a validated address of a file or a folder; a folder need not exist.
-      option: the option that holds it, for messages.
+    """List all files at and below a validated address; a folder need not exist.
 
     Returns:
       The files by their path relative to the address; the file at the address itself is "".

@@ -35,12 +35,7 @@ class StagedFolder:
     """
 
     def __init__(self, address: str, process: int) -> None:
-        """Prepare the folder.
-
-        Args:
-          address: a validated address.
-          process: number of the process; each process has its own folder.
-        """
+        """Prepare the folder for a validated address; each process has its own."""
         self.address = address.rstrip("/")
         name = downloads.local_name(self.address, process)
         self.folder = downloads.cache_folder("workdirs") / name
@@ -171,13 +166,7 @@ class StagedFolder:
 def locked_and_uploaded(
     staged: StagedFolder, lock: BucketLock, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Hold the lock and upload changes during the block, and once more at its end.
-
-    Args:
-      staged: the folder.
-      lock: its lock.
-      report: called with lines for the user.
-    """
+    """Hold the lock and upload changes during the block, and once more at its end."""
     with remote.reported_errors(staged.address, _OPTION):
         lock.acquire(report)
     stop = threading.Event()
