@@ -214,9 +214,7 @@ def _bucket_policy_folder(address: str) -> Path:
     remote.validate_address(address, option)
     exported = f"{address.rstrip('/')}/actor"
     is_run = "config.json" in remote.list_files(exported, option)
-    if is_run:
-        address = exported
-    return resolve_model_folder(address, what=option)
+    return resolve_model_folder(exported if is_run else address, what=option)
 
 
 def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> Params:

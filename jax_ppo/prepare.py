@@ -127,12 +127,7 @@ def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def convert_to_verl_rows(examples: list[Example], name: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set in verl's form.
-
-    Args:
-      examples: the rows, read from the data set's own form.
-      name: a key of DATA_SETS.
-      split: text for extra_info.
+    """Return the rows of a data set, which `name` is in DATA_SETS, in verl's form.
 
     Raises:
       UserError: a row has another form.

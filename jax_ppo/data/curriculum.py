@@ -36,14 +36,9 @@ class CurriculumBatches:
         position: int,
         solve_rates: SolveRates,
     ) -> None:
-        """Create the iterator.
+        """Start at a saved position with the solve rates there, which are updated in place.
 
-        Args:
-          dataset: the prompts, at least `batch_size` of them.
-          batch_size: prompts per batch.
-          seed: seed of the draws.
-          position: where to start, a saved `position`.
-          solve_rates: those at that position; updated in place.
+        The data set has at least `batch_size` prompts.
         """
         self.position = position
         self._dataset = dataset

@@ -52,9 +52,9 @@ class PromptBatches:
 
         Args:
           dataset: the prompts.
-          batch_size: prompts per batch, B.
+          batch_size: B.
           shuffle: use a new order in each epoch; False keeps the order of the rows.
-          seed: seed of the orders.
+          seed: of the orders.
           position: where to start, a saved `position`.
           weights: weights of the data set's sources: an epoch has as many rows as the data set,
             divided among the sources in these shares. `None`: each row once.

@@ -192,15 +192,8 @@ def train_on_responses(
     longer show them. The learning rate of AdamW falls linearly to that of the habit, which is
     constant: one schedule, and so one program, for both.
 
-    Args:
-      model: the network.
-      params: its parameters, which are donated.
-      sequences: all examples, host arrays.
-      num_careful: how many of them, the first ones, teach the skill; the others teach the habit.
-      create: the numbers of steps.
-      seed: seed of the order of the rows.
-      mesh: the mesh to train on.
-      report: called with lines for the user.
+    Of the sequences, host arrays, the first `num_careful` teach the skill and the others the habit.
+    The parameters are donated; the seed is that of the order of the rows.
     """
     options = _training_options(create)
     init = make_optimizer(options.optim, options.grad_clip).init

@@ -34,12 +34,8 @@ def plot_curves(
 ) -> None:
     """Plot the training curves to a PNG file, which is replaced atomically.
 
-    Args:
-      csv_path: training_metrics.csv.
-      evaluations: dicts of step and metrics (accuracy, reward_mean, ...), each a number or None.
-        The panels refer to them as eval/NAME.
-      png_path: the file to write.
-      panels: the plots, in order.
+    Evaluations are dicts of step and metrics (accuracy, reward_mean, ...), each a number or None;
+    the panels refer to them as eval/NAME.
     """
     # pyplot would keep every figure alive, and may look for a display.
     from matplotlib.figure import Figure

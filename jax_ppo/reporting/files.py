@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_ppo.runtime import distributed
 
@@ -77,14 +77,6 @@ def to_json_value(value: Any) -> Any:
     return value
 
 
-class LoggedSamples(NamedTuple):
-    """The contents of a file; see `write_samples`."""
-
-    kind: str
-    step: int
-    records: list[dict[str, Any]]
-
-
 def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
     """Write the samples of a step; a resumed run replaces the file of a step that it repeats.
 
@@ -103,13 +95,13 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
                 file.write(line + "\n")
 
 
-def read_samples(workdir: Path) -> Iterator[LoggedSamples]:
-    """Yield the contents of each file, in the order of the steps."""
+def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+    """Yield kind, step and records of each file, see `write_samples`, in the order of the steps."""
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
         with path.open(encoding="utf-8") as file:
             records = [json.loads(line) for line in file]
-        yield LoggedSamples(kind=kind, step=step, records=records)
+        yield kind, step, records
 
 
 def drop_samples_after(workdir: Path, step: int) -> None:

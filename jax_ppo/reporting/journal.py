@@ -82,16 +82,7 @@ class Journal:
         progress: Progress,
         compiled: compilation.Compilations,
     ) -> None:
-        """Open the logs.
-
-        Args:
-          config: all options; wandb shows them.
-          total_steps: number of steps of the whole run.
-          layout: how metrics are shown.
-          workdir: the folder to write to.
-          progress: how far the run has come; the logs continue after that step.
-          compiled: counts of compiled programs, for the summary.
-        """
+        """Open the logs, which continue after the step that the progress has reached."""
         self.progress = progress
         self._config = config
         self._total_steps = total_steps

@@ -10,7 +10,7 @@ import re
 
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import CLIP, RewardResult, read_final_part
+from jax_ppo.rewards.rules import CLIP, RewardResult, grade_answer, read_final_part
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 
@@ -54,8 +54,7 @@ def last_boxed(text: str) -> str | None:
 def score_math(solution: str, ground_truth: str) -> RewardResult:
     r"""Return 1 if the last `\boxed{...}` of the response equals the ground truth, otherwise 0.
 
-    Within `<answer>` tags the box may be missing. `extra` holds `answered`, 1 if there is such an
-    answer and 0 otherwise.
+    Within `<answer>` tags the box may be missing.
 
     Args:
       solution: the response.
@@ -69,14 +68,9 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
     if answer is None and is_answer:
         answer = text
     if answer is None:
-        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+        return grade_answer(None)
     correct = answers_agree(answer, last_boxed(ground_truth) or ground_truth)
-    return RewardResult(
-        score=float(correct),
-        correct=correct,
-        extra={"answered": 1.0},
-        answer=_strip_layout(answer),
-    )
+    return grade_answer(_strip_layout(answer), correct)
 
 
 def score_dapo(solution: str, ground_truth: str) -> RewardResult:
@@ -84,7 +78,6 @@ def score_dapo(solution: str, ground_truth: str) -> RewardResult:
 
     Without one the last `\boxed{...}` or the content of `<answer>` tags counts. Only the last CLIP
     characters are searched. Numbers are compared as numbers, other answers as text without layout.
-    `extra` holds `answered`.
     """
     text, is_answer = read_final_part(solution)
     tail = text[-CLIP:]
@@ -93,12 +86,10 @@ def score_dapo(solution: str, ground_truth: str) -> RewardResult:
     if written is None and is_answer:
         written = text
     if written is None:
-        return RewardResult(score=-1.0, correct=False, extra={"answered": 0.0})
+        return grade_answer(None, score=-1.0)
     answer = _plain_answer(written)
     correct = answer != "" and answer == _plain_answer(ground_truth)
-    return RewardResult(
-        score=1.0 if correct else -1.0, correct=correct, extra={"answered": 1.0}, answer=answer
-    )
+    return grade_answer(answer, correct, score=1.0 if correct else -1.0)
 
 
 def _plain_answer(answer: str) -> str:

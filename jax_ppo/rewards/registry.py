@@ -20,10 +20,16 @@ from jax_ppo.rewards.batch_functions import (
 from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.custom import REWARD_ARGUMENTS, call_and_wait, parse_reward_output
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.row_validation import rules_of_source
+from jax_ppo.rewards.row_validation import (
+    AUTO,
+    JUDGE,
+    MODEL,
+    Term,
+    parse_terms,
+    rules_of_source,
+)
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
-from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

@@ -73,6 +73,21 @@ def read_final_part(response: str) -> tuple[str, bool]:
     return text, False
 
 
+def grade_answer(
+    answer: str | None, correct: bool = False, score: float | None = None
+) -> RewardResult:
+    """Return the result for an answer; `None` is no answer. The score is 1 or 0 unless given.
+
+    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
+    """
+    return RewardResult(
+        score=float(correct) if score is None else score,
+        correct=correct,
+        extra={"answered": float(answer is not None)},
+        answer=answer,
+    )
+
+
 def extract_gsm8k(text: str, method: str) -> str | None:
     """Return the answer in a response, without grouping and currency, or None.
 
@@ -96,25 +111,20 @@ def extract_gsm8k(text: str, method: str) -> str | None:
 
 
 def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:
-    """Return 1 if the response's answer equals the ground truth as a number, otherwise 0.
-
-    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
-    """
+    """Return 1 if the response's answer equals the ground truth as a number, otherwise 0."""
     text, is_answer = read_final_part(solution)
     answer = extract_gsm8k(text, method)
     # Within <answer> tags, the number may stand alone.
     if answer is None and is_answer and parse_number(text):
         answer = text
     if answer is None:
-        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+        return grade_answer(None)
     number = parse_number(answer)
     correct = number is not None and number == parse_number(ground_truth)
     if number is not None:
         # One text for 42, 42.0 and 42.00.
         answer = format_quantity(number)
-    return RewardResult(
-        score=float(correct), correct=correct, extra={"answered": 1.0}, answer=answer
-    )
+    return grade_answer(answer, correct)
 
 
 def score_arithmetic(solution: str, ground_truth: str) -> RewardResult:

@@ -6,7 +6,13 @@ import string
 from typing import Any
 
 from jax_ppo.errors import UserError
-from jax_ppo.rewards.rules import THINKING_TAGS, RewardResult, after_thinking, read_final_part
+from jax_ppo.rewards.rules import (
+    THINKING_TAGS,
+    RewardResult,
+    after_thinking,
+    grade_answer,
+    read_final_part,
+)
 
 # A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
 # upper-case and no article. "A or B" is none.
@@ -54,11 +60,9 @@ def score_choice(solution: str, ground_truth: str) -> RewardResult:
     """
     letter = _find_choice(*read_final_part(solution))
     if letter is None:
-        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+        return grade_answer(None)
     correct = letter == parse_choice(ground_truth)
-    return RewardResult(
-        score=float(correct), correct=correct, extra={"answered": 1.0}, answer=letter
-    )
+    return grade_answer(letter, correct)
 
 
 def parse_choice(text: str) -> str | None:
@@ -89,16 +93,11 @@ def score_search_answer(solution: str, ground_truth: Any) -> RewardResult:
     """
     text, is_answer = read_final_part(solution)
     if not is_answer:
-        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+        return grade_answer(None)
     answer = _normalize_words(text)
     correct = answer in map(_normalize_words, search_targets(ground_truth))
     is_flood = max(solution.count("<answer>"), solution.count("</answer>")) > 10
-    return RewardResult(
-        score=float(correct) * (0.25 if is_flood else 1.0),
-        correct=correct,
-        extra={"answered": 1.0},
-        answer=answer,
-    )
+    return grade_answer(answer, correct, score=float(correct) * (0.25 if is_flood else 1.0))
 
 
 def search_targets(ground_truth: Any) -> list[str]:

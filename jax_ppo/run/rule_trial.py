@@ -8,9 +8,8 @@ from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.built_in_rules import RULES
-from jax_ppo.rewards.row_validation import rules_of_source
+from jax_ppo.rewards.row_validation import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.samples import RewardFunction
-from jax_ppo.rewards.terms import AUTO, JUDGE, parse_terms
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.run.sample_records import prompt_text
 from jax_ppo.types import Example

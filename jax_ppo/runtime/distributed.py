@@ -240,10 +240,7 @@ def end_all(reason: str, code: int = 1) -> NoReturn:
 
 
 def end_stalled_run(reason: str) -> NoReturn:
-    """End all processes because one hangs.
-
-    The exit code asks for a restart, since a device or the network may not hang again.
-    """
+    """End all processes because one hangs; the exit code asks for a restart, which may help."""
     end_all(reason, signals.LOST_EXIT_CODE)
 
 

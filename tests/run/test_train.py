@@ -679,8 +679,8 @@ def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(file
         responses.append(
             {
                 (record["address"]["step"], record["address"]["sample"]): record["response_ids"]
-                for samples in read_samples(tmp_path / name)
-                for record in samples.records
+                for _, _, records in read_samples(tmp_path / name)
+                for record in records
             }
         )
     partial, whole = responses
