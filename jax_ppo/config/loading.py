@@ -277,7 +277,8 @@ def _join_items(value: Any) -> Any:
 
 def _validate_range(name: str, value: Any, facts: Facts) -> None:
     """Raise `UserError` for a number outside its range or the range of 32 bits."""
-    if isinstance(value, float) and not _is_float32(value):
+    # A number neither overflows nor vanishes in 32 bits; this also refuses NaN.
+    if isinstance(value, float) and not (value == 0 or FLOAT32_TINY <= abs(value) <= FLOAT32_MAX):
         raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")
     # Integers become int32 in compiled programs, where larger ones would wrap around.
     largest = max(facts.at_most or 0, INT32_MAX)
@@ -288,8 +289,3 @@ def _validate_range(name: str, value: Any, facts: Facts) -> None:
         limit = getattr(facts, bound)
         if limit is not None and not holds(value, limit):
             raise UserError(f"{name}={value!r}: expected {words} {limit} ({facts.doc})")
-
-
-def _is_float32(value: float) -> bool:
-    """Return whether a number neither overflows nor vanishes in 32 bits; `False` for NaN."""
-    return value == 0 or FLOAT32_TINY <= abs(value) <= FLOAT32_MAX

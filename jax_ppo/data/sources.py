@@ -174,7 +174,12 @@ def _load_source(
     if colon and scheme == "tfds":
         located_rows = _read_tfds_rows(arguments, option)
     else:
-        located_rows = _read_file_rows(source, option)
+        located = _locate_files(source, option)
+        # The slice is taken while reading, so that rows after the end are never parsed.
+        rows = itertools.chain.from_iterable(
+            files.read_rows(path, option) for path in located.paths
+        )
+        located_rows = itertools.islice(rows, located.start, located.end)
     examples = []
     layouts: dict[tuple[str, ...], None] = {}
     for location, row in located_rows:
@@ -261,14 +266,6 @@ def locate_parquet(spec: str, option: str) -> list[SourceFiles]:
     if not sources:
         raise UserError(f"{option}={spec!r}: expected Parquet files")
     return sources
-
-
-def _read_file_rows(source: str, option: str) -> LocatedRows:
-    """Return the (location, row) pairs of a file, local or downloaded, or of its slice."""
-    located = _locate_files(source, option)
-    # The slice is taken while reading, so that rows after the end are never parsed.
-    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located.paths)
-    return itertools.islice(rows, located.start, located.end)
 
 
 def _locate_files(source: str, option: str) -> SourceFiles:

@@ -17,9 +17,7 @@ _CHECKED_TOKENS = 500
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", option: str) -> list[bytes]:
     """Return the bytes that each token adds to a text; special tokens add none.
 
-    Args:
-      tokenizer: a transformers tokenizer with a byte-level or a SentencePiece vocabulary.
-      option: the option that needs them, for messages.
+    The vocabulary is a byte-level or a SentencePiece one.
 
     Raises:
       UserError: the tokenizer joins its tokens in an unsupported way.

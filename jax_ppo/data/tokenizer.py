@@ -174,12 +174,7 @@ def decode_continuation(
     """Return the text of a response as it continues its prompt, without special tokens.
 
     Some tokenizers (Llama 2's) drop the space at the beginning of a text, so that a response
-    decoded on its own would lose it.
-
-    Args:
-      tokenizer: a transformers tokenizer.
-      before: the last token of the prompt.
-      ids: the tokens of the response.
+    decoded on its own would lose it. `before` is the last token of the prompt.
     """
     # Decode with the prompt's last token in front, then cut its text off.
     prefix = _decode(tokenizer, [before])
@@ -195,12 +190,8 @@ def decode_tokens(
     """Return the text that each token of a response adds; joined, they are the text after `before`.
 
     A token by itself may lack the blank that it begins with (SentencePiece), or be a part of a
-    character only: the last token of a character has its text, the others have "".
-
-    Args:
-      tokenizer: a transformers tokenizer.
-      before: the last token of the prompt.
-      ids: the tokens of the response, special ones included.
+    character only: the last token of a character has its text, the others have "". Special tokens
+    have theirs.
     """
 
     def decode(tokens: list[int]) -> str:
@@ -268,18 +259,17 @@ def encode_responses(
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
     If prompt and response merge into one token, the response is encoded on its own.
 
-    Args:
-      tokenizer: a transformers tokenizer.
-      prompt: see `encode_prompt`.
-      responses: texts.
-      chat_template: see `encode_prompt`.
-      tools: see `encode_prompt`.
+    Takes the same arguments as `encode_prompt`, and the texts of the responses.
     """
     # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
     text, special = render_prompt(tokenizer, prompt, chat_template, tools)
     prompt_ids = encode_text(tokenizer, text, special)
     is_rendered = not isinstance(prompt, str) and not special
-    ends = _special_ids(tokenizer) if is_rendered else {tokenizer.eos_token_id}
+    ends = {tokenizer.eos_token_id}
+    if is_rendered:
+        added = tokenizer.added_tokens_decoder.items()
+        special_added = (token for token, facts in added if facts.special)
+        ends = {*tokenizer.all_special_ids, *special_added}
     encoded = []
     for response in responses:
         if is_rendered and not isinstance(prompt, str):
@@ -291,11 +281,6 @@ def encode_responses(
             ids = encode_text(tokenizer, response, special=False)
         encoded.append(_end_turn(tokenizer, ids, ends) if is_rendered else [*ids, *ends])
     return encoded
-
-
-def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    added = tokenizer.added_tokens_decoder.items()
-    return {*tokenizer.all_special_ids, *(token for token, facts in added if facts.special)}
 
 
 def _render_response(

@@ -136,10 +136,7 @@ def generate_problem(index: int, split: str) -> Problem:
 def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Return problems 0 .. count - 1 with their answers, of data_source "arithmetic".
 
-    Args:
-      count: number of problems.
-      split: "train" or "heldout".
-      seed: ignored: a problem depends on its index alone.
+    The seed is ignored: a problem depends on its index and split alone.
     """
     del seed
     examples = []
@@ -217,10 +214,7 @@ def _is_held_out(numbers: tuple[int, int, int]) -> bool:
 def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Return sums with their answers, of data_source "sums".
 
-    Args:
-      count: number of examples, drawn with replacement.
-      split: "train" or "heldout".
-      seed: ignored: the sums are always the same.
+    They are drawn with replacement; the seed is ignored: they are always the same.
     """
     del seed
     numbers = range(10, 100)

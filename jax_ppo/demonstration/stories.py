@@ -57,10 +57,7 @@ def story_names(split: str) -> tuple[str, ...]:
 def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Return openings 0 .. count - 1 of a seed, of data_source "stories", without a ground truth.
 
-    Args:
-      count: number of openings.
-      split: "train" or "heldout".
-      seed: seed of the openings and continuations.
+    The split is "train" or "heldout".
     """
     names = story_names(split)
     examples = []

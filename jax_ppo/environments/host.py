@@ -298,7 +298,9 @@ class HostEnvironment:
         if isinstance(error, EnvironmentLost):
             self._lost = str(error)
         if not self._first_failure:
-            prompt = _last_message(self._examples[row])
+            prompt = self._examples[row].prompt
+            if not isinstance(prompt, str):
+                prompt = prompt[-1]["content"]
             # The exception may quote what the policy wrote.
             self._first_failure = printable_lines(
                 f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
@@ -379,13 +381,6 @@ def read_figures(
 
 def _quote(value: Any) -> str:
     return f"{shorten(repr(value))} of type {type(value).__name__}"
-
-
-def _last_message(example: Example) -> str:
-    """Return a prompt of text, or the last message of a chat."""
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return example.prompt[-1]["content"]
 
 
 def _describe_failure(error: BaseException) -> str:

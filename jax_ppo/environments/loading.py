@@ -155,12 +155,7 @@ def make_environment(
 ) -> Environment:
     """Construct the environment for the decode loop.
 
-    Args:
-      environment_class: as returned by `load_environment_class`.
-      options: `config.rollout.multi_turn`.
-      tokenizer: the policy's.
-      examples: the rows of the training data, then of the held-out data.
-      chat_template: how the tokenizer's template renders chats.
+    The examples are the rows of the training data, then of the held-out data.
 
     Raises:
       UserError: the template does not render observations as the options want.

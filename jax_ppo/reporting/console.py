@@ -218,7 +218,8 @@ def _format_cell(text: str, width: int) -> str:
     """Return the text as one line of exactly `width` columns; cut its middle if it is longer."""
     # Unprintable characters may form an escape sequence, which a model must not send to a terminal.
     line = printable_lines(text.strip().replace("\n", "⏎"))
-    sized = [(c, _display_width(c)) for c in line]
+    # The columns of the terminal that each character occupies.
+    sized = [(c, 2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in line]
     # The end of a response, with its answer, matters as much as the beginning.
     if sum(size for _, size in sized) > width:
         half = (width - 1) // 2
@@ -227,13 +228,6 @@ def _format_cell(text: str, width: int) -> str:
         sized = [*start, ("…", 1), *end]
     padding = width - sum(size for _, size in sized)
     return "".join(c for c, _ in sized) + " " * padding
-
-
-def _display_width(character: str) -> int:
-    """Return the number of terminal columns that a printable character occupies."""
-    if unicodedata.east_asian_width(character) in "WF":
-        return 2
-    return 1
 
 
 def _take_columns(sized: list[tuple[str, int]], width: int) -> list[tuple[str, int]]:

@@ -88,11 +88,8 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
     """
     folder = workdir / SAMPLES_FOLDER
     folder.mkdir(exist_ok=True)
-    with replace_file(folder / f"{kind}_{step:06d}.jsonl") as temporary:
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in records:
-                line = json.dumps(to_json_value({"step": step} | record), ensure_ascii=False)
-                file.write(line + "\n")
+    lines = (to_json_value({"step": step} | record) for record in records)
+    write_json_lines(folder / f"{kind}_{step:06d}.jsonl", lines)
 
 
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:

@@ -93,10 +93,6 @@ def _bind_gsm8k(argument: str) -> RewardFunction:
     return _any_of(functools.partial(rules.score_gsm8k, method=method))
 
 
-def _bind_story(argument: str) -> RewardFunction:
-    return lambda row, response: rules.score_story(response)
-
-
 def _bind_format(argument: str) -> RewardFunction:
     tags = tuple(tag.strip() for tag in (argument or "think,answer").split(","))
     if not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
@@ -203,7 +199,10 @@ RULES = {
         obstacle=_number_obstacle,
         perfect=_perfect_number,
     ),
-    "stories": Rule(bind=_bind_story, sources=("stories",)),
+    "stories": Rule(
+        bind=lambda argument: lambda row, response: rules.score_story(response),
+        sources=("stories",),
+    ),
     "math": Rule(
         bind=_without_argument(math_rules.score_math),
         sources=(

@@ -13,7 +13,7 @@ the rows of a batch, and in the rules of the parameters that it splits (sharding
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -248,15 +248,10 @@ def validate_architecture(
         parts = math.prod(mesh.shape[factor] for factor in factors)
         indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]
         if indivisible:
-            possible = _common_divisors(dimensions.values(), of=mesh.size)
+            common = math.gcd(mesh.size, *dimensions.values())
+            possible = [size for size in range(1, common + 1) if common % size == 0]
             name = " x ".join(f"{option}.{factor}" for factor in factors)
             raise UserError(
                 f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"
             )
-
-
-def _common_divisors(sizes: Iterable[int], of: int) -> list[int]:
-    """Return the divisors of `of` that divide all sizes."""
-    common = math.gcd(of, *sizes)
-    return [size for size in range(1, common + 1) if common % size == 0]

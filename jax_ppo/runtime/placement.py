@@ -55,12 +55,7 @@ def in_memory(shapes: Any, kind: str | None) -> Any:
     """Return the shapes with shardings in a kind of memory; `None` leaves them where they are."""
     if kind is None:
         return shapes
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=x.sharding.with_memory_kind(kind)
-        ),
-        shapes,
-    )
+    return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind(kind)), shapes)
 
 
 def is_in_host_memory(tree: Any) -> bool:
@@ -102,7 +97,7 @@ def fetch(tree: Any) -> Any:
             return x
         layout = x.sharding.with_memory_kind(None)
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+            return x.update(sharding=layout)
         return jax.device_put(x, layout)
 
     return jax.tree.map(copy, tree)

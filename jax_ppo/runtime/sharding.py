@@ -100,12 +100,7 @@ def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:
 
 
 def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
-    """Return the `NamedSharding` of each leaf of `tree` by its path.
-
-    Args:
-      mesh: the mesh of the shardings.
-      tree: arrays or shapes.
-      rules: `TRAIN_RULES`, `ENCODER_RULES` or `DECODE_RULES`.
+    """Return the `NamedSharding` of each leaf of `tree`, arrays or shapes, by its path.
 
     Raises:
       ValueError: a path matches no rule.

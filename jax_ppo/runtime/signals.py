@@ -202,7 +202,6 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     signals = _StopSignals(ends_process)
     signals.install((signal.SIGINT, signal.SIGTERM))
     _active = signals
-    _reset_after_fork()
     try:
         yield signals
     finally:
@@ -213,8 +212,7 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
 def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
     """Have a function called, in a thread, before a signal ends the process at once.
 
-    Args:
-      announce: called with the reason and the exit code; it must not wait.
+    It is called with the reason and the exit code, and must not wait.
     """
     _on_abrupt_end.append(announce)
 
@@ -295,20 +293,12 @@ def _kill_children() -> None:
     thread.join(timeout=2)
 
 
-_resets_after_fork = False
-
-
 def _reset_after_fork() -> None:
-    """Let forked children have default handlers; a signal to them is none to the run."""
-    global _resets_after_fork
-    if _resets_after_fork:
-        return
-    _resets_after_fork = True
+    """Give a forked child the default handlers; a signal to it is none to the run."""
+    global _active
+    if _active is not None:
+        _active.reset_in_child()
+        _active = None
 
-    def reset() -> None:
-        global _active
-        if _active is not None:
-            _active.reset_in_child()
-            _active = None
 
-    os.register_at_fork(after_in_child=reset)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -62,9 +62,6 @@ def find_straggler(seconds: dict[int, float]) -> tuple[int, float]:
     """Return the slowest process, and by how many seconds it is slower than the median.
 
     The lower median: of two processes, the faster one is the measure.
-
-    Args:
-      seconds: the seconds of each process, at least one.
     """
     slowest = max(seconds, key=lambda process: seconds[process])
     return slowest, seconds[slowest] - statistics.median_low(seconds.values())

@@ -230,7 +230,7 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
                 raise
             report(f"{workdir} is on a disk without file locks: nothing else prevents two runs")
         # A forked child shares the lock and would keep it when this process is killed.
-        children = _FilesClosedInChildren.register(file)
+        _held_files.add(file)
         file.seek(0)
         # A run that ends, even by an error, empties the file.
         _lost_runs[workdir] = _describe_lost_run(workdir, file.read().splitlines())
@@ -240,7 +240,7 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         try:
             yield
         finally:
-            children.discard(file)
+            _held_files.discard(file)
             with contextlib.suppress(OSError):
                 file.truncate(0)
                 fcntl.flock(file, fcntl.LOCK_UN)
@@ -282,24 +282,16 @@ def _write_line(file: IO[str], text: str) -> None:
         file.flush()
 
 
-class _FilesClosedInChildren:
-    """Open files that a forked child closes at once."""
+# Open files that a forked child closes at once.
+_held_files: set[IO[str]] = set()
 
-    _files: set[IO[str]] | None = None
 
-    @classmethod
-    def register(cls, file: IO[str]) -> set[IO[str]]:
-        """Add a file, and return the set to remove it from."""
-        if cls._files is None:
-            cls._files = set()
-            os.register_at_fork(after_in_child=cls._close_all)
-        cls._files.add(file)
-        return cls._files
+def _close_held_files() -> None:
+    for file in _held_files:
+        os.close(file.fileno())
 
-    @classmethod
-    def _close_all(cls) -> None:
-        for file in cls._files or ():
-            os.close(file.fileno())
+
+os.register_at_fork(after_in_child=_close_held_files)
 
 
 def require_shared(workdir: Path, seconds: float = VISIBLE_SECONDS) -> None:
