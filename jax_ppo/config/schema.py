@@ -8,7 +8,7 @@ frequencies count steps. `docs/options.md` is generated from this file by
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_ppo.config.option import (
     COMMANDS,
@@ -42,6 +42,7 @@ STORED_DTYPES = ("float32", "bfloat16")
 # Rows in which responses share a prompt may have as many tokens, however short samples are.
 MIN_SHARED_ROW = 1024
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
+T = TypeVar("T")  # all options, or a section
 
 # The commands that read an option: all where nothing is said. `plan` takes the options of `train`.
 POLICY = ("train",)
@@ -1363,6 +1364,16 @@ def all_options() -> tuple[Option, ...]:
 def option_value(config: Config, name: str) -> object:
     """Return the value of the option with this dotted name."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+def replace_options(section: T, values: Mapping[str, Any]) -> T:
+    """Return all options, or a section, with other values by their dotted names, not validated."""
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            value = replace_options(getattr(section, first), {rest: value})
+        section = dataclasses.replace(section, **{first: value})  # type: ignore[type-var]
+    return section
 
 
 def flatten_options(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,8 +17,9 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory.remedies import (
     PossibleChanges,
     Remedy,
+    effective_remedies,
     rank_remedies,
-    save_supervised_memory,
+    supervised_changes,
 )
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
@@ -147,18 +148,12 @@ class SupervisedMemory:
 
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
-        remedies = []
-        for words, mesh_options, supervised in save_supervised_memory(
-            self.config.mesh, self.config.supervised, self.mesh
-        ):
-            config = dataclasses.replace(self.config, mesh=mesh_options, supervised=supervised)
-            mesh = self.mesh
-            if mesh_options != self.config.mesh:
-                mesh = meshes.make_mesh(mesh_options, list(mesh.devices.flat))
-            changed = dataclasses.replace(self, config=config, mesh=mesh)
-            remedies.append(Remedy(words, changed.measure().peak, config))
-        remedies = [remedy for remedy in remedies if remedy.needed < needed]
+        changes = supervised_changes(self.config, self.mesh)
+        remedies = effective_remedies(changes, self.mesh, self._measure_changed, needed)
         return sorted(remedies, key=lambda remedy: remedy.needed)
+
+    def _measure_changed(self, changed: Config, mesh: Mesh) -> int:
+        return dataclasses.replace(self, config=changed, mesh=mesh).measure().peak
 
 
 def validate_memory(run: PPOMemory | SupervisedMemory) -> None:

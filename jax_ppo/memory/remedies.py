@@ -1,13 +1,13 @@
 """Changes of single options that make a run need less memory on each device."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
-from jax_ppo.config.schema import Config, MeshShape, RolloutMesh, Supervised
+from jax_ppo.config.schema import Config, RolloutMesh, option_value, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
@@ -17,16 +17,15 @@ from jax_ppo.training.roles import resolve_roles
 # What suggestions propose: adapters of this rank, and an estimator that needs nothing.
 _LORA_RANK = 16
 _WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(lambda entry: not any(entry.needs))[0]
-_MAX_MODEL_PARALLELISM = 8
+_MODEL_PARALLELISM = (2, 4, 8)
 # Options of the packed rows of a device at once.
 _ROWS = (
-    ("actor", "ppo_micro_batch_size_per_device"),
-    ("critic", "ppo_micro_batch_size_per_device"),
-    ("rollout", "logprob_micro_batch_size_per_device"),
+    "actor.ppo_micro_batch_size_per_device",
+    "critic.ppo_micro_batch_size_per_device",
+    "rollout.logprob_micro_batch_size_per_device",
 )
 # Options of the types in which the trained parameters, their moments and gradients are stored.
 _STORED = ("param_dtype", "moments_dtype", "gradient_dtype")
-_IN_BFLOAT16: dict[str, Any] = dict.fromkeys(_STORED, "bfloat16")
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
 
 Change = tuple[str, Config]  # its words on the command line, and all options after it
@@ -61,32 +60,33 @@ def rank_remedies(
       available: bytes of a device; if given and no change is enough, pairs of changes that are
         enough are returned, too.
     """
-    remedies = list(_possible_remedies(changes, measure, needed))
-    remedies.sort(key=lambda remedy: remedy.needed)
+    remedies = sorted(
+        effective_remedies(changes, changes.mesh, measure, needed), key=lambda x: x.needed
+    )
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
         further = PossibleChanges(first.config, changes.mesh)
-        for second in _possible_remedies(further, measure, int(available) + 1):
+        for second in effective_remedies(further, changes.mesh, measure, int(available) + 1):
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))
             pairs.setdefault(words, dataclasses.replace(second, options=options))
     return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
 
 
-def _possible_remedies(
-    changes: "PossibleChanges", measure: Measure, needed: int
+def effective_remedies(
+    changes: Iterable[Change], mesh: Mesh, measure: Measure, needed: int
 ) -> Iterator[Remedy]:
     """Yield the single changes after which less than `needed` is needed."""
     for options, changed in changes:
         try:
-            changed_mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
-            changed_need = measure(changed, changed_mesh)
+            changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+            remedy = Remedy(options, measure(changed, changed_mesh), changed)
         except UserError:
             continue
-        if changed_need < needed:
-            yield Remedy(options, changed_need, changed)
+        if remedy.needed < needed:
+            yield remedy
 
 
 def _is_allowed(change: Change) -> bool:
@@ -118,123 +118,94 @@ class PossibleChanges:
         return filter(_is_allowed, self._save_temporary_memory())
 
     def _all(self) -> Iterator[Change]:
-        config = self.config
         yield from self._other_meshes()
         yield from self._save_temporary_memory()
         yield from self._use_host_memory()
-        int8 = dataclasses.replace(config.rollout, quantization="int8")
-        yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
-        yield from self._store_bfloat16()
-        lora = dataclasses.replace(config.model.lora, rank=_LORA_RANK)
-        model = dataclasses.replace(config.model, lora=lora)
-        yield f"config.model.lora.rank={_LORA_RANK}", dataclasses.replace(config, model=model)
-        critic = dataclasses.replace(config.critic, shared_trunk=True)
-        yield "config.critic.shared_trunk=True", dataclasses.replace(config, critic=critic)
-        algorithm = dataclasses.replace(config.algorithm, adv_estimator=_WITHOUT_CRITIC)
-        yield (
-            f"config.algorithm.adv_estimator={_WITHOUT_CRITIC}",
-            dataclasses.replace(config, algorithm=algorithm),
-        )
+        yield _change(self.config, {"rollout.quantization": "int8"})
+        yield self._store_bfloat16()
+        yield _change(self.config, {"model.lora.rank": _LORA_RANK})
+        yield _change(self.config, {"critic.shared_trunk": True})
+        yield _change(self.config, {"algorithm.adv_estimator": _WITHOUT_CRITIC})
 
     def _other_meshes(self) -> Iterator[Change]:
         """Yield changes of the meshes; the number of devices stays."""
-        config = self.config
-        split = meshes.split_copies(self.mesh)
-        words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
-        yield words, dataclasses.replace(config, mesh=split)
+        words, whole = _split_copies(self.config, self.mesh)
+        yield words, whole
+        split = whole.mesh
         if split.context == 1 and split.fsdp > 1:
-            parted = dataclasses.replace(split, fsdp=1, context=split.fsdp)
-            context = f"config.mesh.fsdp=1 and config.mesh.context={parted.context}"
-            yield f"config.mesh.data=1 with {context}", dataclasses.replace(config, mesh=parted)
-        size = 2
-        while size <= _MAX_MODEL_PARALLELISM:
+            context, parted = _change(whole, {"mesh.fsdp": 1, "mesh.context": split.fsdp})
+            yield f"config.mesh.data=1 with {context}", parted
+        for size in _MODEL_PARALLELISM:
             if self.mesh.size % size == 0:
-                rollout = dataclasses.replace(config.rollout, mesh=RolloutMesh(model=size))
-                yield (
-                    f"{words} and config.rollout.mesh.model={size}",
-                    dataclasses.replace(config, mesh=split, rollout=rollout),
-                )
-            size *= 2
+                decoding = replace_options(whole, {"rollout.mesh": RolloutMesh(model=size)})
+                yield f"{words} and config.rollout.mesh.model={size}", decoding
 
     def _use_host_memory(self) -> Iterator[Change]:
         """Yield changes that keep in the host's memory what a phase does not read."""
         # The memory of CPU devices is the host's.
         if target_platform() == "cpu":
             return
-        config = self.config
-        roles = [role for role in resolve_roles(config) if role.is_used]
+        roles = [role for role in resolve_roles(self.config) if role.is_used]
         optimizers = [role.entry.optimizer_offload for role in roles if role.is_trained]
         # The base of adapters is read by every program.
         idle = [
             role.entry.param_offload
             for role in roles
-            if role.entry.param_offload and not (role.entry.holds_base and config.has_adapters)
+            if role.entry.param_offload and not (role.entry.holds_base and self.config.has_adapters)
         ]
         for names in (optimizers, idle):
-            changed = config
-            for name in names:
-                section, _, option = name.partition(".")
-                options = dataclasses.replace(getattr(changed, section), **{option: True})
-                changed = dataclasses.replace(changed, **{section: options})
-            yield " and ".join(f"config.{name}=True" for name in names), changed
+            yield _change(self.config, dict.fromkeys(names, True))
 
-    def _store_bfloat16(self) -> Iterator[Change]:
-        """Yield the change that stores what is trained in half the memory."""
-        changed = self.config
-        roles = [
+    def _store_bfloat16(self) -> Change:
+        """Return the change that stores what is trained in half the memory."""
+        sections = [
             role.entry.section
             for role in resolve_roles(self.config)
             if role.is_used and role.is_trained
         ]
-        for role in roles:
-            options = getattr(changed, role)
-            optim = dataclasses.replace(options.optim, **_IN_BFLOAT16)
-            options = dataclasses.replace(options, optim=optim)
-            changed = dataclasses.replace(changed, **{role: options})
         words = " and ".join(
-            f"config.{role}.optim.{{param,moments,gradient}}_dtype=bfloat16" for role in roles
+            f"config.{section}.optim.{{param,moments,gradient}}_dtype=bfloat16"
+            for section in sections
         )
-        yield words, changed
+        names = [f"{section}.optim.{name}" for section in sections for name in _STORED]
+        return words, replace_options(self.config, dict.fromkeys(names, "bfloat16"))
 
     def _save_temporary_memory(self) -> Iterator[Change]:
         config = self.config
-        recomputed = dataclasses.replace(
-            config.model, gradient_checkpointing=True, gradient_checkpointing_policy="full"
+        words, recomputed = _change(
+            config,
+            {"model.gradient_checkpointing": True, "model.gradient_checkpointing_policy": "full"},
+            joined_by=" with ",
         )
-        if recomputed != config.model:
-            words = (
-                "config.model.gradient_checkpointing=True with "
-                "config.model.gradient_checkpointing_policy=full"
-            )
-            yield words, dataclasses.replace(config, model=recomputed)
-        for section, option in _ROWS:
-            options = getattr(config, section)
+        if recomputed != config:
+            yield words, recomputed
+        for name in _ROWS:
             # Unset, the others follow the actor's.
-            rows = getattr(options, option)
-            if rows == 1 or (section != "actor" and not rows):
-                continue
-            options = dataclasses.replace(options, **{option: 1})
-            yield f"config.{section}.{option}=1", dataclasses.replace(config, **{section: options})
+            rows = option_value(config, name)
+            if rows != 1 and (rows or name.startswith("actor.")):
+                yield _change(config, {name: 1})
         samples = meshes.rows_per_shard(self.mesh, config.data.train_batch_size) * config.rollout.n
         slots = min(config.rollout.max_num_seqs or samples, samples) // 4
         if slots:
-            fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)
-            yield f"config.rollout.max_num_seqs={slots}", dataclasses.replace(config, rollout=fewer)
+            yield _change(config, {"rollout.max_num_seqs": slots})
         stage = config.data.max_response_length // 4
         if config.rollout.stage_length is None and stage:
-            staged = dataclasses.replace(config.rollout, stage_length=stage)
-            yield (
-                f"config.rollout.stage_length={stage}",
-                dataclasses.replace(config, rollout=staged),
-            )
+            yield _change(config, {"rollout.stage_length": stage})
 
 
-def save_supervised_memory(
-    mesh_options: MeshShape, supervised: Supervised, mesh: Mesh
-) -> Iterator[tuple[str, MeshShape, Supervised]]:
-    """Yield the words of each change for supervised training, and the sections after it."""
+def supervised_changes(config: Config, mesh: Mesh) -> Iterator[Change]:
+    """Yield the changes of a supervised run."""
+    yield _split_copies(config, mesh)
+    names = [f"supervised.optim.{name}" for name in _STORED]
+    yield _change(config, dict.fromkeys(names, "bfloat16"), joined_by=" with ")
+
+
+def _change(config: Config, values: dict[str, Any], joined_by: str = " and ") -> Change:
+    words = joined_by.join(f"config.{name}={value}" for name, value in values.items())
+    return words, replace_options(config, values)
+
+
+def _split_copies(config: Config, mesh: Mesh) -> Change:
     split = meshes.split_copies(mesh)
-    yield f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}", split, supervised
-    words = " with ".join(f"config.supervised.optim.{name}=bfloat16" for name in _STORED)
-    optim = dataclasses.replace(supervised.optim, **_IN_BFLOAT16)
-    yield words, mesh_options, dataclasses.replace(supervised, optim=optim)
+    words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
+    return words, replace_options(config, {"mesh": split})
