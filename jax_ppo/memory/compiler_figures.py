@@ -72,12 +72,7 @@ class _Recorder:
     """Compiles programs and records the memory that they need."""
 
     def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
-        """Create the recorder.
-
-        Args:
-          mesh: the run's mesh.
-          decoding_weights: shapes and shardings of the copy of the weights for decoding.
-        """
+        """Create the recorder."""
         self._mesh = mesh
         self._decoding_weights = decoding_weights
         self._programs: list[_CompiledProgram] = []

@@ -77,12 +77,7 @@ def queue_cache_shapes(
 ) -> Any:
     """Return the shapes of the caches of one queue of prompts, for each stage.
 
-    Args:
-      data: the section of the config.
-      actor: the actor's model.
-      rollout_mesh: the mesh to decode on.
-      sampling: how to sample.
-      continues: whether responses continue from step to step (`rollout.max_staleness` above 1).
+    With `continues`, responses continue from step to step (`rollout.max_staleness` above 1).
     """
     count, width = data.train_batch_size, data.max_prompt_length
     if continues:

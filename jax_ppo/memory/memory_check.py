@@ -225,9 +225,7 @@ class Fetched:
 def fetched_by_phase(options: StepOptions, state: TrainState) -> dict[str, Fetched]:
     """Return what the phases of a step copy from the host's memory, by their programs' names.
 
-    Args:
-      options: the options of a step.
-      state: shapes, as `StateBuilder.shapes` returns them.
+    `state` has shapes, as `StateBuilder.shapes` returns them.
     """
     fetched = {}
     for program in programs.PROGRAMS:

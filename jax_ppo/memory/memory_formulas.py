@@ -320,11 +320,7 @@ def backward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> in
 def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`.
 
-    Args:
-      role: the model.
-      tokens: number of tokens on a device.
-      mesh: the mesh that the layer runs on.
-      score_bytes: bytes of the scores of attention, which are freed before the MLP begins.
+    `score_bytes` are those of attention's scores, which are freed before the MLP begins.
     """
     architecture = role.architecture
     parts = mesh.shape["model"]
@@ -463,11 +459,7 @@ def _pair_bytes(
 def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Mesh) -> int:
     """Return the number of scores of all blocks of queries of xla's attention.
 
-    Args:
-      architecture: the model's architecture.
-      tokens: number of a device's tokens.
-      queries: number of a device's tokens of one row.
-      mesh: the run's mesh.
+    `tokens` are a device's, `queries` those of one row.
     """
     row_parts = meshes.row_parts(mesh)
     block = query_block_size(queries)

@@ -149,11 +149,8 @@ _JAX_PLATFORMS = {"cuda": "gpu"}
 def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> StepPlan:
     """Plan memory and time of a PPO step.
 
-    Args:
-      config: all options.
-      topology: the machine.
-      compiles: whether to compile the step, if the machine's compiler is installed; otherwise all
-        figures are by arithmetic.
+    The step is compiled if the machine's compiler is installed; without it or `compiles` all
+    figures are by arithmetic.
 
     Raises:
       UserError: the options do not match the machine or the models, or a model has no config.json.

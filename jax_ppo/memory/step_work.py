@@ -133,11 +133,7 @@ def exchanged_bytes(
 ) -> float:
     """Return the bytes of hidden states that a device receives for its experts, and of their sums.
 
-    Args:
-      architecture: the model's architecture.
-      tokens: number of the device's own tokens.
-      itemsize: bytes of a number of the computation.
-      mesh: the mesh of the pass.
+    `tokens` are the device's own; `itemsize` is that of the computation.
     """
     if not architecture.num_experts:
         return 0.0
@@ -214,11 +210,8 @@ def predict_seconds(
 ) -> float | None:
     """Return the seconds of a phase at peak rates; `None` if the rates are unknown.
 
-    Args:
-      work: the work of one device.
-      rates: the device's peak rates.
-      network_bytes: bytes of gathered weights and gradients per second and device that the network
-        between hosts carries; `None` if there is none.
+    `network_bytes` of gathered weights and gradients cross the network between hosts per second and
+    device; `None` if there is none.
     """
     if rates is None or not rates.memory_bytes or not rates.link_bytes:
         return None
@@ -331,11 +324,7 @@ def _rollout_flops(
 
     A stage without a micro-batch counts as if it had one.
 
-    Args:
-      step: the step.
-      role: the role that runs.
-      packing: its rows.
-      mini_batches: number of parts of the rollout that do not share prompts with each other.
+    The parts of the rollout, `mini_batches` many, do not share prompts with each other.
     """
     programs = step.programs
     lengths = np.full(programs.samples, programs.options.sequence_length)
@@ -472,13 +461,8 @@ def count_step_flops(
     `actor.target_kl` cut them short. A reward model with its own tokenizer counts as if its inputs
     were as long as the samples.
 
-    Args:
-      options: the options of a step.
-      nets: the roles' models.
-      step: the step, from 0.
-      prompt_lengths: int [N], tokens of each prompt.
-      lengths: int [B], tokens of each prompt and response; a prompt's responses are adjacent.
-      whole_prompts: `RolloutPacking.whole_prompts`; `None` if samples share none.
+    `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
+    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())

@@ -127,9 +127,7 @@ class ForwardOutputs:
 def join_sequences(rollout: Rollout, length: int) -> Sequences:
     """Join prompts and responses without a gap.
 
-    Args:
-      rollout: the responses.
-      length: S, number of columns of the result.
+    The result has S = `length` columns.
     """
     column = jnp.arange(length)
     prompts = rollout.prompts.lengths[:, None]
@@ -201,13 +199,7 @@ def run_forward_passes(
 ) -> ForwardOutputs:
     """Run the roles that are needed over packed rows, one micro-batch at a time.
 
-    Args:
-      options: what to compute.
-      nets: the roles' models.
-      state: their parameters.
-      sequences: the rollout.
-      plan: arrays of [A, R, L].
-      micro_batches: number of the A micro-batches that are not empty.
+    The arrays of `plan` are [A, R, L]; `micro_batches` of the A are not empty.
     """
     programs = forward_programs(options, nets, state, sequences, plan, micro_batches)
     return join_outputs(dispatch.run_together(programs))
@@ -250,15 +242,9 @@ def forward_part(
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
 
-    Args:
-      options: what to compute.
-      nets: the roles' models.
-      part: "policy" for actor and reference, and for the values if they share the actor's trunk;
-        "critic" for the values otherwise; "teacher" for the teacher's log-probs.
-      state: the roles' parameters.
-      sequences: the rollout.
-      plan: arrays of [A, R, L].
-      micro_batches: number of the A micro-batches that are not empty.
+    `part` is "policy" for actor and reference, and for the values if they share the actor's trunk;
+    "critic" for the values otherwise; "teacher" for the teacher's log-probs. Takes the other
+    arguments of `run_forward_passes`.
     """
     empty = _empty_outputs(options, part, len(sequences.lengths))
     # Once, before the loop over micro-batches.
@@ -396,13 +382,8 @@ def reward_model_scores(
     A decoder's score is its output at one of the sample's last tokens, an encoder's that at its
     first.
 
-    Args:
-      model: the reward model.
-      params: its parameters.
-      sequences: the rollout, or its texts in the reward model's own tokens.
-      plan: arrays of [A, R, L].
-      micro_batches: number of the A micro-batches that are not empty.
-      position: `config.reward.score_position`.
+    `sequences` are the rollout, or its texts in the reward model's own tokens; `position` is
+    `config.reward.score_position`.
     """
     if isinstance(model, Deberta):
         # An encoder's head reads the first token, wherever the text ends.

@@ -148,11 +148,7 @@ class RolloutPacker:
         )
 
     def pack_rows(self, lengths: np.ndarray) -> PackedRows:
-        """Pack all samples of a rollout for the passes that only read; they share nothing.
-
-        Args:
-          lengths: int [B], tokens of each sample's prompt and response.
-        """
+        """Pack all samples of a rollout for the passes that only read; they share nothing."""
         return self._pack_all(lengths, None)[0]
 
     def _pack_all(
@@ -230,11 +226,8 @@ def make_packer(
 ) -> RolloutPacker:
     """Return the packer that the options describe.
 
-    Args:
-      config: the options; the critic's default to the actor's.
-      mesh: the run's mesh.
-      has_critic: whether there is a critic with parameters of its own.
-      has_reward_model: whether a reward model reads the sampled tokens.
+    The critic's options default to the actor's. `has_critic` is about a separate critic,
+    `has_reward_model` about one that reads the sampled tokens.
     """
     actor_options = config.actor
     critic_options = config.critic

@@ -230,13 +230,7 @@ class ActorObjective(RolloutObjective):
         return selected_BxT
 
     def loss(self, params: Params, rows: Rows, weights: tuple[Any, ...]) -> LossAndMetrics:
-        """Return the share of a mini-batch's loss that its rows contribute, and metrics.
-
-        Args:
-          params: the actor's parameters, or its adapters.
-          rows: some rows of the mini-batch.
-          weights: as `weigh` returns them.
-        """
+        """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
         *own_weights, selected_BxT, value_weights = weights

@@ -128,13 +128,7 @@ def compile_programs(
     The shapes that one program returns are the arguments of the next. Everything but `step` may be
     arrays or shapes with shardings.
 
-    Args:
-      step: what the programs depend on.
-      state: the train state.
-      prompts: the prompts of a step.
-      key: the base key of a step's samples.
-      packed: the packing of a rollout.
-      rollout: responses to the prompts that are given; `None` if they are sampled.
+    `rollout` holds given responses to the prompts; `None` if they are sampled.
     """
     shapes = StepShapes(state, packed, rollout)
     if rollout is None and step.options.max_staleness > 1:

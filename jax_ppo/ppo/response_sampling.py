@@ -266,12 +266,7 @@ def compile_selection(
 ) -> Rollout:
     """Compile the programs of the selection; return the shapes of a selected rollout.
 
-    Args:
-      mesh: the run's mesh.
-      samples: number of samples that the update learns from.
-      has_step_rewards: whether rules or environments reward steps.
-      replaces_groups: whether `algorithm.filter_groups` is enabled.
-      rollout: the shapes of a draw.
+    Each draw has the shapes of `rollout`; the update learns from `samples` samples.
     """
     everywhere = sharding.replicated(mesh)
     layout = sharding.batch_rows(mesh, samples)

@@ -46,16 +46,8 @@ def make_reward_inputs(
 ) -> "RewardInputs | None":
     """Return the maker of the reward model's input, or `None` if it reads the sampled tokens.
 
-    Args:
-      options: `config.reward`.
-      packed: whether several inputs share a row.
-      mesh: the run's mesh.
-      net: the reward model.
-      folder: its checkpoint.
-      actor_tokenizer: the tokenizer of the samples.
-      report: called with a line for the user.
-      prompts_are_chats: whether prompts are messages; a decoder reads prompts that are text as
-        text, even if its tokenizer has a chat template.
+    A decoder reads prompts that are text (`prompts_are_chats` is False) as text, even if its
+    tokenizer has a chat template. `report` is called with lines for the user.
 
     Raises:
       UserError: the model cannot read its input in the form that the options ask for.

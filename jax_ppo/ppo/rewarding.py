@@ -351,13 +351,7 @@ def add_reward_model_scores(
 ) -> jax.Array:
     """Return `scores` [B] plus the weighted ones of the reward model, if there is one.
 
-    Args:
-      nets: each role's model.
-      state: holds the reward model's parameters.
-      scores: float32 [B], the rules' scores.
-      inputs: what the reward model reads: sequences, their packing, and its micro-batch count.
-      position: `config.reward.score_position`.
-      weight: the weight of the reward model's scores.
+    `inputs` are what the reward model reads: sequences, their packing, and its micro-batch count.
     """
     if nets.reward is None:
         return scores

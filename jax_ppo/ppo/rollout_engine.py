@@ -25,12 +25,8 @@ def make_engine(
 ) -> RolloutEngine:
     """Return the engine that samples from the actor, on a separate mesh if it has one.
 
-    Args:
-      engine_class: the class of the engine that `rollout.engine` names.
-      actor: the actor's model.
-      params: shapes of the parameters that it samples with, which `update_weights` brings.
-      mesh: the run's mesh.
-      rollout_mesh: the mesh to decode on.
+    `params` has the shapes of the parameters that it samples with, which `update_weights` brings;
+    `mesh` is the run's, `rollout_mesh` the one to decode on.
     """
     engine = engine_class(mesh=rollout_mesh, actor=actor, params=params)
     if rollout_mesh != mesh:
@@ -67,13 +63,8 @@ def sampling_options(
 ) -> SamplingOptions:
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
-    Args:
-      rollout: the section of the config.
-      options: the same, or its section `val_kwargs`.
-      max_response_length: T.
-      eos_ids: ids that end a response; repeated ones and `None` are left out.
-      searches: the result of `make_searches`.
-      environment: answers the policy's turns, if there is one.
+    Of `eos_ids`, which end a response, repeated ones and `None` are left out; `searches` is the
+    result of `make_searches`.
     """
     stop, forbidden = searches
     return SamplingOptions(

@@ -87,14 +87,8 @@ def update_state(
 ) -> tuple[TrainState, Metrics]:
     """Train actor and critic on one rollout.
 
-    Args:
-      options: see `UpdateOptions`.
-      nets: the roles' models.
-      total_steps: number of steps of the whole run, at which the learning rate schedules end.
-      state: its trained trees are donated.
-      experience: the rollout's experience.
-      actor_batches: the actor's optimizer steps.
-      critic_batches: a separate critic's optimizer steps; `None` without one.
+    The trained trees of `state` are donated. Learning rate schedules end at `total_steps`.
+    `critic_batches` is `None` without a separate critic.
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
@@ -170,15 +164,8 @@ def update_actor(
 ) -> tuple[Int32[Array, ""], Params, optax.OptState, Metrics]:
     """Train the actor, and a critic that shares its trunk.
 
-    Args:
-      options: see `ActorOptions`.
-      nets: the roles' models.
-      total_steps: number of steps of the whole run.
-      params: donated.
-      optimizer_state: donated.
-      fixed_state: the state without the trained trees of all roles.
-      experience: the rollout's experience.
-      batches: the optimizer steps to take.
+    `params` and `optimizer_state` are donated; `fixed_state` is the state without the trained trees
+    of all roles.
 
     Returns:
       The next step's number, the new parameters and optimizer state, and metrics.

@@ -66,13 +66,8 @@ def set_up_run(
 ) -> PPORun:
     """Build the parts of a run, cheap checks first; weights are not loaded.
 
-    Args:
-      config: all options.
-      workdir: the run's folder.
-      mesh: the run's mesh.
-      report: called with lines for the user.
-      trains: whether there will be steps of training; otherwise no training data are read.
-      given: responses that are given, to score or to train on, instead of training prompts.
+    Without `trains` no training data are read. `given` responses, to score or to train on, take the
+    place of training prompts. `report` is called with lines for the user.
 
     Raises:
       UserError: an option does not fit the data, the models or the machine.

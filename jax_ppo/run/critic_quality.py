@@ -54,14 +54,8 @@ def predict_returns(
 
     The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
 
-    Args:
-      run: the parts of the run, which has a critic.
-      state: holds the roles' parameters.
-      batch: the prompts.
-      rollout: the responses.
-      rule_rewards: the rules' rewards, of which those within the responses are read.
-      rewards: float32 [B], the rewards of whole responses.
-      num_real: how many responses count, the first ones; the others fill up the batch.
+    `rewards` [B] are those of whole responses; of the rules', those within the responses are read.
+    The first `num_real` responses count; the others fill up the batch.
     """
     options = run.step_options
     sequences = join_sequences(rollout, options.sequence_length)

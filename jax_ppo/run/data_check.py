@@ -137,12 +137,8 @@ def _describe(
 ) -> dict[str, Any]:
     """Return counts over examples.
 
-    Args:
-      examples: the rows.
-      tokenizer: the actor's; without one, `prompt_tokens` is `None`.
-      reward: the section of the options.
-      data: the section of the options.
-      not_run: why their rule is not run; "" if it is.
+    Without a tokenizer `prompt_tokens` is `None`. `not_run` says why their rule is not run; "" if
+    it is.
     """
     columns = collections.Counter(name for example in examples for name in example.extra_info)
     prompts = collections.Counter(map(prompt_text, examples))

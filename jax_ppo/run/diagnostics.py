@@ -432,9 +432,7 @@ class Diagnosis:
     def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
         """Record the next step; return the messages of the problems that it has, by name.
 
-        Args:
-          metrics: the step's metrics.
-          misses: descriptions of some of its wrong responses.
+        `misses` describe some of the step's wrong responses.
         """
         self._history.append(metrics)
         messages = {}

@@ -78,11 +78,7 @@ def evaluate_policy(
     With `rollout.val_kwargs.and_greedy`, the prompts are then answered greedily, too. The random
     draws are the same at every step, so that only the policy makes a difference.
 
-    Args:
-      run: the parts of the run.
-      state: holds the policy.
-      before_batch: called before each batch; it may raise an exception to end the evaluation.
-      rank_by: `evaluate.rank_by`.
+    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
 
     Raises:
       UserError: the reward function failed on every response.

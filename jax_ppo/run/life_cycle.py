@@ -87,11 +87,8 @@ class Training(Protocol[JournalT]):
     ) -> Quality:
         """Evaluate a state, and report the result.
 
-        Args:
-          state: the state to evaluate.
-          completed_steps: the number of steps that led to it.
-          journal: reports the result.
-          before_batch: called before each batch; it may raise an exception to end the evaluation.
+        `completed_steps` led to the state. `before_batch` is called before each batch; it may raise
+        an exception to end the evaluation.
         """
 
     def checkpoint_trees(self, state: Any) -> dict[str, Any]:
@@ -109,11 +106,8 @@ def train(
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
-    Args:
-      config: all options.
-      workdir: the run's folder.
-      build: builds the parts of the run; most user errors surface in it, before weights are loaded.
-      best_metric: the entry of an evaluation's `Quality` by which the best checkpoint is chosen.
+    Most user errors surface in `build`, before weights are loaded. `best_metric` is the entry of an
+    evaluation's `Quality` by which the best checkpoint is chosen.
 
     Returns:
       The contents of summary.json.
@@ -296,11 +290,9 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
     keeps one cache for all threads. If the context ends with an error, no further program is
     compiled.
 
-    Args:
-      programs: compiles a program with each `next`. It must make no arrays: making one runs a
-        program, and all processes must run their programs in the same order, which another thread
-        would disturb.
-      mesh: the run's mesh.
+    The iterator compiles a program with each `next`. It must make no arrays: making one runs a
+    program, and all processes must run their programs in the same order, which another thread would
+    disturb.
 
     Raises:
       Exception: what the compiler raised, at the end of the context.

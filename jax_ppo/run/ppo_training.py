@@ -57,10 +57,7 @@ def train(
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
-    Args:
-      config: all options.
-      workdir: the folder to write to.
-      cycle: runs the life cycle; takes the same arguments as `life_cycle.train`.
+    `cycle` runs the life cycle; it takes the same arguments as `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -223,15 +220,7 @@ class PPOTraining:
 def report_step(
     run: PPORun, reporter: Reporter, step: int, result: StepResult, state: TrainState
 ) -> None:
-    """Start computing a step's metrics and hashes, and queue its report without waiting.
-
-    Args:
-      run: the parts of the run.
-      reporter: gets the report.
-      step: the step, from 0.
-      result: the results of the step.
-      state: the state after the step.
-    """
+    """Start computing a step's metrics and hashes, and queue its report without waiting."""
     sampled = result.sampled
     rule_rewards = result.rule_rewards
     staleness = {}

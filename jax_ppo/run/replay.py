@@ -34,10 +34,8 @@ Options = dict[str, Any]  # sections of options, as config.json holds them
 def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, str]:
     """Return the options by which a step is computed again, and the command that computed it.
 
-    Args:
-      source: the work directory of the run.
-      step: the step, from 1.
-      where: options of the mesh and of the processes, by dotted name, in place of the run's.
+    `step` counts from 1; `where` has options of the mesh and of the processes, by dotted name, in
+    place of the run's.
 
     Raises:
       UserError: the folder holds no run that wrote hashes, or not of this step; or a resume changed

@@ -92,14 +92,7 @@ class Reporter(journal.Journal):
     def __init__(
         self, run: PPORun, workdir: Path, progress: Progress, compiled: compilation.Compilations
     ) -> None:
-        """Open the logs.
-
-        Args:
-          run: the parts of the run.
-          workdir: the folder to write to.
-          progress: how far the run has come.
-          compiled: counts of compiled programs, for the summary.
-        """
+        """Open the logs."""
         super().__init__(
             config=run.config,
             total_steps=run.total_steps,
@@ -123,13 +116,8 @@ class Reporter(journal.Journal):
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
 
-        Args:
-          step: the step, from 0.
-          on_mesh: scalars on the mesh, by name, and the step's hashes.
-          rule_rewards: what the rules reported.
-          flops: model FLOPs of the step, for `perf/mfu`.
-          samples: the step's samples; some are written if that is due.
-          on_host: further metrics by name: of the packing, and of how samples were selected.
+        `on_mesh` has scalars on the mesh and the step's hashes by name, `on_host` further metrics;
+        `flops` is for `perf/mfu`. Some samples are written if that is due.
         """
         # The rule may report a figure of that name, too.
         rule_metrics = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
@@ -212,9 +200,8 @@ class Reporter(journal.Journal):
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Write the metrics of a step's optimizer steps, if they are logged.
 
-        Args:
-          step: the step, from 0; the optimizer steps of the run are numbered from 1.
-          values: float32 [U] by ROLE/NAME, NaN of a step without tokens to learn from.
+        Values are float32 [U] by ROLE/NAME, NaN of a step without tokens to learn from; the
+        optimizer steps of a run are numbered from 1.
         """
         if not distributed.is_main():
             return
@@ -240,10 +227,7 @@ class Reporter(journal.Journal):
     ) -> None:
         """Write an evaluation and show some responses.
 
-        Args:
-          completed_steps: steps of training before the evaluation.
-          evaluation: its figures.
-          subject: what was evaluated; "" is this run's model after these steps.
+        `subject` is what was evaluated; "" is this run's model after these steps.
         """
         title = (
             f"evaluation of {subject}" if subject else f"evaluation after step {completed_steps}"

@@ -42,11 +42,9 @@ def try_rule(
 ) -> Trial:
     """Score the responses that the data themselves have.
 
-    Args:
-      examples: the rows; `find_obstacles` finds nothing in them.
-      options: `config.reward`.
-      most_in_workers: how many responses a rule without a time bound, or a function, gets at most.
-      calls_functions: whether a user-defined function is called.
+    `find_obstacles` finds nothing in the rows. A rule without a time bound, or a function, gets at
+    most `most_in_workers` responses; user-defined functions are called with `calls_functions`
+    alone.
     """
     terms = parse_terms(options.terms)
     functions = options.function or any(":" in term.rule for term in terms)

@@ -53,13 +53,8 @@ def read_run_models(
 ) -> RunModels:
     """Read what the folders of the roles say; describe a small actor if none is named.
 
-    Args:
-      config: all options.
-      workdir: the run's folder.
-      mesh: the run's mesh.
-      report: called with lines for the user.
-      prompts_are_chats: whether prompts are messages, which decides the form of a reward model's
-        inputs.
+    Chats or texts as prompts decide the form of a reward model's inputs. `report` is called with
+    lines for the user.
 
     Raises:
       UserError: a folder does not exist, or holds no model that can take the role.

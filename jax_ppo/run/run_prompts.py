@@ -55,10 +55,8 @@ def cache_training_prompts(
 ) -> PromptDataset:
     """Return the training prompts, tokenized by worker processes unless the cache has them.
 
-    Args:
-      data: the section of the options.
-      tokenizer: the folder of the tokenizer, or the name of its model.
-      validate: raises `UserError` for examples that the reward cannot score.
+    `tokenizer` is its folder, or the name of its model; `validate` raises `UserError` for examples
+    that the reward cannot score.
 
     Raises:
       UserError: a row cannot be used or scored, or no prompt is left.
@@ -145,12 +143,7 @@ def set_up_environment(
 ) -> RunPrompts:
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
-    Args:
-      environment_class: the result of `load_environment_class`.
-      options: `config.rollout.multi_turn`.
-      tokenizer: the policy's.
-      prompts: the prompts without an environment.
-      chat_template: how the tokenizer's template renders chats.
+    `environment_class` is the result of `load_environment_class`.
     """
     training = dataclasses.replace(prompts.training, first_row=0)
     parts = [training.examples]

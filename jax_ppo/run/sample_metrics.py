@@ -35,13 +35,8 @@ def measure_sampling(
     - with several responses per prompt, the shares of responses that repeat another one to the same
       prompt, and of prompts whose responses all earned the same.
 
-    Args:
-      rollout: B responses, those to a prompt one after the other.
-      correct_B: 1 or 0, NaN where correctness is undefined.
-      rewards_B: the rewards of whole responses.
-      steps_BxT: the rewards within them, if there are any.
-      responses_per_prompt: their number.
-      step: the step, from 0.
+    Responses to a prompt are adjacent. `correct_B` is NaN where correctness is undefined;
+    `rewards_B` are those of whole responses, `steps_BxT` those within them, if there are any.
     """
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(

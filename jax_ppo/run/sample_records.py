@@ -46,11 +46,7 @@ def describe_step(
 
     Every process must call it: arrays are exchanged.
 
-    Args:
-      samples: the step's samples.
-      count: how many samples to describe.
-      tokenizer: the actor's.
-      address: what identifies the rollout's random numbers, without the sample.
+    `address` is what identifies the rollout's random numbers, without the sample.
     """
     experience = samples.experience
     rollout = samples.sampled.rollout
@@ -110,16 +106,9 @@ def describe_samples(
 
     Every process must call it: arrays are exchanged.
 
-    Args:
-      rows: which samples.
-      batch: the prompts.
-      rollout: the responses, n to each prompt.
-      rewards: [B].
-      correct: [B], NaN where correctness is undefined.
-      answers: the answers that the rules read, by row.
-      tokenizer: the actor's.
-      address: what identifies the rollout's random numbers: `seed`, `stream` and `step`, and with
-        `sample` the index of the first sample.
+    `rewards` and `correct` are [B], the latter NaN where correctness is undefined; `answers` are by
+    row. `address` is what identifies the rollout's random numbers: `seed`, `stream` and `step`, and
+    with `sample` the index of the first sample.
     """
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)

@@ -145,10 +145,8 @@ def load_models(
 ) -> TrainState:
     """Return a state without optimizers.
 
-    Args:
-      run: the parts of the run.
-      checkpoint: where trained roles are read from; `None` reads all from their folders.
-      trained_roles: those to read from a checkpoint, if it has them; others are absent.
+    Of `trained_roles`, those that the checkpoint has are read from it, and others are absent;
+    without a checkpoint all are read from their folders.
     """
     progress = console.make_loading_reporter
     run.train_missing_actor()

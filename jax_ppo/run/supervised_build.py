@@ -90,10 +90,7 @@ class SupervisedRun:
     ) -> Batch:
         """Pack rows of a data set and return them on the mesh.
 
-        Args:
-          dataset: the examples.
-          rows: indices into it.
-          count: how many of the rows are real; later ones are not packed. `None` is all.
+        The first `count` rows are real, by default all; later ones are not packed.
         """
         num_rows = len(rows)
         num_responses = len(self.task.response_fields)

@@ -41,11 +41,7 @@ def train(
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
-    Args:
-      config: all options.
-      workdir: the folder to write to.
-      task: what is trained.
-      cycle: what takes the steps; arguments as for `life_cycle.train`.
+    `cycle` takes the steps; it takes the same arguments as `life_cycle.train`.
 
     Returns:
       The contents of summary.json.
@@ -222,10 +218,7 @@ def _state_shapes(run: SupervisedRun) -> State:
 def start_parameters(run: SupervisedRun, checkpoints: Checkpointer, step: int) -> State:
     """Return parameters and optimizer state to start from.
 
-    Args:
-      run: the parts of the run.
-      checkpoints: the run's checkpoints.
-      step: the number of completed steps; with 0 the model's own parameters are read.
+    At step 0 the model's own parameters are read.
     """
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
     shapes = _state_shapes(run)
@@ -251,10 +244,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the objective's means over the held-out examples.
 
-    Args:
-      run: the parts of the run.
-      params: the model's.
-      before_batch: called before each batch; it may raise an exception to end the evaluation.
+    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
     """
     assert run.held_out is not None, "there are no validation files"
     objective = run.task.objective

@@ -25,11 +25,7 @@ def read_actor_lora(
 ) -> Lora:
     """Return the shape of the actor's adapters.
 
-    Args:
-      options: the section of the config.
-      adapters_folder: the adapters that the actor starts from; `None` for new ones.
-      base_folder: the model that they apply to.
-      architecture: that model's.
+    They apply to the model in `base_folder`, and are new without `adapters_folder`.
 
     Raises:
       UserError: the adapters do not fit the model, or it lacks a projection that is named.
@@ -83,13 +79,8 @@ def read_adapters(
 ) -> Lora:
     """Return the shape of the adapters in a folder.
 
-    Args:
-      folder: the adapters' folder, in PEFT format.
-      option: the option that names the folder, for error messages.
-      head: the head that the adapters come with.
-      architecture: the base's.
-      base_folder: the folder of the actor's base.
-      base_path: `config.model.path`.
+    Messages name `option`; `head` is the head that comes with the adapters, `base_path` is
+    `config.model.path`, and the other arguments describe the actor's base.
 
     Raises:
       UserError: the folder does not hold adapters on the actor's base.

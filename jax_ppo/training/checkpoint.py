@@ -360,11 +360,7 @@ def _validate_shapes(
 ) -> None:
     """Compare names and shapes before anything is read: other errors name no parameter.
 
-    Args:
-      checkpoint: its name in messages.
-      name: the tree's name.
-      saved: the shapes in the checkpoint; `None` if it has no such tree.
-      abstract: the tree to read.
+    `saved` has the shapes in the checkpoint; `None` if that has no such tree.
 
     Raises:
       UserError: they differ.

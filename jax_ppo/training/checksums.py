@@ -133,9 +133,8 @@ def _compare_listing(expected: dict[str, Any], files: dict[str, RemoteFile]) -> 
 def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
     """Return what is wrong with a checkpoint's files, or `None` if they are as they were written.
 
-    Args:
-      folder: the folder of one checkpoint.
-      small_files_only: compute the checksums of small files only, and compare the sizes of all.
+    With `small_files_only`, checksums of small files alone are computed, and the sizes of all files
+    compared.
     """
     try:
         expected = {
@@ -221,9 +220,8 @@ def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None
     Only the newest intact checkpoint is read completely. Of older ones, which are the best of the
     run or spare, the sizes and the small files, which hold the metrics, are compared.
 
-    Args:
-      directory: a path or a gs:// address; it holds a folder per step.
-      report: called with a line for each damaged checkpoint.
+    `directory` is a path or a gs:// address with a folder per step; `report` is called with a line
+    for each damaged checkpoint.
 
     Returns:
       The step of the newest intact checkpoint, or `None`.

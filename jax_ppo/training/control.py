@@ -25,11 +25,8 @@ def first_control(
 ) -> Control:
     """Return the `Control` of step 0: the first KL coefficient, and running moments.
 
-    Args:
-      kl_options: `config.algorithm.kl_ctrl`.
-      reward: running moments of the scores are kept if `reward.normalize` asks for them.
-      critic: running moments of the returns are kept if `critic.normalize_values` is set.
-      returns: the moments of a critic that continues; `None` for empty ones.
+    Moments of scores are kept for `reward.normalize`, and moments of returns for
+    `critic.normalize_values`; `returns` has those of a critic that continues.
     """
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
@@ -65,9 +62,7 @@ def read_value_unit(critic: Critic, folder: Path) -> moments.Moments | None:
 def resumed_control(kl_options: KLControl, saved: Control) -> Control:
     """Return the `Control` of a resumed run's first step.
 
-    Args:
-      kl_options: `config.algorithm.kl_ctrl`, which may differ from the saved run's.
-      saved: the control in the checkpoint, on the mesh.
+    `kl_options` may differ from the saved run's.
     """
     # The controller adapts its own coefficient; a fixed one follows the options.
     if KL_CONTROLLERS[kl_options.type].adapts:

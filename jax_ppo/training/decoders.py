@@ -19,11 +19,8 @@ def packed_row_length(packing: Packing, attention: str, row_tokens: int, parts: 
     Unless configured, it is `row_tokens`, rounded up so that the platform's attention program runs.
     Further samples fill what is left of a row.
 
-    Args:
-      packing: the section of the config.
-      attention: `model.attention`.
-      row_tokens: tokens that a row has room for (`Config.row_tokens`).
-      parts: how many devices split a row, `mesh.context`.
+    `attention` is `model.attention`, `row_tokens` is `Config.row_tokens`; `parts` devices split a
+    row.
     """
     return packing.row_length or attention_programs.round_row_length(
         attention, _platform(), row_tokens, parts
@@ -97,12 +94,8 @@ def describe_attention(
 ) -> str:
     """Return a line that names the attention program of each phase; "" if all use xla as asked.
 
-    Args:
-      options: the section of the config.
-      decoder: the decoder.
-      row_length: L, tokens per packed row.
-      decodes: whether the built-in engine samples from this decoder.
-      shares_prompts: whether samples of a row share prompts.
+    `decodes` says whether the built-in engine samples from this decoder, `shares_prompts` whether
+    samples of a row share prompts.
     """
     platform = _platform()
     reason = None

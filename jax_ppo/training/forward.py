@@ -47,13 +47,9 @@ def run_decoder(
 ) -> tuple[Float[Array, "R L D"], Float[Array, "R L"] | None]:
     """Return the decoder's output and each token's router loss, the mean over layers.
 
-    Args:
-      model: the decoder; with experts if its routers' loss is asked for.
-      params: its parameters.
-      rows: the micro-batch.
-      with_router_loss: `False` returns `None` for the loss (experts.balance_losses).
-      replays_routing: whether tokens pass through the experts that the sampler recorded, if it
-        recorded any. Only for the actor, whose experts these are.
+    Without `with_router_loss`, for which the model must have experts, the loss is `None`
+    (experts.balance_losses). With `replays_routing` tokens pass through the experts that the
+    sampler recorded, if it recorded any: only for the actor, whose experts these are.
     """
     model = model.clone(router_loss=with_router_loss)
     routed_experts = None
@@ -84,13 +80,7 @@ def token_logprobs(
 ) -> tuple[Float[Array, "R L"], Float[Array, "R L"] | None]:
     """Return each target's log-prob and the entropy of its distribution.
 
-    Args:
-      model: the decoder, for the divisor and the soft cap of its logits.
-      params: with the output embedding.
-      hidden: the decoder's output for these rows.
-      rows: the micro-batch.
-      temperature: divides the logits, > 0.
-      with_entropy: False returns `None` for the entropy.
+    The temperature, > 0, divides the logits. Without `with_entropy` the entropy is `None`.
 
     Returns:
       Two arrays in float32 nats, 0 where `rows.mask` is False.
@@ -126,16 +116,9 @@ def reference_kl(
 ) -> Float[Array, "R L"]:
     """Return KL(actor || reference) over the vocabulary for each target, in float32 nats.
 
-    Args:
-      model: the actor's decoder.
-      params: the actor's, with the output embedding.
-      hidden: the actor's output for these rows.
-      ref_model: the decoder of the reference, or of a teacher in its place, with the same
-        vocabulary and soft cap.
-      reference: its parameters.
-      ref_hidden: its output for these rows.
-      rows: the micro-batch; the result is 0 where its mask is False.
-      temperature: divides the logits of both, > 0.
+    `ref_model` is the decoder of the reference, or of a teacher in its place, with the same
+    vocabulary and soft cap. The temperature, > 0, divides the logits of both. The result is 0 where
+    the rows' mask is False.
     """
     divisors = [x.architecture.logit_divisor for x in (model, ref_model)]
     if divisors[0] != divisors[1]:

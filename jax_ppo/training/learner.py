@@ -242,10 +242,8 @@ class Learner:
 
         The gradients are summed in `optim.gradient_dtype`, the metrics in float32.
 
-        Args:
-          params: the trained parameters, or adapters.
-          batch: one mini-batch, without the leading U.
-          key: the second of `rounding_keys`; `None` if gradients are summed in float32.
+        `batch` is without the leading U; `key` is the second of `rounding_keys`, `None` if
+        gradients are summed in float32.
         """
         # Fixed by the whole mini-batch, so that its split does not matter.
         weights = self.objective.weigh(batch)

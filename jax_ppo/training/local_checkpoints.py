@@ -84,10 +84,7 @@ class LocalCheckpoints:
     def save(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
         """Copy this process's shards and return; they are written in the background.
 
-        Args:
-          step: number of the checkpoint.
-          arrays: trees of arrays by name; typed PRNG keys are allowed.
-          meta: what JSON can hold.
+        The trees of `arrays` may hold typed PRNG keys; `meta` is what JSON can hold.
 
         Raises:
           UserError: the disk has too little space, or the previous save failed.
@@ -130,9 +127,8 @@ class LocalCheckpoints:
     def restore(self, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
         """Read the checkpoint of `step`.
 
-        Args:
-          abstract: trees of `jax.ShapeDtypeStruct` with shardings; their names and shapes are those
-            of the checkpoint.
+        `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, with the checkpoint's names
+        and shapes.
 
         Returns:
           The arrays, and `meta`.

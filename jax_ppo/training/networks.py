@@ -262,11 +262,7 @@ def refuse_router_replay(mode: str, actor: Transformer) -> None:
 def full_parameters(net: Transformer | Deberta, params: Params, base: Params | None) -> Params:
     """Return everything that `net` runs on: `params`, joined with their base if they are adapters.
 
-    Args:
-      net: the role's model.
-      params: the role's parameters, or its adapters.
-      base: the parameters that adapters apply to (the state's reference); `None` is enough without
-        adapters.
+    Only adapters read `base`, the state's reference.
     """
     # An encoder has no such field.
     if getattr(net, "lora", None) is None:

@@ -106,10 +106,7 @@ def rounding_keys(
 
     They depend on the number of steps taken, so that a resumed run continues with the same noise.
 
-    Args:
-      seed: the run's seed.
-      stream: the random numbers of what is trained.
-      opt_state: the optimizer's state before the step.
+    `stream` numbers what is trained; `opt_state` is the state before the step.
     """
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)
     # With two optimizers, each counts the same steps.
@@ -132,10 +129,8 @@ def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> ja
 
     The rate rises linearly from `lr / lr_warmup_steps` and then follows `lr_schedule`.
 
-    Args:
-      options: the peak rate and its schedule.
-      step: int scalar, the number of steps that trained this model before, from 0.
-      total_steps: the number of such steps in the whole run.
+    `step` counts, from 0, the steps that trained this model before, `total_steps` those of the
+    whole run.
     """
     warmup_steps = options.lr_warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)

@@ -108,14 +108,9 @@ def find_progress(
 ) -> Progress:
     """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
-    Args:
-      config: all options.
-      total_steps: number of steps of the whole run.
-      checkpoints: the run's checkpoints.
-      report: called with lines for the user.
-      command: train, sft or reward_model; options that it does not read may change.
-      data: the fingerprint of the training data.
-      frozen: the fingerprints of frozen models, by the options that name them.
+    `data` and `frozen` are the fingerprints of the training data and, by the options that name
+    them, of frozen models. Options that `command` does not read may change. `report` is called with
+    lines for the user.
 
     Raises:
       UserError: the run cannot be resumed from the checkpoint.
@@ -174,11 +169,8 @@ def progress_to_repeat(
 ) -> Progress:
     """Return the progress of a checkpoint, to compute the steps after it again.
 
-    Args:
-      step: the checkpoint's.
-      meta: what it holds besides arrays.
-      data: the fingerprint of the training data.
-      frozen: the fingerprints of frozen models, by the options that name them.
+    `meta` is what the checkpoint holds besides arrays; `data` and `frozen` are fingerprints as for
+    `find_progress`.
 
     Raises:
       UserError: the data or the frozen models have changed.

@@ -292,12 +292,8 @@ def resolve_role_folders(
 ) -> Folders:
     """Find or download every role's checkpoint, and describe a small actor if none is named.
 
-    Args:
-      roles: what the options say of each role.
-      model: the section of the options.
-      workdir: the small actor is written to its folder `model`.
-      describe_model: writes the small actor, but for its weights, to a folder.
-      files: patterns of the files to download.
+    `describe_model` writes the small actor, but for its weights, to the folder `model` in
+    `workdir`. `files` are patterns of the files to download.
     """
     # Without a model a small one is made, so that a first run needs no download.
     if model.path:
@@ -351,10 +347,7 @@ def fingerprint_frozen(roles: Sequence[RunRole], folders: Folders) -> dict[str, 
 def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:
     """Read every role's config.json and build its model.
 
-    Args:
-      config: the options.
-      folders: each role's checkpoint.
-      needs_weights: False also accepts folders without weights, to plan a run from config.json.
+    Without `needs_weights`, folders without weights do, to plan a run from config.json.
 
     Raises:
       UserError: an architecture is not supported, the reward model is not a reward model, adapters

@@ -28,11 +28,8 @@ def load_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Return the training and the held-out examples that the options name.
 
-    Args:
-      data: `config.data`.
-      seed: seed of generated examples.
-      response_key: column of the responses, "" by the names of columns; `None` if they are not
-        read.
+    `response_key` is the column of the responses, "" by the names of columns; `None` if they are
+    not read.
 
     Returns:
       Training examples, and held-out examples (empty without `data.val_files`).
@@ -76,10 +73,7 @@ def load_examples(
 def make_parser(data: Data, response_key: str | None = None) -> RowParser:
     """Return how rows become examples, by the options.
 
-    Args:
-      data: `config.data`.
-      response_key: column of the responses, "" by the names of columns; `None` if they are not
-        read.
+    Reads `response_key` as `load_examples` does.
 
     Raises:
       UserError: the template cannot be read.
@@ -144,12 +138,8 @@ def validate_model(
 ) -> None:
     """Check that a model fits the mesh, the sequences and the tokenizer.
 
-    Args:
-      role: the model's name for messages, such as "critic".
-      mesh: the run's mesh.
-      architecture: the model's.
-      tokenizer: the tokenizer that its input comes from.
-      sequence_length: tokens of the longest prompt with the longest response.
+    `role` is the model's name for messages; `sequence_length` counts the tokens of the longest
+    prompt with the longest response.
 
     Raises:
       UserError: it does not.

@@ -41,8 +41,7 @@ QUANTITIES = {
 def hash_quantities(quantities: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
     """Return the hash of each tree of arrays, under `PREFIX` and its name.
 
-    Args:
-      quantities: trees by a name of QUANTITIES, or weights/ROLE; a tree that is `None` is left out.
+    Names are those of QUANTITIES, or weights/ROLE; a tree that is `None` is left out.
     """
     hashes = {}
     for name, tree in placement.to_device(quantities).items():
@@ -121,12 +120,8 @@ class HashLog:
     ) -> None:
         """Append the hashes of a step, numbered from 1.
 
-        Args:
-          step: the step.
-          command: whose step it is: train, sft or reward_model.
-          hashes: as `take_hashes` returns them.
-          options: as `hash_options` returns it.
-          versions: the versions and devices that computed it.
+        `hashes` is the result of `take_hashes`, `options` that of `hash_options`, and `versions`
+        are those of software and devices.
         """
         entry = {
             "step": step,

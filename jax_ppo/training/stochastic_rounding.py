@@ -63,10 +63,8 @@ def widen(tree: Any) -> Any:
 def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
     """Return the tree with leaves rounded stochastically where `stored` has bfloat16.
 
-    Args:
-      tree: as computed, in float32; other types are left alone.
-      stored: a tree of the same structure, in the types to store.
-      key: random key; each leaf uses a separate key.
+    The tree, as computed in float32, has the structure of `stored`; leaves of other types are left
+    alone. Each leaf uses a separate key.
     """
     leaves, structure = jax.tree.flatten(tree)
     rounded = [
@@ -79,9 +77,7 @@ def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
 def gradient_shapes(params: Any, dtype: str) -> Any:
     """Return shapes and shardings of a sum of gradients.
 
-    Args:
-      params: what the gradients are of, or its shapes.
-      dtype: "float32" also sums gradients of bfloat16 parameters in float32.
+    With "float32", gradients of bfloat16 parameters are summed in float32, too.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -102,10 +98,7 @@ def zero_gradients(params: Any, dtype: str) -> Any:
 def add_gradients(gradient_sum: Any, gradients: Any, key: jax.Array | None) -> Any:
     """Return the sum in the types of `gradient_sum`, rounded stochastically if they are bfloat16.
 
-    Args:
-      gradient_sum: as `zero_gradients` starts it.
-      gradients: the gradients of one more micro-batch.
-      key: random key of the micro-batch; `None` if the sum is wider.
+    The random key is the micro-batch's; `None` if the sum is wider.
     """
     total = jax.tree.map(jnp.add, widen(gradient_sum), gradients)
     if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(gradient_sum)):
