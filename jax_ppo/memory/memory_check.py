@@ -17,9 +17,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory.remedies import (
     PossibleChanges,
     Remedy,
-    effective_remedies,
+    SupervisedChanges,
     rank_remedies,
-    supervised_changes,
 )
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
@@ -148,12 +147,11 @@ class SupervisedMemory:
 
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
-        changes = supervised_changes(self.config, self.mesh)
-        remedies = effective_remedies(changes, self.mesh, self._measure_changed, needed)
-        return sorted(remedies, key=lambda remedy: remedy.needed)
-
-    def _measure_changed(self, changed: Config, mesh: Mesh) -> int:
-        return dataclasses.replace(self, config=changed, mesh=mesh).measure().peak
+        return rank_remedies(
+            SupervisedChanges(self.config, self.mesh),
+            lambda config, mesh: dataclasses.replace(self, config=config, mesh=mesh).measure().peak,
+            needed,
+        )
 
 
 def validate_memory(run: PPOMemory | SupervisedMemory) -> None:

@@ -1,7 +1,7 @@
 """Changes of single options that make a run need less memory on each device."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
@@ -60,28 +60,26 @@ def rank_remedies(
       available: bytes of a device; if given and no change is enough, pairs of changes that are
         enough are returned, too.
     """
-    remedies = sorted(
-        effective_remedies(changes, changes.mesh, measure, needed), key=lambda x: x.needed
-    )
+    remedies = sorted(_effective_remedies(changes, measure, needed), key=lambda x: x.needed)
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
         further = PossibleChanges(first.config, changes.mesh)
-        for second in effective_remedies(further, changes.mesh, measure, int(available) + 1):
+        for second in _effective_remedies(further, measure, int(available) + 1):
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))
             pairs.setdefault(words, dataclasses.replace(second, options=options))
     return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
 
 
-def effective_remedies(
-    changes: Iterable[Change], mesh: Mesh, measure: Measure, needed: int
+def _effective_remedies(
+    changes: "PossibleChanges", measure: Measure, needed: int
 ) -> Iterator[Remedy]:
     """Yield the single changes after which less than `needed` is needed."""
     for options, changed in changes:
         try:
-            changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+            changed_mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
             remedy = Remedy(options, measure(changed, changed_mesh), changed)
         except UserError:
             continue
@@ -121,19 +119,21 @@ class PossibleChanges:
         yield from self._other_meshes()
         yield from self._save_temporary_memory()
         yield from self._use_host_memory()
-        yield _change(self.config, {"rollout.quantization": "int8"})
+        yield self._change({"rollout.quantization": "int8"})
         yield self._store_bfloat16()
-        yield _change(self.config, {"model.lora.rank": _LORA_RANK})
-        yield _change(self.config, {"critic.shared_trunk": True})
-        yield _change(self.config, {"algorithm.adv_estimator": _WITHOUT_CRITIC})
+        yield self._change({"model.lora.rank": _LORA_RANK})
+        yield self._change({"critic.shared_trunk": True})
+        yield self._change({"algorithm.adv_estimator": _WITHOUT_CRITIC})
 
     def _other_meshes(self) -> Iterator[Change]:
         """Yield changes of the meshes; the number of devices stays."""
-        words, whole = _split_copies(self.config, self.mesh)
+        words, whole = self._split_copies()
         yield words, whole
         split = whole.mesh
         if split.context == 1 and split.fsdp > 1:
-            context, parted = _change(whole, {"mesh.fsdp": 1, "mesh.context": split.fsdp})
+            context, parted = PossibleChanges(whole, self.mesh)._change(
+                {"mesh.fsdp": 1, "mesh.context": split.fsdp}
+            )
             yield f"config.mesh.data=1 with {context}", parted
         for size in _MODEL_PARALLELISM:
             if self.mesh.size % size == 0:
@@ -154,7 +154,7 @@ class PossibleChanges:
             if role.entry.param_offload and not (role.entry.holds_base and self.config.has_adapters)
         ]
         for names in (optimizers, idle):
-            yield _change(self.config, dict.fromkeys(names, True))
+            yield self._change(dict.fromkeys(names, True))
 
     def _store_bfloat16(self) -> Change:
         """Return the change that stores what is trained in half the memory."""
@@ -172,8 +172,7 @@ class PossibleChanges:
 
     def _save_temporary_memory(self) -> Iterator[Change]:
         config = self.config
-        words, recomputed = _change(
-            config,
+        words, recomputed = self._change(
             {"model.gradient_checkpointing": True, "model.gradient_checkpointing_policy": "full"},
             joined_by=" with ",
         )
@@ -183,29 +182,29 @@ class PossibleChanges:
             # Unset, the others follow the actor's.
             rows = option_value(config, name)
             if rows != 1 and (rows or name.startswith("actor.")):
-                yield _change(config, {name: 1})
+                yield self._change({name: 1})
         samples = meshes.rows_per_shard(self.mesh, config.data.train_batch_size) * config.rollout.n
         slots = min(config.rollout.max_num_seqs or samples, samples) // 4
         if slots:
-            yield _change(config, {"rollout.max_num_seqs": slots})
+            yield self._change({"rollout.max_num_seqs": slots})
         stage = config.data.max_response_length // 4
         if config.rollout.stage_length is None and stage:
-            yield _change(config, {"rollout.stage_length": stage})
+            yield self._change({"rollout.stage_length": stage})
+
+    def _change(self, values: dict[str, Any], joined_by: str = " and ") -> Change:
+        words = joined_by.join(f"config.{name}={value}" for name, value in values.items())
+        return words, replace_options(self.config, values)
+
+    def _split_copies(self) -> Change:
+        split = meshes.split_copies(self.mesh)
+        words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
+        return words, replace_options(self.config, {"mesh": split})
 
 
-def supervised_changes(config: Config, mesh: Mesh) -> Iterator[Change]:
-    """Yield the changes of a supervised run."""
-    yield _split_copies(config, mesh)
-    names = [f"supervised.optim.{name}" for name in _STORED]
-    yield _change(config, dict.fromkeys(names, "bfloat16"), joined_by=" with ")
+class SupervisedChanges(PossibleChanges):
+    """The changes of a supervised run."""
 
-
-def _change(config: Config, values: dict[str, Any], joined_by: str = " and ") -> Change:
-    words = joined_by.join(f"config.{name}={value}" for name, value in values.items())
-    return words, replace_options(config, values)
-
-
-def _split_copies(config: Config, mesh: Mesh) -> Change:
-    split = meshes.split_copies(mesh)
-    words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
-    return words, replace_options(config, {"mesh": split})
+    def __iter__(self) -> Iterator[Change]:
+        yield self._split_copies()
+        names = [f"supervised.optim.{name}" for name in _STORED]
+        yield self._change(dict.fromkeys(names, "bfloat16"), joined_by=" with ")
