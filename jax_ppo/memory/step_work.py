@@ -7,6 +7,7 @@ slowest of its matrix products, its memory traffic and its exchanges at the devi
 
 import dataclasses
 import math
+import operator
 
 import jax
 import numpy as np
@@ -47,20 +48,10 @@ class PhaseWork:
     row_bytes: float = 0.0
 
     def __add__(self, other: "PhaseWork") -> "PhaseWork":
-        return PhaseWork(
-            flops=self.flops + other.flops,
-            memory_bytes=self.memory_bytes + other.memory_bytes,
-            link_bytes=self.link_bytes + other.link_bytes,
-            row_bytes=self.row_bytes + other.row_bytes,
-        )
+        return PhaseWork(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def __mul__(self, times: float) -> "PhaseWork":
-        return PhaseWork(
-            flops=self.flops * times,
-            memory_bytes=self.memory_bytes * times,
-            link_bytes=self.link_bytes * times,
-            row_bytes=self.row_bytes * times,
-        )
+        return PhaseWork(*(figure * times for figure in dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True)

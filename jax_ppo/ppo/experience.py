@@ -58,7 +58,9 @@ def estimate_experience(
     algorithm = options.algorithm
     moments = control.moments
     masks = select_tokens(algorithm, sequences)
-    old_logprobs = select_old_logprobs(outputs, sampled_logprobs)
+    old_logprobs = outputs.old_logprobs
+    if old_logprobs is None:
+        old_logprobs = sampled_logprobs
 
     # Running moments include this rollout before they normalize it.
     reward_moments = reward_shaping.update_reward_moments(
@@ -123,13 +125,6 @@ def estimate_experience(
     )
     metrics |= teacher_metrics | kl_metrics | advantage_metrics | weight_metrics
     return experience, metrics
-
-
-def select_old_logprobs(outputs: ForwardOutputs, sampled_logprobs: Tokens) -> Tokens:
-    """Return the recomputed log-probs, or the sampler's if there was no such forward pass."""
-    if outputs.old_logprobs is None:
-        return sampled_logprobs
-    return outputs.old_logprobs
 
 
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:

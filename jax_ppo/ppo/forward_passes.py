@@ -363,7 +363,8 @@ def _write_values(
     outputs = dataclasses.replace(outputs, values=written)
     if outputs.last_values is not None:
         # The last token may not be an action, so its value is read by position, not by mask.
-        last_values = forward.write_last_values(values, rows, sequences, outputs.last_values)
+        last_B = sequences.prompt_lengths + sequences.lengths - 1
+        last_values = forward.write_values_at(values, rows, last_B, outputs.last_values)
         outputs = dataclasses.replace(outputs, last_values=last_values)
     return outputs
 

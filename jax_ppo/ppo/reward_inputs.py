@@ -3,6 +3,7 @@
 The host does this, each process for its own responses, while the mesh scores the rollout.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -189,40 +190,26 @@ def _max_length(options: Reward, architecture: Architecture | DebertaArchitectur
     return options.max_length or longest
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class RewardInputs:
     """Makes the reward model's input from the responses of all processes.
 
     Attributes:
+      mesh: the run's mesh.
       reader: turns prompts and responses into the reward model's tokens.
+      actor_tokenizer: the tokenizer of the samples.
+      rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
+      packed: whether several inputs share a row.
+      row_parts: number of devices that a row is split over.
     """
 
-    def __init__(
-        self,
-        *,
-        mesh: Mesh,
-        reader: model_inputs.RewardInputEncoder,
-        actor_tokenizer: Any,
-        rows_per_device: int | None,
-        packed: bool,
-        row_parts: int,
-    ) -> None:
-        """Store the parts.
-
-        Args:
-          mesh: the run's mesh.
-          reader: turns prompts and responses into the reward model's tokens.
-          actor_tokenizer: the tokenizer of the samples.
-          rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
-          packed: whether several inputs share a row.
-          row_parts: number of devices that a row is split over.
-        """
-        self.reader = reader
-        self._mesh = mesh
-        self._actor_tokenizer = actor_tokenizer
-        self._rows_per_device = rows_per_device
-        self._packed = packed
-        self._row_parts = row_parts
-        self._warned = False
+    mesh: Mesh
+    reader: model_inputs.RewardInputEncoder
+    actor_tokenizer: Any
+    rows_per_device: int | None
+    packed: bool
+    row_parts: int
+    _warned: bool = False
 
     def __call__(
         self,
@@ -251,7 +238,7 @@ class RewardInputs:
         if self.reader.form == "text":
             texts = [
                 tokenizer_lib.decode_continuation(
-                    self._actor_tokenizer, int(last), response.tolist()
+                    self.actor_tokenizer, int(last), response.tolist()
                 )
                 for last, response in zip(last_tokens, responses, strict=True)
             ]
@@ -269,21 +256,21 @@ class RewardInputs:
         return self._pack(ids, indices, total), was_cut
 
     def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
-        mesh = self._mesh
+        mesh = self.mesh
         local_lengths = np.array([len(row) for row in ids], np.int32)
         # All processes plan the packing of all samples, and so need every length.
         lengths = placement.all_rows(mesh, indices, local_lengths, total)
         # Few widths, since each compiles the reward model once more.
-        parts = self._row_parts
+        parts = self.row_parts
         width = packing.row_width(int(lengths.max()), parts)
         # Tokens stay with the process that made them; only lengths are exchanged.
         local_tokens = pad_token_rows(ids, width)
         shards = meshes.row_shards(mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
-            self._rows_per_device, width // parts, total, shards
+            self.rows_per_device, width // parts, total, shards
         )
         packed, counts = packing.plan_packing(
-            lengths, np.arange(total)[None], rows_at_once, width, self._packed
+            lengths, np.arange(total)[None], rows_at_once, width, self.packed
         )
         # Everything counts as the prompt: the text no longer shows where the response begins.
         columns = {

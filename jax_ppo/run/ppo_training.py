@@ -34,7 +34,6 @@ from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.sample_metrics import measure_sampling
-from jax_ppo.run.sample_records import StepSamples
 from jax_ppo.runtime import compilation, distributed, placement, sharding
 from jax_ppo.sampler import engine
 from jax_ppo.sampler.continuation import DrawStates
@@ -246,7 +245,7 @@ def report_step(
             result.packed.lengths,
             result.packed.whole_prompts,
         ),
-        samples=StepSamples(sampled, result.experience, rule_rewards, result.rewards),
+        samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
     )
 

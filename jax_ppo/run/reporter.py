@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.sinks import CurveFile
@@ -15,7 +16,7 @@ from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import StepSamples, describe_step, format_first_step
+from jax_ppo.run.sample_records import describe_step, format_first_step
 from jax_ppo.runtime import compilation, distributed
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
@@ -111,7 +112,7 @@ class Reporter(journal.Journal):
         on_mesh: dict[str, jax.Array],
         rule_rewards: RuleRewards,
         flops: float | None = None,
-        samples: StepSamples | None = None,
+        samples: StepResult | None = None,
         on_host: Mapping[str, float] | None = None,
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
@@ -146,7 +147,7 @@ class Reporter(journal.Journal):
         on_mesh: dict[str, jax.Array],
         on_host: dict[str, float],
         flops: float | None,
-        samples: StepSamples | None,
+        samples: StepResult | None,
         misses: tuple[str, ...],
     ) -> None:
         """Fetch and write the metrics of a step."""

@@ -1,7 +1,7 @@
 """Sampled responses as records: texts, scores, and what the update learned from each token."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,29 +9,12 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import printable_lines
-from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.step_parts import SampledBatch
+from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
-from jax_ppo.types import Example, Experience, Rollout
+from jax_ppo.types import Example, Rollout
 
 _WIDTH = 16  # characters of a column of the table of tokens
-
-
-class StepSamples(NamedTuple):
-    """The samples of a training step; arrays may still be being computed.
-
-    Attributes:
-      sampled: the prompts and their responses.
-      experience: what the update learns from.
-      rule_rewards: the rewards of the rules.
-      rewards: float32 [B], with the scores of a reward model.
-    """
-
-    sampled: SampledBatch
-    experience: Experience
-    rule_rewards: RuleRewards
-    rewards: jax.Array
 
 
 def spread_rows(total: int, count: int) -> np.ndarray:
@@ -40,7 +23,7 @@ def spread_rows(total: int, count: int) -> np.ndarray:
 
 
 def describe_step(
-    samples: StepSamples, count: int, tokenizer: Any, address: dict[str, Any]
+    samples: StepResult, count: int, tokenizer: Any, address: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return records of some samples of a step, with figures of each of their tokens.
 
@@ -172,7 +155,7 @@ def _rounded(values: np.ndarray) -> Any:
     return rounded
 
 
-def format_first_step(samples: StepSamples, record: dict[str, Any]) -> str:
+def format_first_step(samples: StepResult, record: dict[str, Any]) -> str:
     """Return a table of the arrays of a step, and one of the tokens of a sample.
 
     Every process must call it: arrays are exchanged.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Critic, Model, Teacher
+from jax_ppo.config.schema import Config, Critic, Model, Teacher, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
@@ -39,24 +39,18 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     if checkpoint is not None:
         saved = read_run_options(checkpoint)
         # The shapes in the checkpoint depend on these.
-        reward = dataclasses.replace(config.reward, normalize=saved.reward.normalize)
+        config = replace_options(config, {"reward.normalize": saved.reward.normalize})
         config = dataclasses.replace(
-            config,
-            model=saved.model,
-            critic=saved.critic,
-            algorithm=saved.algorithm,
-            reward=reward,
+            config, model=saved.model, critic=saved.critic, algorithm=saved.algorithm
         )
     elif config.evaluate.rank_by == "critic":
         model, critic = with_exported_models(config.model, config.critic, config.has_critic)
         config = dataclasses.replace(config, model=model, critic=critic)
     else:
         # Only the policy is read: an estimator without a critic.
-        algorithm = dataclasses.replace(config.algorithm, adv_estimator="rloo")
         model = with_exported_actor(config.model)
-        config = dataclasses.replace(config, model=model, algorithm=algorithm)
-    algorithm = dataclasses.replace(config.algorithm, use_reference=False)
-    config = dataclasses.replace(config, algorithm=algorithm, teacher=Teacher())
+        config = replace_options(config, {"model": model, "algorithm.adv_estimator": "rloo"})
+    config = replace_options(config, {"algorithm.use_reference": False, "teacher": Teacher()})
     has_critic = (checkpoint or config.critic.path) and config.has_critic
     if config.evaluate.rank_by == "critic" and not has_critic:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The parts of a supervised run that stay the same from step to step."""
+"""The tasks of the supervised commands, and the parts of a run that stay from step to step."""
 
 import dataclasses
 from pathlib import Path
@@ -18,10 +18,11 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import describe_unread_parts, has_score_head, read_architecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.reporting import console
+from jax_ppo.reporting import console, journal
+from jax_ppo.reporting.curves import Panel
 from jax_ppo.run.parts import batches_in_order
-from jax_ppo.run.supervised_tasks import Task
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, SupervisedObjective
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.networks import refuse_router_loss
@@ -36,6 +37,101 @@ from jax_ppo.types import Example, Packing, Sequences
 
 # Arguments of a step: the samples, their packing, and its micro-batch count.
 Batch = tuple[Sequences, Packing, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Task of one of the supervised commands: its objective and its reports.
+
+    Attributes:
+      command: the command's name.
+      objective: the objective that the model is trained on.
+      response_fields: the responses that an example must have.
+      unit: what an example is called, in the plural, on the console.
+      output: the folder in the work directory where the trained model is written.
+      next_option: the option by which PPO reads it.
+      layout: how its metrics are shown.
+    """
+
+    command: str
+    objective: SupervisedObjective
+    response_fields: tuple[str, ...]
+    unit: str
+    output: str
+    next_option: str
+    layout: journal.ReportLayout
+
+
+_LOSS = console.Column(metric="train/loss", width=6, format=".3f", label="loss ")
+_GRADIENT = console.Column(metric="train/grad_norm", width=5, format=".3g", label="grads ")
+_GRADIENT_PANEL = Panel(
+    title="gradient", unit="norm before clipping", curves={"norm": "train/grad_norm"}
+)
+_LEARNING_RATE = "supervised.optim.lr"
+SFT = Task(
+    command="sft",
+    objective=LANGUAGE,
+    response_fields=responses.DEMONSTRATION_FIELDS,
+    unit="examples",
+    output="actor",
+    next_option="model.path",
+    layout=journal.ReportLayout(
+        columns=(_LOSS, _GRADIENT, *journal.SPEED_COLUMNS),
+        panels=(
+            Panel(
+                title="loss",
+                unit="nats per token",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
+            ),
+            _GRADIENT_PANEL,
+        ),
+        learning_rate_option=_LEARNING_RATE,
+        best_metric="train/loss",
+        best_value=min,
+    ),
+)
+REWARD_MODEL = Task(
+    command="reward_model",
+    objective=PREFERENCE,
+    response_fields=responses.PREFERENCE_FIELDS,
+    unit="pairs",
+    output="reward_model",
+    next_option="reward.model_path",
+    layout=journal.ReportLayout(
+        columns=(
+            _LOSS,
+            console.Column(metric="train/accuracy", width=5, format=".3f", label="acc "),
+            console.Column(metric="train/margin", width=6, format=".3f", label="margin "),
+            _GRADIENT,
+            *journal.SPEED_COLUMNS,
+        ),
+        panels=(
+            Panel(
+                title="loss",
+                unit="per pair, center_coef included",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
+            ),
+            Panel(
+                title="accuracy",
+                unit="share of pairs",
+                curves={"training": "train/accuracy", "evaluation": "eval/accuracy"},
+            ),
+            Panel(
+                title="scores",
+                unit="score",
+                curves={
+                    "margin": "train/margin",
+                    "mean": "train/score",
+                    "margin, evaluation": "eval/margin",
+                },
+            ),
+            _GRADIENT_PANEL,
+        ),
+        learning_rate_option=_LEARNING_RATE,
+        best_metric="train/loss",
+        best_value=min,
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,14 @@ from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run import life_cycle
-from jax_ppo.run.supervised_build import Batch, SupervisedRun, set_up_run
-from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
+from jax_ppo.run.supervised_build import (
+    REWARD_MODEL,
+    SFT,
+    Batch,
+    SupervisedRun,
+    Task,
+    set_up_run,
+)
 from jax_ppo.runtime import compilation, distributed, heartbeat, signals
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Algorithm, Config
+from jax_ppo.config.schema import Algorithm, Config, replace_options
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses, ResponseRow
 from jax_ppo.errors import counted
@@ -124,14 +124,9 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
             "drawn; log-probs are those over the whole vocabulary"
         )
     # Nothing is decoded, and nothing held out is read.
-    config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, val_files=""),
-        rollout=dataclasses.replace(config.rollout, max_num_seqs=1),
-    )
+    config = replace_options(config, {"data.val_files": "", "rollout.max_num_seqs": 1})
     if config.score.reward_key:  # the rewards are in the rows
-        reward = dataclasses.replace(config.reward, model_path="")
-        config = dataclasses.replace(config, reward=reward)
+        config = replace_options(config, {"reward.model_path": ""})
     if checkpoint is not None:
         run = read_run_options(checkpoint)
         if config.reward.normalize != run.reward.normalize:
@@ -140,9 +135,9 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
                 f"run had {run.reward.normalize!r}, and has saved the moments for it"
             )
         # The shapes in the checkpoint depend on these.
-        reward = dataclasses.replace(config.reward, normalize=run.reward.normalize)
+        config = replace_options(config, {"reward.normalize": run.reward.normalize})
         config = dataclasses.replace(
-            config, model=run.model, critic=run.critic, reference=run.reference, reward=reward
+            config, model=run.model, critic=run.critic, reference=run.reference
         )
         has_critic = run.has_critic
     else:
@@ -152,11 +147,12 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
     if has_critic or not config.has_critic:
         return config, notes
     notes.append("there is no critic (config.critic.path is not set): advantages are rewards to go")
-    algorithm = dataclasses.replace(
-        config.algorithm, adv_estimator=WITHOUT_CRITIC, bootstrap_truncated=False
-    )
-    critic = dataclasses.replace(config.critic, normalize_values=False)
-    return dataclasses.replace(config, algorithm=algorithm, critic=critic), notes
+    without_critic = {
+        "algorithm.adv_estimator": WITHOUT_CRITIC,
+        "algorithm.bootstrap_truncated": False,
+        "critic.normalize_values": False,
+    }
+    return replace_options(config, without_critic), notes
 
 
 def _score_rows(

@@ -1,5 +1,7 @@
 """Decoders for a machine: their attention programs, and the row lengths that these take."""
 
+from typing import Any
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -49,12 +51,7 @@ def build_decoder(
             options.attention,
             _platform(),
             dtype,
-            architecture.head_dim,
-            row_length // num_row_parts(),
-            architecture.attention_softcap,
-            sinks=architecture.attention_sinks,
-            gpu_generation=_gpu_generation(),
-            shares_prefixes=shares_prompts,
+            **_attention_facts(architecture, row_length, shares_prompts),
         )
     except ValueError as obstacle:
         raise UserError(
@@ -100,17 +97,11 @@ def describe_attention(
     platform = _platform()
     reason = None
     if options.attention == "auto":
-        architecture = decoder.architecture
         reason = attention_programs.program_obstacle(
             attention_programs.PLATFORM_PROGRAMS.get(platform, "xla"),
             platform,
             decoder.dtype,
-            architecture.head_dim,
-            row_length // num_row_parts(),
-            architecture.attention_softcap,
-            sinks=architecture.attention_sinks,
-            gpu_generation=_gpu_generation(),
-            shares_prefixes=shares_prompts,
+            **_attention_facts(decoder.architecture, row_length, shares_prompts),
         )
     reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"
     if decoder.attention == reader == "xla" and not reason:
@@ -123,6 +114,20 @@ def describe_attention(
     if decodes:
         line += f", xla for prompts, {reader} for decoding"
     return line
+
+
+def _attention_facts(
+    architecture: Architecture, row_length: int, shares_prompts: bool
+) -> dict[str, Any]:
+    """Return what decides, besides platform and type, which attention programs can run."""
+    return {
+        "head_dim": architecture.head_dim,
+        "length": row_length // num_row_parts(),
+        "softcap": architecture.attention_softcap,
+        "sinks": architecture.attention_sinks,
+        "gpu_generation": _gpu_generation(),
+        "shares_prefixes": shares_prompts,
+    }
 
 
 def _platform() -> str:

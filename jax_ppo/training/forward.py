@@ -150,20 +150,6 @@ def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Arra
     return compute_scalars(params, hidden_states(model, params, rows))
 
 
-def write_last_values(
-    values_RxL: Float[Array, "R L"],
-    rows: Rows,
-    sequences: Sequences,
-    into_B: Float[Array, " B"],
-) -> Float[Array, " B"]:
-    """Return `into_B` with the values at the last token of each sample in these rows.
-
-    The last token counts whether or not the policy chose it: it completes the final state.
-    """
-    last_B = sequences.prompt_lengths + sequences.lengths - 1
-    return write_values_at(values_RxL, rows, last_B, into_B)
-
-
 def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"]:
     """Return the position at which a decoder's score of each sequence is read.
 

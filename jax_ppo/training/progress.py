@@ -10,17 +10,6 @@ from jax_ppo.config.schema import Config, all_options, flatten_options, option_v
 from jax_ppo.errors import UserError
 from jax_ppo.training.checkpoint import Checkpointer
 
-# Fields of `Progress` that a resumed run continues from, besides its step and position.
-HISTORY = (
-    "evaluations",
-    "evaluation_pending",
-    "started_at",
-    "kept_seconds",
-    "solve_rates",
-    "warnings",
-    "changed_options",
-)
-
 
 @dataclasses.dataclass
 class Progress:
@@ -79,6 +68,12 @@ class Progress:
         """Return the part of a checkpoint's `meta` that reports of the run continue from."""
         # Copies: a checkpoint is written while the run continues.
         return {name: copy.copy(getattr(self, name)) for name in HISTORY}
+
+
+# What a resumed run continues from, besides its step and position.
+HISTORY = tuple(
+    field.name for field in dataclasses.fields(Progress) if field.name not in ("step", "position")
+)
 
 
 def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:

@@ -68,10 +68,6 @@ class TrainState:
         """Return the frozen copy of the first actor; `None` if nothing needs it."""
         return self.models.get("reference")
 
-    def with_models(self, **models: Any) -> "TrainState":
-        """Return the state with other parameters of some roles."""
-        return dataclasses.replace(self, models={**self.models, **models})
-
     def on_device(self) -> "TrainState":
         """Return the state with its parameters in the devices' memory, inside a compiled function.
 

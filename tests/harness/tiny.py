@@ -116,6 +116,11 @@ def random_params(architecture, seed, stream, head):
     return jax.tree.map(lambda x: np.asarray(x) * (5 if x.ndim > 1 else 1), params)
 
 
+def with_models(state, **models):
+    """Return the state with other parameters of some roles."""
+    return dataclasses.replace(state, models={**state.models, **models})
+
+
 def make_state(config, mesh, seed=0):
     """Return a state with random parameters, new adapters, and a critic's head that is not zero."""
     nets = networks(config)

@@ -39,7 +39,7 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training import learner
-from jax_ppo.training.adapters import existing_targets
+from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 from tiny_actor import ARCHITECTURE as QWEN_2
 from tiny_actor import Actor, make_prompts

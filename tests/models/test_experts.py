@@ -28,7 +28,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh, validate_architecture
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.adapters import existing_targets
+from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 
 ARCHITECTURE = Architecture(

@@ -27,7 +27,7 @@ from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.models.ungated import LayerNorm
 from jax_ppo.runtime import sharding
-from jax_ppo.training import adapters
+from jax_ppo.training import networks
 
 
 def test_projections_of_one_head_after_the_other():
@@ -340,6 +340,6 @@ def test_peft_reads_adapters_on_the_other_projections(family, tmp_path):
 def test_adapters_on_a_projection_that_the_model_lacks_are_refused():
     config = reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
     architecture = from_hf_config(config)
-    assert "gate_proj" not in adapters.existing_targets("all-linear", architecture)
+    assert "gate_proj" not in networks.existing_targets("all-linear", architecture)
     with pytest.raises(UserError, match="this model has no gate_proj, only q_proj, k_proj"):
-        adapters.existing_targets("q_proj,gate_proj", architecture)
+        networks.existing_targets("q_proj,gate_proj", architecture)

@@ -32,7 +32,7 @@ def move_adapters(state):
             lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), tree
         )
 
-    return state.with_models(actor=move(state.actor), critic=move(state.critic))
+    return tiny.with_models(state, actor=move(state.actor), critic=move(state.critic))
 
 
 def names(tree):

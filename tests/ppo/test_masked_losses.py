@@ -253,7 +253,7 @@ def assert_equal_trees(ours, expected):
 def make_state(config, mesh) -> TrainState:
     """Return a state whose reference differs from the actor, so that its KL is not 0."""
     state = tiny.make_state(config, mesh)
-    return state.with_models(reference=jax.tree.map(lambda x: x * 0.9, state.reference))
+    return tiny.with_models(state, reference=jax.tree.map(lambda x: x * 0.9, state.reference))
 
 
 def move_params(state: TrainState) -> tuple[Params, Params]:

@@ -53,7 +53,7 @@ def teach(config, mesh, architecture=tiny.ARCHITECTURE, params=None):
     where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
     params = jax.device_put(jax.tree.map(np.array, params), where)
     state = tiny.make_state(config, mesh)
-    return Networks(**nets, teacher=teacher), state.with_models(teacher=params)
+    return Networks(**nets, teacher=teacher), tiny.with_models(state, teacher=params)
 
 
 def estimate(config, mesh, nets, state, rollout):

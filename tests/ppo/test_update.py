@@ -469,7 +469,9 @@ def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
     config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
 
     def broken(state):
-        return state.with_models(reference=jax.tree.map(lambda x: x * jnp.nan, state.reference))
+        return tiny.with_models(
+            state, reference=jax.tree.map(lambda x: x * jnp.nan, state.reference)
+        )
 
     before, after, _ = run_update(config, tiny.make_mesh(), ALL, 4, prepare=broken)
     assert float(after.control.kl_coef) == float(before.control.kl_coef)
