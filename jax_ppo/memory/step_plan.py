@@ -198,9 +198,12 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             response_tokens=step.programs.samples * config.data.max_response_length,
         )
         if plan.fits is False:
-            changes = PossibleChanges(config, mesh)
-            remedies = _rank_remedies(changes, plan.estimated_peak, plan.available)
-            plan = dataclasses.replace(plan, remedies=remedies)
+            remedies = rank_remedies(
+                PossibleChanges(config, mesh), _estimate_peak, plan.estimated_peak, plan.available
+            )
+            plan = dataclasses.replace(
+                plan, remedies=tuple((remedy.options, remedy.needed) for remedy in remedies)
+            )
     return plan
 
 
@@ -214,14 +217,6 @@ def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Devi
         return None, f"arithmetic, because {missing}"
     kind = devices[0].device_kind
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
-
-
-def _rank_remedies(
-    changes: PossibleChanges, needed: int, available: float | None
-) -> tuple[tuple[str, int], ...]:
-    """Return the changes of options that save memory, and the bytes needed after each."""
-    remedies = rank_remedies(changes, _estimate_peak, needed, available)
-    return tuple((remedy.options, remedy.needed) for remedy in remedies)
 
 
 def _estimate_peak(config: Config, mesh: Mesh) -> int:

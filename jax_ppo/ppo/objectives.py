@@ -149,17 +149,14 @@ class RolloutObjective:
         """Return whether a mini-batch has any token to learn from, bool scalar."""
         return jnp.any(count_learned_tokens(self.experience, batch) > 0)
 
-    def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
-        """Return the weights of a sample's tokens in the loss and in means, and its own in means.
-
-        They are fixed by the whole mini-batch, whatever its split.
-        """
-        return self.weigh_tokens(batch)
-
     def weigh_tokens(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> tuple[Float32[Array, " B"], ...]:
-        """Return what `weigh` returns, of the tokens of a mask; `None` for all action tokens."""
+        """Return the weights of a sample's tokens in the loss and in means, and its own in means.
+
+        They are those of a mask's tokens, or of all action tokens, and are fixed by the whole
+        mini-batch, whatever its split.
+        """
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         loss_B = losses.loss_weights(counts_B, self.options.aggregation, self.options.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
@@ -205,12 +202,10 @@ class ActorObjective(RolloutObjective):
         The last is what `weigh_tokens` returns for a critic that shares the trunk. Either is `None`
         if there is none.
         """
-        return (*super().weigh(batch), self._select_tokens(batch), self._weigh_values(batch))
-
-    def _weigh_values(self, batch: MiniBatches) -> tuple[jax.Array, ...] | None:
-        if self.options.shared_critic is None:
-            return None
-        return self.weigh_tokens(batch, self.experience.value_mask)
+        value_weights = None
+        if self.options.shared_critic is not None:
+            value_weights = self.weigh_tokens(batch, self.experience.value_mask)
+        return (*self.weigh_tokens(batch), self._select_tokens(batch), value_weights)
 
     def _select_tokens(self, batch: MiniBatches) -> Bool[Array, "B T"] | None:
         entry = POLICY_LOSSES.lookup(self.options.actor.policy_loss)
@@ -337,7 +332,7 @@ class CriticObjective(RolloutObjective):
     options: CriticOptions
 
     def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
-        """Return the weights of samples; see `RolloutObjective.weigh`."""
+        """Return the weights of samples; see `weigh_tokens`."""
         return self.weigh_tokens(batch, self.experience.value_mask)
 
     def loss(

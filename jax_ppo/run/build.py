@@ -140,23 +140,10 @@ def set_up_run(
         steps_per_epoch = batches_in_order(data, config.seed, prompts.training).steps_per_epoch
         total_steps = count_steps(config.trainer, steps_per_epoch)
 
-    # 4. How the engine samples; the number of decoding slots changes no sample.
+    # 4. How the engine samples.
     sampling, held_out_sampling = _sampling_options(
-        config.rollout, data.max_response_length, models, prompts.environment
+        memory, rollout_mesh, models, prompts.environment, report
     )
-    if config.actor.router_replay.mode == "R3":
-        sampling = dataclasses.replace(sampling, returns_routed_experts=True)
-    replicas = config.mesh.virtual_replicas
-    sampling = dataclasses.replace(sampling, replicas=replicas)
-    held_out_sampling = dataclasses.replace(held_out_sampling, replicas=replicas)
-    # A replica has `rollout.max_num_seqs` slots, or one per sample, on any machine.
-    if not replicas:
-        slots = count_decoding_slots(memory, rollout_mesh, sampling)
-        sampling = dataclasses.replace(sampling, slots=slots)
-        held_out_sampling = dataclasses.replace(held_out_sampling, slots=slots)
-        if not config.rollout.max_num_seqs:
-            report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
-
     if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
         folder, length = models.folders.actor, config.sequence_length
         engine_class = functools.partial(
@@ -311,28 +298,40 @@ def _count_parameters(run: PPORun) -> list[str]:
 
 
 def _sampling_options(
-    rollout: RolloutOptions,
-    max_response_length: int,
+    memory: PPOMemory,
+    rollout_mesh: Mesh,
     models: RunModels,
     environment: Environment | None,
+    report: Report,
 ) -> tuple[SamplingOptions, SamplingOptions]:
     """Return the engine's options for training and for evaluations."""
+    config, rollout = memory.config, memory.config.rollout
     architecture = models.nets.actor.architecture
     tokenizer = models.tokenizer
     _validate_biased_tokens(rollout, architecture.vocab_size)
-    # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
-    # response ends at either.
-    eos_ids = (*architecture.eos_ids, tokenizer.eos_token_id)
-    searches = make_searches(rollout, tokenizer, architecture.vocab_size)
     build = functools.partial(
         sampling_options,
         rollout,
-        max_response_length=max_response_length,
-        eos_ids=eos_ids,
-        searches=searches,
+        max_response_length=config.data.max_response_length,
+        # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
+        # response ends at either.
+        eos_ids=(*architecture.eos_ids, tokenizer.eos_token_id),
+        searches=make_searches(rollout, tokenizer, architecture.vocab_size),
         environment=environment,
     )
-    return build(rollout), build(rollout.val_kwargs)
+    replicas = config.mesh.virtual_replicas
+    replays = config.actor.router_replay.mode == "R3"
+    sampling = dataclasses.replace(
+        build(rollout), replicas=replicas, returns_routed_experts=replays
+    )
+    held_out = dataclasses.replace(build(rollout.val_kwargs), replicas=replicas)
+    # A replica has `rollout.max_num_seqs` slots, or one per sample, on any machine.
+    if replicas:
+        return sampling, held_out
+    slots = count_decoding_slots(memory, rollout_mesh, sampling)  # they change no sample
+    if not rollout.max_num_seqs:
+        report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
+    return dataclasses.replace(sampling, slots=slots), dataclasses.replace(held_out, slots=slots)
 
 
 def _validate_biased_tokens(options: RolloutOptions, vocab_size: int) -> None:

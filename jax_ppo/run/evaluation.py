@@ -286,13 +286,27 @@ def response_rewards(
     batch: PromptBatch,
     rollout: Rollout,
     rule_rewards: RuleRewards,
+    model_weight: float | None = None,
 ) -> jax.Array:
     """Return the rewards [B] of whole responses that are not trained on.
 
-    They are the sum of the rules' scores and the reward model's.
+    They are the sum of the rules' scores and the reward model's, if there is one. Unless another is
+    given, its weight is that of the options.
     """
-    scores, weight = rule_rewards.scores, run.rules.model_weight
-    return _add_model_scores(run, state, batch, rollout, rule_rewards, scores, weight)
+    if run.nets.reward is None:
+        return rule_rewards.scores
+    inputs = rule_rewards.model_inputs
+    if inputs is None:
+        sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
+        inputs = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
+    return add_reward_model_scores(
+        run.nets,
+        state,
+        rule_rewards.scores,
+        inputs,
+        run.config.reward.score_position,
+        run.rules.model_weight if model_weight is None else model_weight,
+    )
 
 
 def rank_responses(
@@ -309,8 +323,8 @@ def rank_responses(
     last token: the last value that the critic is trained on, since a reward follows.
     """
     if rank_by == "reward_model":
-        scores = jnp.zeros_like(rule_rewards.scores)
-        return _add_model_scores(run, state, batch, rollout, rule_rewards, scores, weight=1.0)
+        unscored = dataclasses.replace(rule_rewards, scores=jnp.zeros_like(rule_rewards.scores))
+        return response_rewards(run, state, batch, rollout, unscored, model_weight=1.0)
     options = run.step_options
     only_values = dataclasses.replace(
         options.forward,
@@ -334,29 +348,3 @@ def rank_responses(
 @jax.jit
 def _last_values(values_BxT: jax.Array, actions_BxT: jax.Array) -> jax.Array:
     return jnp.where(last_actions(actions_BxT), values_BxT, 0.0).sum(1)
-
-
-def _add_model_scores(
-    run: PPORun,
-    state: TrainState,
-    batch: PromptBatch,
-    rollout: Rollout,
-    rule_rewards: RuleRewards,
-    scores: jax.Array,
-    weight: float,
-) -> jax.Array:
-    """Return `scores` [B] plus the weighted ones of the reward model, if there is one."""
-    if run.nets.reward is None:
-        return scores
-    inputs = rule_rewards.model_inputs
-    if inputs is None:
-        sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
-        inputs = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
-    return add_reward_model_scores(
-        run.nets,
-        state,
-        scores,
-        inputs,
-        run.config.reward.score_position,
-        weight,
-    )
