@@ -102,10 +102,7 @@ class Objective(Protocol):
     def loss(self, params: Params, rows: Rows, weights: Any) -> LossAndMetrics:
         """Return the share of a mini-batch's loss and metrics that some of its rows contribute.
 
-        Args:
-          params: the trained parameters, or adapters.
-          rows: the rows of a micro-batch.
-          weights: as `weigh` returns them for the mini-batch.
+        `weights` is what `weigh` returns for the mini-batch.
         """
 
 
@@ -158,12 +155,8 @@ class Learner:
     ) -> tuple[Params, optax.OptState, Metrics]:
         """Take one optimizer step per mini-batch.
 
-        Args:
-          params: the trained parameters, or adapters.
-          optimizer_state: the state of their optimizer.
-          rate: the learning rate.
-          update_enabled: bool scalar; False computes the metrics but changes no parameter or state.
-          batches: U mini-batches.
+        `batches` holds U mini-batches. With `update_enabled`, a bool scalar, False, metrics are
+        computed, but no parameter or state changes.
 
         Returns:
           The new parameters and optimizer state, and metrics.

@@ -171,14 +171,8 @@ def descend(
     rounded stochastically. A skipped step leaves parameters and optimizer state unchanged to the
     bit.
 
-    Args:
-      transform: as `make_optimizer` returns it.
-      params: the trained parameters.
-      opt_state: the optimizer's state for them.
-      gradients: a tree like `params`.
-      rate: float32 scalar, the learning rate.
-      update_enabled: bool scalar; False skips the step.
-      key: the first of `rounding_keys`; `None` if nothing is stored in bfloat16.
+    `rate` is a float32 scalar and `update_enabled` a bool scalar, with which False skips the step;
+    `key` is the first of `rounding_keys`, `None` if nothing is stored in bfloat16.
 
     Returns:
       The new parameters, the new optimizer state, the global gradient norm before clipping, and

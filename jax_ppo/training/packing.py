@@ -60,10 +60,6 @@ def row_width(longest: int, parts: int = 1) -> int:
     The widths are powers of two and the means of neighbours: few, so that few shapes are compiled,
     and multiples of 128, which every attention program accepts. With several parts, each is a
     multiple of 128.
-
-    Args:
-      longest: tokens.
-      parts: number of devices that a row is split over.
     """
     if parts > 1:
         return parts * row_width(-(-longest // parts))
@@ -84,10 +80,7 @@ def assign_to_rows(
 
     This is the best-fit decreasing heuristic of bin packing.
 
-    Args:
-      lengths: tokens of each sample (prompt and response), each at most row_length.
-      row_length: L.
-      packed: False gives each sample a separate row.
+    Each sample has at most `row_length` tokens, and a separate row unless `packed`.
 
     Returns:
       For each row the indices of its samples in `lengths`, from left to right.
@@ -395,10 +388,7 @@ def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:
 def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Float[Array, "R L"]:
     """Return at each action token the sum over all action tokens of its response; 0 elsewhere.
 
-    Args:
-      values_RxL: the values to sum.
-      rows: must hold the whole of each response.
-      samples: B.
+    The rows must hold the whole of each response.
     """
     masked_RxL = jnp.where(rows.mask, values_RxL, 0)
     # A sum by sample, not by row: a row holds several responses.
