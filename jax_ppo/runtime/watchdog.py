@@ -11,6 +11,7 @@ import faulthandler
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 _CHECKS_PER_LIMIT = 20
@@ -36,7 +37,11 @@ class _Watchdog:
         while not self._is_over.wait(self._seconds / _CHECKS_PER_LIMIT):
             if time.monotonic() - self.moved_at < self._seconds:
                 continue
-            # The stacks of all threads, also of those that hold the interpreter's lock.
+            # faulthandler shows the 100 newest threads: the main one is not always among them.
+            frame = sys._current_frames().get(threading.main_thread().ident)
+            if sys.__stderr__ is not None:
+                print("Main thread (most recent call last):", file=sys.__stderr__)
+                traceback.print_stack(frame, file=sys.__stderr__)
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             self._on_stall(
                 f"nothing has moved for {self._seconds:g} s (config.distributed.stall_seconds) "

@@ -38,10 +38,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_stall_is_named_after_the_last_phase_that_was_reached(capfd, clock):
     stalls: queue.Queue = queue.Queue()
-    with watchdog.watch(0.2, stalls.put):
-        watchdog.report_progress("sampling")
-        clock.advance(0.3)
-        reason = stalls.get(timeout=HANG_SECONDS)
+    is_over = threading.Event()
+    # More threads than faulthandler shows.
+    others = [threading.Thread(target=is_over.wait) for _ in range(110)]
+    for thread in others:
+        thread.start()
+    try:
+        with watchdog.watch(0.2, stalls.put):
+            watchdog.report_progress("sampling")
+            clock.advance(0.3)
+            reason = stalls.get(timeout=HANG_SECONDS)
+    finally:
+        is_over.set()
+        for thread in others:
+            thread.join()
     assert "nothing has moved for 0.2 s" in reason and "'sampling'" in reason
     # The stack of this thread is shown as well.
     assert "test_a_stall_is_named" in capfd.readouterr().err
