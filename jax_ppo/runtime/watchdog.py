@@ -38,7 +38,7 @@ class _Watchdog:
             if time.monotonic() - self.moved_at < self._seconds:
                 continue
             # faulthandler shows the 100 newest threads: the main one is not always among them.
-            frame = sys._current_frames().get(threading.main_thread().ident)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
             if sys.__stderr__ is not None:
                 print("Main thread (most recent call last):", file=sys.__stderr__)
                 traceback.print_stack(frame, file=sys.__stderr__)
