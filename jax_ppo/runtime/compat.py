@@ -8,7 +8,10 @@ import contextlib
 import ctypes
 import functools
 import multiprocessing.util
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 # Has XLA parse its flags: a quarter of a second, without devices or the package jax. Tried with
@@ -105,6 +108,15 @@ def take_metadata_store(temporary_path: Any) -> Any:
 
 
 @functools.cache
+def main_thread_frame() -> FrameType | None:
+    """Return where the main thread is.
+
+    Tried with CPython 3.11 and 3.13; `None` on a Python without `sys._current_frames`.
+    """
+    frames: dict[int | None, FrameType] = getattr(sys, "_current_frames", dict)()
+    return frames.get(threading.main_thread().ident)
+
+
 def malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's `malloc_trim`; `None` with another C library."""
     with contextlib.suppress(OSError, TypeError, AttributeError):

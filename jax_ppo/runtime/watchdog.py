@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from jax_ppo.runtime import compat
+
 _CHECKS_PER_LIMIT = 20
 
 
@@ -38,8 +40,8 @@ class _Watchdog:
             if time.monotonic() - self.moved_at < self._seconds:
                 continue
             # faulthandler shows the 100 newest threads: the main one is not always among them.
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            if sys.__stderr__ is not None:
+            frame = compat.main_thread_frame()
+            if frame is not None and sys.__stderr__ is not None:
                 print("Main thread (most recent call last):", file=sys.__stderr__)
                 traceback.print_stack(frame, file=sys.__stderr__)
             faulthandler.dump_traceback(sys.__stderr__ or 2)
