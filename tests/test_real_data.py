@@ -113,6 +113,7 @@ def test_the_default_hub_names_without_a_network_say_what_to_do(tmp_path):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
     process = run(
         "--config=configs/gsm8k.py",

@@ -25,6 +25,7 @@ assert time.monotonic() - start < 60
 """
 
 
+@pytest.mark.slow
 def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path, request):
     """Regression: the hub's own client retries for minutes."""
     environment = {

@@ -108,6 +108,7 @@ def test_other_forms_keep_their_columns_and_train_max_samples_counts_rows(traine
     assert cache.examples[332].extra_info["n"] == 332
 
 
+@pytest.mark.slow
 def test_worker_processes_continue_what_was_interrupted(data, trained, tmp_path):
     folder = tmp_path / "cache"
 

@@ -68,6 +68,7 @@ def run(arguments, folder, package=doc_pages.ROOT) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 @each_recipe
 def test_the_python_of_a_recipe_runs(page, tmp_path):
     """Blocks run as one program, in their order; each asserts what it shows."""

@@ -85,6 +85,7 @@ def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
     )
 
 
+@pytest.mark.slow
 def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
     mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
     least = memory_check.PPOMemory(CONFIG, nets, mesh).measure()

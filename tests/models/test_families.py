@@ -364,17 +364,10 @@ FURTHER_FORMS = (
     "gpt_neox, one after the other",
     "gpt_neox, in a loop",
 )
-# One for each kind of layers, attention and head.
-REPRESENTATIVES = (
-    "llama",
-    "qwen2, local layers",
-    "qwen3_moe",
-    "qwen3_5",
-    "phi3, part of each head",
-    "smollm3",
-    "gemma2, in a loop",
-    "gpt2",
-)
+# One for each kind of layers.
+REPRESENTATIVES = ("llama", "qwen3_moe", "qwen3_5", "gemma2, in a loop", "gpt2")
+# And for each kind of attention and head.
+FURTHER_REPRESENTATIVES = ("qwen2, local layers", "phi3, part of each head", "smollm3")
 
 
 def suite(name):
@@ -393,7 +386,14 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(
     scope="module",
     params=[
-        name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            marks=[]
+            if name in REPRESENTATIVES
+            else pytest.mark.slow
+            if name in FURTHER_REPRESENTATIVES
+            else pytest.mark.exhaustive,
+        )
         for name in VARIANTS
     ],
 )
@@ -703,7 +703,10 @@ def test_a_critic_is_a_sequence_classifier(representative, tmp_path):
     assert_close(values, reference.their_logits(theirs, ids)[:, 0])
 
 
-@pytest.mark.parametrize(("family", "changes"), [("gemma2", GEMMA), ("qwen3_5_text", QWEN_3_5)])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma2", GEMMA), pytest.param("qwen3_5_text", QWEN_3_5, marks=pytest.mark.slow)],
+)
 def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, changes, tmp_path):
     """Prompts reach and exceed the window; two samples each use fewer slots than samples."""
     reference.save(tmp_path, family, **changes)

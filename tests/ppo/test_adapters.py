@@ -213,6 +213,7 @@ def _merged(params, scale, path, kernel):
     return merge_kernel(kernel, layer_params["lora_a"], layer_params["lora_b"], scale)
 
 
+@pytest.mark.slow
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
     """The base is read from the model's folder, the adapters and optimizers from the checkpoint."""
     from jax_ppo.models.hf.save import export_checkpoint

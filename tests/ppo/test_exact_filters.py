@@ -23,6 +23,7 @@ from llama_folder import write_llama
 TOP_K, TOP_P = 6, 0.7
 
 
+@pytest.mark.slow
 def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy():
     """Ratios and gradients over all tokens are biased: filtered tokens are never drawn."""
     rng = np.random.default_rng(0)

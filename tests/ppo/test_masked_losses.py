@@ -294,7 +294,7 @@ def compute_expected(policy_loss: str) -> Expected:
 @pytest.mark.parametrize(
     ("policy_loss", "packed", "rows"),
     [
-        ("vanilla", True, 1),
+        pytest.param("vanilla", True, 1, marks=pytest.mark.slow),
         pytest.param("gspo", True, 4, marks=pytest.mark.slow),
         pytest.param("vanilla", True, 4, marks=pytest.mark.exhaustive),
         pytest.param("vanilla", False, 8, marks=pytest.mark.exhaustive),

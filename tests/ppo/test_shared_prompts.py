@@ -71,6 +71,7 @@ def take_step(share_prompts, **changes):
     return jax.device_get((outputs, state.models, metrics)), places
 
 
+@pytest.mark.slow
 def test_a_step_with_adapters_differs_by_rounding_alone():
     alone, places = take_step(False, model__lora__rank=2)
     shared, fewer_places = take_step(True, model__lora__rank=2)

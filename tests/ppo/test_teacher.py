@@ -125,6 +125,7 @@ def test_its_rewards_follow_the_reverse_kl(gamma, whole_responses):
         assert np.isfinite(metrics["teacher/kl"])
 
 
+@pytest.mark.slow
 def test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature():
     config, mesh = tiny.config(**ALONE), tiny.make_mesh()
     with jax.set_mesh(mesh):

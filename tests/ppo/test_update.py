@@ -170,7 +170,7 @@ def test_tokens_are_selected_from_the_whole_mini_batch(options):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"data": 2, "fsdp": 2, "model": 2},
+        pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
         *(
             pytest.param(more, marks=pytest.mark.exhaustive)
             for more in (
@@ -303,6 +303,7 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
     assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_single_optimizer_step_has_ratio_one_by_definition():
     """The ratio is 1 even if the sampler reports probability 1 for each token, as here.
 

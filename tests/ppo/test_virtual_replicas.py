@@ -54,6 +54,7 @@ def hashes_of_step(devices):
         return take_hashes(jax.device_get(hash_quantities(hashes)))
 
 
+@pytest.mark.slow
 def test_a_step_has_the_same_bits_on_two_devices_and_on_eight():
     assert hashes_of_step(2) == hashes_of_step(8)
 

@@ -112,7 +112,10 @@ def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
 
 
 @pytest.mark.usefixtures("hangs_are_over_at_once")
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_after_consecutive_time_outs_the_rest_of_a_batch_fails_at_once(module, workers, caplog):
     """They are consecutive in the order of the samples, whatever the workers finish first.
 

@@ -73,6 +73,7 @@ def test_only_the_critic_is_trained_saved_and_exported(trained):
     assert float(rows[0]["critic/values_mean"]) == 0 < float(rows[1]["critic/values_mean"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_critic(trained):
     config, workdir = trained
     weights = workdir / "critic" / "model.safetensors"

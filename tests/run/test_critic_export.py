@@ -78,6 +78,7 @@ def test_a_shared_trunk_is_exported_as_a_critic_that_a_separate_one_starts_from(
     jax.tree.map(np.testing.assert_array_equal, continued, ended)
 
 
+@pytest.mark.slow
 def test_a_run_exports_only_the_actor_if_asked(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path, trainer__export_critic=False)
     assert (tmp_path / "actor").exists() and not (tmp_path / "critic").exists()

@@ -259,6 +259,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     assert "verified steps 10 to 11: equal in tokens, loss, weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypatch, capsys):
     local = f"--config.trainer.local_dir={tmp_path}/local", "--config.trainer.local_save_freq=2"
     steps = "--config.trainer.total_training_steps=6", "--config.trainer.save_freq=0"

@@ -73,6 +73,7 @@ def columns(tokens, name):
     return list(responses.values())
 
 
+@pytest.mark.slow
 def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_path):
     """The first checkpoint sampled the second step; rewards of all rows whiten advantages."""
     file = trained / "rollouts" / "training_000002.jsonl"
@@ -150,6 +151,7 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
     assert {token["value"] for token in tokens} == {None}
 
 
+@pytest.mark.slow
 def test_an_evaluation_ranks_responses_by_the_values_of_their_last_tokens(trained, tmp_path):
     options = {
         "data__val_files": "arithmetic:3:heldout",

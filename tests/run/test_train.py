@@ -327,6 +327,7 @@ def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, cap
     assert responses["evaluation"][::2] != responses["evaluation_greedy"]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     killed, resumed = interrupt_and_resume(files, tmp_path / "run", IN_STEP_6, signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout

@@ -59,6 +59,7 @@ def start_two_processes(address, *, prefix=(), platforms=("cpu", "cpu")):
     ]
 
 
+@pytest.mark.slow
 def test_processes_connect_on_a_host_whose_name_does_not_resolve(coordinator_address):
     rename = "hostname no-such-host.invalid && exec"
     prefix = ("unshare", "--uts", "sh", "-c", f'{rename} "$@"', "sh")
@@ -72,6 +73,7 @@ def test_processes_connect_on_a_host_whose_name_does_not_resolve(coordinator_add
     assert [process.returncode for process in processes] == [0, 0], outputs
 
 
+@pytest.mark.slow
 def test_a_process_without_its_platform_ends_both_with_one_line(coordinator_address):
     processes = start_two_processes(coordinator_address, platforms=("cpu", "nothing"))
     (_, errors), (_, other_errors) = finish_all(processes)

@@ -37,6 +37,7 @@ def compile_once(option="", **environment):
     return messages, json.loads(count)
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     messages, first = compile_once(XDG_CACHE_HOME=tmp_path)
     _, second = compile_once(XDG_CACHE_HOME=tmp_path)
@@ -46,6 +47,7 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     assert first["seconds"] > 0 < second["seconds"]
 
 
+@pytest.mark.slow
 def test_the_option_comes_before_jaxs_variable_and_that_before_the_home(tmp_path):
     option, variable, home = tmp_path / "option", tmp_path / "variable", tmp_path / "home"
     compile_once(option, JAX_COMPILATION_CACHE_DIR=variable, HOME=home)

@@ -250,11 +250,12 @@ def test_a_frozen_process_is_named_and_ends_the_others(coordinator_address):
 @pytest.mark.parametrize(
     "way",
     [
-        "finish",
         "raise",
-        "message",
         "kill 1",
-        "terminate 1",
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("finish", "message", "terminate 1")
+        ),
         *(
             pytest.param(way, marks=pytest.mark.exhaustive)
             for way in ("interrupt", "kill 0", "kill late 0", "kill late 1")
@@ -315,6 +316,7 @@ def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
     assert str(caught.value) == (str(error) or "OSError")
 
 
+@pytest.mark.slow
 def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_address):
     program = f"""
 from jax_ppo.config import schema

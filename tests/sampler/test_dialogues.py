@@ -238,7 +238,7 @@ def talk_to_the_host(actor, shape):
     return rollout, begun
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
     """Also where two devices call the host, each for different samples, and one has fewer."""
     rollout, begun = talk_to_the_host(actor, MeshShape(data=devices))

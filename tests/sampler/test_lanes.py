@@ -27,6 +27,7 @@ def sample(actor, lengths, first=None, devices=None, **options):
         return sampler(*arguments), sampler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"n": 3, "slots": 4, "first": 7}], ids=str)
 def test_they_draw_the_samples_of_one_program(actor, options):
     lengths = (5, 16, 1, 9, 2, 12)

@@ -185,6 +185,7 @@ print(downloads.download_file(sys.argv[1], "option"))
 """
 
 
+@pytest.mark.slow
 def test_one_process_of_a_host_downloads_and_the_others_wait(server, bucket):
     data_file(server, f"{bucket}/a.jsonl")
     command = [sys.executable, "-c", DOWNLOAD, f"{bucket}/a.jsonl"]

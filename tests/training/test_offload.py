@@ -35,6 +35,7 @@ def idle_trees(state):
     ]
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
     params = tiny.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")

@@ -149,6 +149,7 @@ def test_a_step_is_the_same_on_any_mesh():
     jax.tree.map(np.testing.assert_array_equal, one, many)
 
 
+@pytest.mark.slow
 def test_an_update_keeps_the_types_in_half_the_memory():
     options = {f"actor__optim__{name}_dtype": "bfloat16" for name in ("param", "moments")}
     config = tiny.config(

@@ -99,7 +99,11 @@ def start_two_processes(coordinator_address, *arguments):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(
     tmp_path, number, coordinator_address

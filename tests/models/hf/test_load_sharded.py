@@ -122,6 +122,7 @@ def same_files(one, other):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_eight_devices(source, tmp_path):
     [report] = finish([start([0, 1, "", source, tmp_path / "eight"], devices=8)])
     blocks = report["blocks"]

@@ -36,19 +36,21 @@ STAGE = {
         # Each device has its own heads of a Gated DeltaNet: only their sums are exchanged.
         ({"model": 2, "data": 4}, DELTA, {f"all-reduce {x}" for x in ("model", "data")}),
         ({"context": 8}, DENSE, CONTEXT | {"all-to-all context"}),
-        (
+        pytest.param(
             {"stage": 2, "context": 4},
             DENSE,
             # The last norm is outside of the stages.
             STAGE | CONTEXT | {"all-to-all context", "all-reduce stage + context"},
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {"expert": 4, "context": 2},
             MIXTURE,
             # Kernels of experts are gathered over context alone, other weights over both.
             CONTEXT
             | {"all-gather expert", "reduce-scatter expert"}
             | {f"{kind} expert + context" for kind in ("all-gather", "all-to-all", "all-reduce")},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"expert": 4, "data": 2},

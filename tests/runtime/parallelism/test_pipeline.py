@@ -91,7 +91,13 @@ STAGES_AND_DATA = (("stage", 4), ("data", 2))
     ("shape", "architecture", "options"),
     [
         pytest.param(ALL_AXES, MIXED, {"remat": True}, id="all_axes"),
-        pytest.param(STAGES_AND_DATA, ARCHITECTURE, {"attention": "cudnn"}, id="four_stages"),
+        pytest.param(
+            STAGES_AND_DATA,
+            ARCHITECTURE,
+            {"attention": "cudnn"},
+            id="four_stages",
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(tuple(shape.items()), *more, id=str(shape), marks=pytest.mark.exhaustive)
             for shape, *more in (

@@ -54,7 +54,10 @@ def make_engine(actor, folder, **changes):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("plain", "greedy") else name
+        pytest.param(
+            name,
+            marks=pytest.mark.exhaustive if name in ("plain", "greedy") else pytest.mark.slow,
+        )
         for name in OPTIONS
     ],
 )

@@ -250,6 +250,7 @@ class TestFaults:
             with pytest.raises(UserError, match=message):
                 engine.start()
 
+    @pytest.mark.slow
     def test_a_server_of_ours_ends_with_its_workers(self, tmp_path):
         program = f"sleep 1000 & echo $! > {tmp_path}/worker; wait"
         process = server.ServerProcess(["sh", "-c", program], {}, tmp_path / "log")
