@@ -1,4 +1,4 @@
-"""The code of the recipes runs: Python always, whole commands in the exhaustive suite."""
+"""The code of the recipes runs: Python in the slow suite, whole commands in the exhaustive one."""
 
 import csv
 import os
@@ -19,7 +19,7 @@ RUNS_MODELS = ("python-api", "model-family", "rollout-engine")
 def marks_of(recipe):
     """Return the marks of a recipe's test: one of them compares with torch."""
     parity = [pytest.mark.parity] if recipe == "model-family" else []
-    return [*parity, *([pytest.mark.slow] if recipe in RUNS_MODELS else [])]
+    return [*parity, pytest.mark.exhaustive if recipe in RUNS_MODELS else pytest.mark.slow]
 
 
 each_recipe = pytest.mark.parametrize(
@@ -68,7 +68,6 @@ def run(arguments, folder, package=doc_pages.ROOT) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.slow
 @each_recipe
 def test_the_python_of_a_recipe_runs(page, tmp_path):
     """Blocks run as one program, in their order; each asserts what it shows."""

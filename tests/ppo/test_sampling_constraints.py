@@ -40,7 +40,7 @@ def train(model, workdir, **options):
     return ppo_training.train(loading.load_config("arithmetic", OPTIONS | changes), workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_samples_under_its_constraints(model, tmp_path):
     # Digits are single tokens, letters mostly not.
     train(model, tmp_path, stop=["4", "##"], bad_words="e", min_new_tokens=2, logit_bias="1:-50")

@@ -208,7 +208,7 @@ def test_the_library_of_mathematics_prints_nothing_of_its_time_limits():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_endless_power_costs_its_own_sample_only():
     pytest.importorskip("math_verify", reason="needs the extra `math`")
     options = Reward(terms="math:1", timeout=20.0)

@@ -53,7 +53,8 @@ def train(monkeypatch, workdir, **changes):
 
 
 @pytest.mark.parametrize(
-    "rank", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)]
+    "rank",
+    [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.exhaustive)],
 )
 def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, monkeypatch, capsys):
     train(monkeypatch, tmp_path / "base")

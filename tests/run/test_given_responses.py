@@ -31,7 +31,7 @@ def distilled(**changes) -> Config:
     return tiny.config(**{**paths, **ALONE, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_draw_for_each_step_decides_whether_its_responses_are_given(tmp_path):
     texts = arithmetic.generate_worked_solutions(100, 0.5, 0)
     for name, changes in (("student", {}), ("teacher", {"num_layers": 1})):

@@ -253,7 +253,7 @@ def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tm
     assert np.std(values[0]) > 1e-3 and np.std(ranks[0]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_score_as_one_does(trained, tmp_path, coordinator_address):
     broken = tmp_path / "rows.jsonl"
     rows = (trained / "rollouts" / "training_000002.jsonl").read_text()

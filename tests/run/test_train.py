@@ -243,7 +243,7 @@ def test_a_run_writes_what_it_should(undisturbed):
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.exhaustive),
         pytest.param("actor", marks=pytest.mark.exhaustive),
         pytest.param("checkpoints/8", marks=pytest.mark.exhaustive),
     ],
@@ -640,7 +640,7 @@ CONTINUED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
     """The responses in progress are in the checkpoint that a signal asks for."""
     options = (*CONTINUED, "--config.trainer.save_freq=4")
@@ -788,7 +788,7 @@ def run_two_processes(arguments, logs, devices=1):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_virtual_replicas_write_the_same_bits_on_any_number_of_devices(files, tmp_path):
     overrides = [
         "--config.mesh.virtual_replicas=8",
@@ -995,7 +995,7 @@ def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_pat
     assert 6 <= len((tmp_path / "calls").read_text()) <= 9
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_in_one_process_ends_both(files, tmp_path):
     (tmp_path / "bad.py").write_text(
         "import jax\n"
@@ -1106,7 +1106,7 @@ def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
     [
         pytest.param(False, 1, marks=pytest.mark.exhaustive),
         pytest.param(False, 8, marks=pytest.mark.exhaustive),
-        pytest.param(True, 1, marks=pytest.mark.slow),
+        pytest.param(True, 1, marks=pytest.mark.exhaustive),
         pytest.param(True, 8, marks=pytest.mark.slow),
     ],
 )
