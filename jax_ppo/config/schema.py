@@ -37,6 +37,7 @@ LORA_TARGETS = (
     "shared_expert_gate",  # of an expert that every token passes through
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
     "in_proj",  # of short convolutions, beside out_proj
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
 )
 STORED_DTYPES = ("float32", "bfloat16")
 # Rows in which responses share a prompt may have as many tokens, however short samples are.

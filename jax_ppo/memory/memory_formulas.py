@@ -203,7 +203,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     padding = 0
     if target_platform() == "tpu":
         # Heads narrower than a lane take as much memory as wide ones.
-        width = architecture.head_dim
+        width = architecture.cache_heads[1]
         padding = step.cache_bytes * (-width % TPU_LANES) // width
     return padding + prefill + logits
 
@@ -327,8 +327,8 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
     width = 4 * architecture.hidden_size
     mlp = 3 * architecture.intermediate_size // parts
     if not isinstance(architecture, DebertaArchitecture):
-        heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
-        width += heads // parts
+        heads = 2 * architecture.num_heads + 2 * architecture.num_kv_heads
+        width += heads * architecture.attended_width // parts + architecture.latent_width
         if any(architecture.linear_layers):
             # In float32, before and after the convolution, and by chunks, whose products of tokens
             # are pairs of each with all.
@@ -341,7 +341,8 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
         width += 2 * copies * architecture.experts_per_token * architecture.hidden_size
         # A gated MLP has gate, up and their product; an ungated one has the input and the output of
         # its activation.
-        mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
+        widest = max(copies * architecture.active_width, architecture.dense_size)
+        mlp = len(architecture.mlp_projections) * widest // parts
     # The steps of a gelu are in float32; the steps of a silu are fused into the products.
     mlp_itemsize = FLOAT32_BYTES
     if getattr(architecture, "activation", "") == "silu":
@@ -371,7 +372,7 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
         return output_bytes(role, tokens, mesh) + scores * (FLOAT32_BYTES + role.itemsize)
     # The input of the layer, and what the policy keeps (transformer.REMAT_POLICIES).
     width = architecture.hidden_size
-    queries = architecture.num_heads * architecture.head_dim // parts
+    queries = architecture.num_heads * architecture.attended_width // parts
     if net.remat_policy == "attention":
         width += queries
     if net.remat_policy != "dots":
@@ -379,13 +380,11 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     # The products that the backward pass reads: queries, keys, values, the output of attention
     # before and, with xla, also without its projection, and the inputs of the activation. Those of
     # experts (`ragged_dot`) are computed again.
-    width += queries + 2 * architecture.num_kv_heads * architecture.head_dim // parts
-    width += architecture.hidden_size
+    width += queries + 2 * architecture.num_kv_heads * architecture.attended_width // parts
+    width += architecture.hidden_size + architecture.latent_width
     if net.attention == "xla":
         width += queries
-    mlp = architecture.intermediate_size
-    if architecture.num_experts:
-        mlp = architecture.shared_expert_size
+    mlp = sum(architecture.mlp_widths) // architecture.num_layers
     width += (len(architecture.mlp_projections) - 1) * mlp // parts
     return tokens * width * role.itemsize + scores * FLOAT32_BYTES
 
@@ -483,7 +482,7 @@ def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     # If there are fewer key heads than devices that split them, each device has a copy.
     heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
     tokens = device_tokens(step, shape) * row_parts
-    return 2 * tokens * heads * architecture.head_dim * role.itemsize
+    return 2 * tokens * heads * architecture.attended_width * role.itemsize
 
 
 def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:

@@ -129,8 +129,8 @@ def exchanged_bytes(
     if not architecture.num_experts:
         return 0.0
     other_devices = mesh.shape["expert"] - 1
-    return (
-        architecture.num_layers * 2 * other_devices * tokens * architecture.hidden_size * itemsize
+    return architecture.num_expert_layers * (
+        2 * other_devices * tokens * architecture.hidden_size * itemsize
     )
 
 
@@ -374,7 +374,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
     # A device runs its part of the layers on the rows of all stages.
     tokens = own_tokens * schedule.slowdown
     parts = mesh.shape["model"]
-    heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.attended_width
     mlp = len(architecture.mlp_projections) * architecture.active_width
     outputs = (heads + mlp) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
@@ -420,7 +420,7 @@ def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) 
     assert not isinstance(architecture, DebertaArchitecture), "encoders read whole rows"
     # If there are fewer key heads than devices that split them, each device has a copy.
     heads = max(architecture.num_kv_heads / parts, 1)
-    own = 2 * tokens * heads * architecture.head_dim * role.itemsize
+    own = 2 * tokens * heads * architecture.attended_width * role.itemsize
     return architecture.num_layers * own * (row_parts - 1)
 
 
@@ -526,23 +526,41 @@ def count_forward_flops(
         return float(architecture.num_layers * per_layer)
     D = architecture.hidden_size
     heads_width = architecture.num_heads * architecture.head_dim
-    kv_width = architecture.num_kv_heads * architecture.head_dim
-    attention = (2 + architecture.output_gate) * D * heads_width + 2 * D * kv_width
-    mlp = len(architecture.mlp_projections) * D * architecture.active_width
+    values_width = architecture.num_heads * (architecture.value_head_dim or architecture.head_dim)
+    attention = _attention_products(architecture)
+    projections = len(architecture.mlp_projections)
+    mlp = projections * D * architecture.active_width
     # The router, and the gate of an expert that every token passes through.
-    mlp += D * (architecture.num_experts + (architecture.shared_expert_size > 0))
+    has_gate = architecture.shared_expert_size > 0 and architecture.shared_expert_gate
+    mlp += D * (architecture.num_experts + has_gate)
     flops = 0.0
-    for is_local, is_linear in zip(
-        architecture.layers_are_local, architecture.layers_are_linear, strict=True
+    for is_local, is_linear, is_dense in zip(
+        architecture.layers_are_local,
+        architecture.layers_are_linear,
+        architecture.layers_are_dense,
+        strict=True,
     ):
         mixer = _linear_products(architecture) if is_linear else attention
-        flops += 2 * (mixer + mlp) * lengths.sum()
+        own_mlp = projections * D * architecture.dense_size if is_dense else mlp
+        flops += 2 * (mixer + own_mlp) * lengths.sum()
         if is_linear:
             continue
         window = architecture.sliding_window if is_local else None
         # The products with keys and with values: two per pair and per number of a head.
-        flops += 4 * heads_width * _visible_pairs(lengths, window)
+        flops += 2 * (heads_width + values_width) * _visible_pairs(lengths, window)
     return float(flops + 2 * architecture.vocab_size * D * num_logits)
+
+
+def _attention_products(architecture: Architecture) -> int:
+    """Return the products of the projections of attention for a token, of whole sequences."""
+    a = architecture
+    D, queries = a.hidden_size, a.num_heads * a.head_dim
+    if not a.latent_size:
+        return (2 + a.output_gate) * D * queries + 2 * D * a.num_kv_heads * a.head_dim
+    values = a.num_heads * a.value_head_dim
+    keys = queries - a.num_heads * a.rope_head_dim
+    of_queries = a.query_latent_size * queries if a.query_latent_size else D * queries
+    return D * (a.latent_width + values) + of_queries + a.latent_size * (keys + values)
 
 
 def _linear_products(architecture: Architecture) -> int:

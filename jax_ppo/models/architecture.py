@@ -30,6 +30,8 @@ BLOCKS = {
     "delta": Block(("scale",), ("gate_proj", "up_proj")),
     # Llama's with a short convolution in place of attention in some layers (short_conv.py).
     "convolution": Block(("scale",), ("gate_proj", "up_proj")),
+    # Llama's with multi-head latent attention (latent_attention.py).
+    "latent": Block(("scale",), ("gate_proj", "up_proj")),
 }
 # The projections of what takes the place of attention in `linear_layers`, by block.
 LINEAR_PROJECTIONS = {
@@ -45,6 +47,8 @@ ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+# The parameter of routers that decides between experts, of which nothing is rounded or learned.
+CORRECTION_BIAS = "correction_bias"
 # The rotary parameter b by which queries at position p are multiplied by 1 + b log(1 + p // n),
 # where n is the length of pretraining (Llama 4).
 QUERY_GROWTH = "llama_4_scaling_beta"
@@ -63,15 +67,31 @@ class Architecture:
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; it divides `num_heads`.
       head_dim: width of a head.
+      latent_size: width of what keys and values of a token are computed from in a latent block
+        (latent_attention.py).
+      query_latent_size: the same of queries; `None`: they are computed from the hidden states.
+      rope_head_dim: with latents, the part of `head_dim` that is rotated, the last numbers of each
+        head; all heads share the rotated part of a key.
+      value_head_dim: with latents, the width of the values of a head.
       qkv_bias: whether the projections to queries, keys and values have biases.
       output_bias: whether the output projection of attention has a bias.
       mlp_bias: whether the projections of the MLP have biases, with experts its router too.
       num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
       experts_per_token: k, number of experts that each token passes through.
       shared_expert_size: width of a further expert, beside those of the router, that every token
-        passes through; its output is multiplied by the sigmoid of a gate. 0: there is none.
+        passes through. 0: there is none.
+      shared_expert_gate: whether its output is multiplied by the sigmoid of a gate.
+      dense_layers: which layers have a single MLP in place of experts, one bool per layer; ():
+        none.
+      dense_size: width of that MLP.
+      sigmoid_router: whether the score of an expert is the sigmoid of its logit, and a bias, which
+        no gradient changes, is added to select experts; otherwise it is the softmax over all.
+      router_groups: number of groups of consecutive experts, of which a token selects some first
+        (experts.limit_to_groups).
+      groups_per_token: number of groups that each token selects its experts from.
       normalized_expert_weights: whether the weights of a token's k experts are divided by their
         sum.
+      routed_scale: factor on these weights.
       activation: activation of the MLP, or of its gate, one of `ACTIVATIONS`.
       swiglu_limit: c of a clamped MLP: gates above c and inputs beyond -c and c are cut, and the
         MLP multiplies gate * sigmoid(`swiglu_slope` * gate) by 1 + input; `None`: a usual one.
@@ -134,13 +154,24 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_size: int = 0
+    query_latent_size: int | None = None
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     shared_expert_size: int = 0
+    shared_expert_gate: bool = True
+    dense_layers: tuple[bool, ...] = ()
+    dense_size: int = 0
+    sigmoid_router: bool = False
+    router_groups: int = 1
+    groups_per_token: int = 1
     normalized_expert_weights: bool = False
+    routed_scale: float = 1.0
     activation: str = "silu"
     swiglu_limit: float | None = None
     swiglu_slope: float = 1.0
@@ -192,9 +223,12 @@ class Architecture:
     def projections(self) -> tuple[str, ...]:
         """Return the names of projections that may have adapters; routed experts have none."""
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-        if self.shared_expert_size or not self.num_experts:
+        if self.latent_size:
+            queries = ("q_a_proj", "q_b_proj") if self.query_latent_size else ("q_proj",)
+            names = (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        if self.shared_expert_size or self.dense_layers or not self.num_experts:
             names += self.mlp_projections
-        if self.shared_expert_size:
+        if self.shared_expert_size and self.shared_expert_gate:
             names += ("shared_expert_gate",)
         return names + LINEAR_PROJECTIONS[self.block] if self.linear_layers else names
 
@@ -202,6 +236,16 @@ class Architecture:
     def active_width(self) -> int:
         """Return the width of the MLP that a token passes through, or of its experts together."""
         return self.intermediate_size * (self.experts_per_token or 1) + self.shared_expert_size
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Return the width of each layer's MLP that all tokens pass through; 0 if it has none."""
+        if not self.num_experts:
+            return (self.intermediate_size,) * self.num_layers
+        return tuple(
+            self.dense_size if is_dense else self.shared_expert_size
+            for is_dense in self.layers_are_dense
+        )
 
     @property
     def attention_scale(self) -> float:
@@ -226,6 +270,49 @@ class Architecture:
         return self.linear_layers or (False,) * self.num_layers
 
     @property
+    def layers_are_dense(self) -> tuple[bool, ...]:
+        """Return `dense_layers` with one entry per layer, also where no layer is dense."""
+        return self.dense_layers or (False,) * self.num_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Return the number of layers with experts, of a model that has some."""
+        return self.num_layers - sum(self.dense_layers)
+
+    @property
+    def partial_stacks(self) -> dict[str, tuple[bool, ...]]:
+        """Return, for each group of parameters that only some layers have, which layers."""
+        stacks: dict[str, tuple[bool, ...]] = {}
+        if self.linear_layers:
+            attending = tuple(not linear for linear in self.linear_layers)
+            stacks |= {"attention": attending}
+            stacks |= dict.fromkeys(("delta_net", "short_conv"), self.linear_layers)
+        if self.dense_layers:
+            sparse = tuple(not dense for dense in self.dense_layers)
+            stacks |= {"dense_mlp": self.dense_layers, "mlp": sparse, "shared_expert": sparse}
+        return stacks
+
+    @property
+    def cache_heads(self) -> tuple[int, int]:
+        """Return number and width of the heads of a token's keys, and of its values, in the cache.
+
+        With latents a token has only these and its rotated part, once as a key and as a value.
+        """
+        if self.latent_size:
+            return 1, self.latent_size + self.rope_head_dim
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Return the width of a token's latents and rotated key together."""
+        return self.latent_size + self.rope_head_dim + (self.query_latent_size or 0)
+
+    @property
+    def attended_width(self) -> int:
+        """Return the width of heads in attention to sequences, whose parts are equally wide."""
+        return max(self.head_dim, self.value_head_dim)
+
+    @property
     def delta_widths(self) -> tuple[int, int, int]:
         """Return the widths of all heads of a Gated DeltaNet's queries, keys and values."""
         keys = self.delta_key_heads * self.delta_key_dim
@@ -239,4 +326,4 @@ class Architecture:
     @property
     def rotary_dim(self) -> int:
         """Return how many numbers of each head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.rope_head_dim or int(self.head_dim * self.partial_rotary_factor)

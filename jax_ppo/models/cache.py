@@ -89,6 +89,8 @@ def select_cache_program(
             "cuDNN reads the cache of layers without a sliding window, this model's is "
             f"{architecture.sliding_window}"
         )
+    elif architecture.latent_size:
+        obstacle = "cuDNN reads keys and values of heads, this model's cache holds latents"
     elif architecture.attention_sinks:
         obstacle = "cuDNN has no attention sinks, the model has"
     if wanted == "cudnn" and obstacle:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt
 
-from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.architecture import CORRECTION_BIAS, Architecture
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.experts import run_on_own_rows, split_experts
 
@@ -101,15 +101,34 @@ class ExpertMLP(nn.Module):
         """Return the output [R, L, D] and auxiliary outputs by name; see `select_experts`."""
         a = self.architecture
         router = Kernel((a.hidden_size, a.num_experts), a.mlp_bias, name="router")()
-        probabilities = router_probabilities(x_RxLxD, **router)
-        weights, experts = select_experts(
-            probabilities, a.experts_per_token, a.normalized_expert_weights, routed_experts_RxLxk
+        probabilities = router_probabilities(x_RxLxD, a.sigmoid_router, **router)
+        correction = None
+        if a.sigmoid_router:
+            zeros = nn.initializers.zeros
+            correction = self.param(CORRECTION_BIAS, zeros, (a.num_experts,), jnp.float32)
+        # How a group is valued, in DeepSeek-V3 and in V2.
+        limit = functools.partial(
+            limit_to_groups,
+            groups=a.router_groups,
+            selected=a.groups_per_token,
+            counted=2 if a.sigmoid_router else 1,
         )
+        weights, experts = select_experts(
+            probabilities,
+            a.experts_per_token,
+            a.normalized_expert_weights,
+            routed_experts_RxLxk,
+            correction=correction,
+            limit=limit,
+        )
+        weights *= a.routed_scale
         auxiliary = {}
         if self.returns_routed_experts:
             auxiliary["routed_experts"] = experts.astype(routed_experts_dtype(a.num_experts))
         if self.router_loss:
             assert segments_RxL is not None, "the balance is that of a segment"
+            if a.sigmoid_router:
+                probabilities /= probabilities.sum(-1, keepdims=True)
             auxiliary["router_loss"] = balance_losses(probabilities, experts, segments_RxL)
         projections = Experts(a, name="experts")()
         compute = functools.partial(run_experts, dtype=self.dtype, gate=self.gate)
@@ -118,16 +137,20 @@ class ExpertMLP(nn.Module):
 
 def router_probabilities(
     x: Float[Array, "R L D"],
+    is_sigmoid: bool,
     kernel: Float[Array, "D E"],
     bias: Float[Array, " E"] | None = None,
 ) -> Float[Array, "R L E"]:
-    """Return the probability of each expert for each token, in float32 or more."""
+    """Return the probability of each expert for each token, in float32 or more.
+
+    With `is_sigmoid` each is a number from 0 to 1, whatever the others are.
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # By default, accelerators multiply float32 with fewer bits.
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
     if bias is not None:
         logits += bias.astype(wide)
-    return jax.nn.softmax(logits)
+    return jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits)
 
 
 def routed_experts_dtype(num_experts: int) -> DTypeLike:
@@ -142,6 +165,9 @@ def select_experts(
     k: int,
     is_normalized: bool,
     routed_experts: UInt[Array, "R L k"] | None = None,
+    *,
+    correction: Float[Array, " E"] | None = None,
+    limit: Callable[[jax.Array], jax.Array] = lambda scores: scores,
 ) -> tuple[Float[Array, "R L k"], Int[Array, "R L k"]]:
     """Return the weights and indices of the experts of each token.
 
@@ -149,24 +175,53 @@ def select_experts(
     Ma et al. 2025, arXiv 2510.11370). In both cases their weights are computed from the present
     probabilities, and have a gradient: normalized ones are a softmax over the k experts.
 
+    A correction balances the experts without a loss (Wang et al. 2024, arXiv 2408.15664): it takes
+    part in their selection, not in their weights. It has no gradient.
+
     Args:
       probabilities: the probability of each expert for each token.
       k: number of experts of each token.
       is_normalized: whether the weights of a token are divided by their sum.
       routed_experts: the recorded experts, E and above where there is no record; `None`: there is
         none at all.
+      correction: what is added to the probabilities to select experts; `None`: nothing.
+      limit: lowers the sums of experts that a token may not select, as `limit_to_groups` does.
     """
     # A compiler would gather the probabilities of all devices to sort them.
-    select = run_on_own_rows(lambda probabilities: jax.lax.top_k(probabilities, k)[1])
-    experts = select(jax.lax.stop_gradient(probabilities))
+    select = run_on_own_rows(lambda scores: jax.lax.top_k(limit(scores), k)[1])
+    scores = probabilities if correction is None else probabilities + correction
+    experts = select(jax.lax.stop_gradient(scores))
     if routed_experts is not None:
         is_recorded = routed_experts < probabilities.shape[-1]
         experts = jnp.where(is_recorded, routed_experts.astype(experts.dtype), experts)
     # A recorded expert need not be among the k most probable.
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if is_normalized:
-        weights /= weights.sum(-1, keepdims=True)
+        # Sigmoids may all be 0; the sum of others has no bit of the addend.
+        weights /= weights.sum(-1, keepdims=True) + 1e-20
     return weights, experts
+
+
+def limit_to_groups(
+    scores: Float[Array, "R L E"], groups: int, selected: int, counted: int
+) -> Float[Array, "R L E"]:
+    """Return the scores of experts in the best groups, and minus infinity for the others.
+
+    DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and V3 (arXiv 2412.19437, section 2.1.2).
+
+    Args:
+      scores: by which experts are selected.
+      groups: number of groups, each of E / groups consecutive experts.
+      selected: number of groups of each token.
+      counted: number of its best experts whose scores are added up to that of a group.
+    """
+    if selected == groups:
+        return scores
+    R, L, E = scores.shape
+    by_group = scores.reshape(R, L, groups, -1)
+    best = jax.lax.top_k(jax.lax.top_k(by_group, counted)[0].sum(-1), selected)[1]
+    is_selected = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(-2)
+    return jnp.where(is_selected[..., None], by_group, -jnp.inf).reshape(R, L, E)
 
 
 def balance_losses(

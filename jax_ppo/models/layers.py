@@ -42,17 +42,20 @@ class LayerKind(NamedTuple):
       is_local: whether the layer has a sliding window.
       is_rotated: whether it has a rotary embedding.
       is_linear: whether it has a Gated DeltaNet in place of attention; always a bool.
+      is_dense: whether it has a single MLP in place of experts; always a bool.
     """
 
     is_local: Flag
     is_rotated: Flag
     is_linear: Flag = False
+    is_dense: Flag = False
 
 
 def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
     a = architecture
-    return tuple(map(LayerKind, a.layers_are_local, a.layers_are_rotated, a.layers_are_linear))
+    flags = (a.layers_are_local, a.layers_are_rotated, a.layers_are_linear, a.layers_are_dense)
+    return tuple(map(LayerKind, *flags))
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
@@ -63,9 +66,10 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last axis."""
+    """Root-mean-square normalization over the last axis; `None`: with the model's epsilon."""
 
     architecture: Architecture
+    epsilon: float | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -74,7 +78,8 @@ class RMSNorm(nn.Module):
         init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + a.norm_epsilon)
+        epsilon = a.norm_epsilon if self.epsilon is None else self.epsilon
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
         # Families with 1 + scale round after the multiplication, the others before it.
         if a.norm_plus_one:
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
@@ -293,13 +298,15 @@ class MLP(nn.Module):
       architecture: the architecture.
       dtype: type of the computation.
       lora_scale: scale of the adapters, if there are any.
-      is_shared_expert: whether it is that expert, whose output has a gate.
+      width: number of its hidden units.
+      has_output_gate: whether its output has a gate.
     """
 
     architecture: Architecture
     dtype: DTypeLike
     lora_scale: float | None
-    is_shared_expert: bool = False
+    width: int
+    has_output_gate: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Auxiliary]:
@@ -309,10 +316,10 @@ class MLP(nn.Module):
         def project(name: str, features: int, x: jax.Array) -> jax.Array:
             return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
 
-        width = a.shared_expert_size if self.is_shared_expert else a.intermediate_size
-        hidden = apply_gate(a, project("gate_proj", width, x), project("up_proj", width, x))
+        gate = project("gate_proj", self.width, x)
+        hidden = apply_gate(a, gate, project("up_proj", self.width, x))
         out = project("down_proj", a.hidden_size, hidden)
-        if self.is_shared_expert:
+        if self.has_output_gate:
             out *= nn.sigmoid(project("shared_expert_gate", 1, x))
         return out, {}
 
@@ -351,12 +358,13 @@ class Layer(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """Return the hidden states after this layer, what it remembers, and other outputs."""
         a = self.architecture
+        is_dense = bool(a.dense_layers) and kind.is_dense
 
         def norm(name: str, x: jax.Array) -> jax.Array:
             return RMSNorm(a, name=name)(x)
 
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
-        if a.num_experts:
+        if a.num_experts and not is_dense:
             experts = ExpertMLP(
                 architecture=a,
                 dtype=self.dtype,
@@ -371,7 +379,8 @@ class Layer(nn.Module):
                 experts, segments_RxL=own, routed_experts_RxLxk=routed_experts_BxTxk
             )
         else:
-            run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
+            width, name = (a.dense_size, "dense_mlp") if is_dense else (a.intermediate_size, "mlp")
+            run_mlp = MLP(a, self.dtype, self.lora_scale, width, name=name)
         normed = norm("input_norm", x) if a.pre_norms else x
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         # The names are Hugging Face's; with post_norms, post_attention_norm is in another place.
@@ -384,8 +393,9 @@ class Layer(nn.Module):
         elif a.pre_norms:
             mlp_input = norm("post_attention_norm", x)
         out, auxiliary = run_mlp(mlp_input)
-        if a.shared_expert_size:
-            shared = MLP(a, self.dtype, self.lora_scale, True, name="shared_expert")
+        if a.shared_expert_size and not is_dense:
+            sizes = (a.shared_expert_size, a.shared_expert_gate)
+            shared = MLP(a, self.dtype, self.lora_scale, *sizes, name="shared_expert")
             out += shared(mlp_input)[0]
         if a.post_norms:
             out = norm("post_feedforward_norm", out)

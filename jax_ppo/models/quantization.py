@@ -6,15 +6,27 @@ afterwards. Embeddings, heads, norms, biases, routers, rates and adapters keep t
 columns of experts [E, in, out] have scales [E, out].
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ppo.models.architecture import CORRECTION_BIAS
 from jax_ppo.types import Params
 
 MAX_INT8 = 127
 # A rounded router would choose other experts; the rates and decays of a recurrent state add up.
 EXACT_MODULES = ("router", "shared_expert_gate", "in_proj_a", "in_proj_b")
+
+
+def round_parameters(params: Params, dtype: DTypeLike) -> Params:
+    """Return parameters in a type, except what would select other experts if it were rounded."""
+
+    def convert(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32 if path[-1].key == CORRECTION_BIAS else dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
@@ -29,24 +41,21 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
         converted: Params = {}
         for name, value in tree.items():
             if name in EXACT_MODULES:
-                converted[name] = cast(value)
+                converted[name] = round_parameters(value, dtype)
             elif isinstance(value, dict):
                 converted[name] = convert(value)
             elif name == "kernel":
                 converted["kernel"], converted["kernel_scale"] = _quantize(value)
             else:
-                converted[name] = value.astype(dtype)
+                converted |= round_parameters({name: value}, dtype)
         return converted
-
-    def cast(tree: Params) -> Params:
-        return jax.tree.map(lambda x: x.astype(dtype), tree)
 
     quantized: Params = {}
     for name, value in params.items():
         if name.startswith("layer_"):
             quantized[name] = convert(value)
         else:
-            quantized[name] = cast(value)
+            quantized[name] = round_parameters(value, dtype)
     return quantized
 
 

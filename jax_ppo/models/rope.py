@@ -116,16 +116,30 @@ def _yarn_attention_factor(scaling: Scaling) -> float:
     """Return the factor on cos and sin, which sharpens attention in longer contexts."""
     factor = scaling["factor"]
 
-    def temperature(weight: float = 1.0) -> float:
-        if factor <= 1:
-            return 1.0
-        return 0.1 * weight * math.log(factor) + 1.0
-
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature()
+        all_dim = _yarn_temperature(factor, scaling["mscale_all_dim"])
+        return _yarn_temperature(factor, scaling["mscale"]) / all_dim
+    return _yarn_temperature(factor)
+
+
+def _yarn_temperature(factor: float, weight: float = 1.0) -> float:
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def latent_scale(head_dim: int, rope_scaling: tuple[tuple[str, Any], ...]) -> float:
+    """Return the factor on the product of a query and a key in multi-head latent attention.
+
+    It makes up for the part of YaRN's factor on cos and sin that numbers without a rotation lack.
+    """
+    scaling = dict(rope_scaling)
+    return (
+        head_dim**-0.5
+        * _yarn_temperature(scaling.get("factor", 1), scaling.get("mscale_all_dim", 0)) ** 2
+    )
 
 
 def _longrope(

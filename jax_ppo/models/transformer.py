@@ -20,7 +20,9 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
 
 Where some layers have a Gated DeltaNet (delta_net.py) or a short convolution (short_conv.py),
 `layers/delta_net` or `layers/short_conv` has the parameters of these alone, and `layers/attention`
-belongs to the others.
+belongs to the others. Where some layers have no experts, `layers/dense_mlp` has their MLPs, and
+`layers/mlp` and `layers/shared_expert` belong to the others. latent_attention.py has other
+parameters in `layers/attention`.
 
 An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
 
@@ -34,6 +36,7 @@ which are collected per layer in `TransformerOutput.auxiliary`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -49,6 +52,7 @@ from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache, cache_length
 from jax_ppo.models.delta_net import DeltaLayer
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum, scan_layers
+from jax_ppo.models.latent_attention import LatentLayer
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
     Auxiliary,
@@ -59,6 +63,7 @@ from jax_ppo.models.layers import (
     multiply,
 )
 from jax_ppo.models.lora import Lora
+from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.short_conv import ConvolutionLayer
 from jax_ppo.models.ungated import LayerNorm, UngatedLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
@@ -76,11 +81,11 @@ MODULES: dict[str, tuple[type[Layer], type[nn.Module]]] = {
     "ungated": (UngatedLayer, LayerNorm),
     "delta": (DeltaLayer, RMSNorm),
     "convolution": (ConvolutionLayer, RMSNorm),
+    "latent": (LatentLayer, RMSNorm),
 }
 
-# The parameters that only some layers have, if layers differ in them.
-LINEAR_MIXERS = ("delta_net", "short_conv")
-MIXERS = ("attention", *LINEAR_MIXERS)
+# Groups of parameters by name, and which layers have a part of each (Architecture.partial_stacks).
+PartialStacks = Mapping[str, tuple[bool, ...]]
 
 # What the forward pass keeps of each layer for the backward pass besides the layer's input, fewest
 # bytes first; everything else is computed again.
@@ -104,7 +109,7 @@ class TransformerOutput(NamedTuple):
       cache: what each layer remembers (cache.py) in the unrolled form, `None` otherwise.
       auxiliary: further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
         [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
-        [L, B, T, k] (experts.select_experts).
+        [L, B, T, k] (experts.select_experts). Here L counts the layers with experts.
     """
 
     hidden: jax.Array
@@ -154,8 +159,7 @@ class Transformer:
         """Return random parameters with stacked layers."""
         # Splash attention refuses a row of one token.
         params = dict(_Parameters(self.clone(attention="xla")).init(key)["params"])
-        if self.architecture.linear_layers:
-            params["layers"] = _drop_unused(self.architecture, params["layers"])
+        params["layers"] = _drop_unused(self.architecture, params["layers"])
         return params
 
     def apply(
@@ -183,8 +187,8 @@ class Transformer:
           cache: what each layer remembers (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.
-          routed_experts: the experts of each token, recorded in another pass
-            (experts.select_experts); `None`: the routers select them.
+          routed_experts: the experts of each token in the L layers that have some, recorded in
+            another pass (experts.select_experts); `None`: the routers select them.
           ends_B: without a cache, the number of tokens of each row that returned recurrent states
             include; all are of the row's first segment. `None`: all T.
 
@@ -194,13 +198,17 @@ class Transformer:
         """
         params = variables["params"]
         x = self._embed(params, tokens_BxT, positions_BxT)
+        if routed_experts is not None and self.architecture.dense_layers:
+            # Those of the next layer that has experts, which a dense layer does not read.
+            places = stack_places(self.architecture.partial_stacks["mlp"])
+            routed_experts = routed_experts[:, :, np.minimum(places, routed_experts.shape[2] - 1)]
         rows = (positions_BxT, segments_BxT, routed_experts)
         new_cache = None
         if self.unrolled:
             x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache, ends_B)
-        elif self.architecture.linear_layers:
+        elif self.architecture.partial_stacks:
             gradient_sum = params.get(GRADIENT_SUM)
-            x, auxiliary = self._run_periods(params["layers"], x, rows, gradient_sum)
+            x, auxiliary = self._run_blocks(params["layers"], x, rows, gradient_sum)
         else:
             run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
             layers = (params["layers"], _kind_of_each(self.architecture))
@@ -277,14 +285,51 @@ class Transformer:
         policy = REMAT_POLICIES[self.remat_policy]
         return jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
 
-    def _run_periods(
+    def _run_blocks(
         self, layers: Params, x: jax.Array, rows: Rows, gradient_sum: GradientSum | None
     ) -> tuple[jax.Array, Auxiliary]:
-        """Run layers of which some have other parameters, as a scan over their repeated pattern."""
+        """Run layers of which some have other parameters: those in front without experts apart."""
+        a = self.architecture
+        in_front = (*a.layers_are_dense, False).index(False)
+        spans = [slice(in_front, a.num_layers)]
+        if in_front:
+            spans.insert(0, slice(in_front))
+        auxiliary = []
+        for number, span in enumerate(spans):
+
+            def take(tree: Params, span: slice = span) -> Params:
+                return _stacks_of(tree, span, a.partial_stacks)
+
+            own_sum = gradient_sum
+            if gradient_sum is not None and in_front:
+                key = gradient_sum.key
+                own_sum = dataclasses.replace(
+                    gradient_sum,
+                    slot=take(gradient_sum.slot),
+                    total=take(gradient_sum.total),
+                    key=None if key is None else jax.random.fold_in(key, number),
+                )
+            own_layers = take(layers) if in_front else layers
+            x, own = self._run_periods(own_layers, x, rows, own_sum, span)
+            auxiliary.append(own)
+        return x, _join_dicts(jnp.concatenate, auxiliary)
+
+    def _run_periods(
+        self,
+        layers: Params,
+        x: jax.Array,
+        rows: Rows,
+        gradient_sum: GradientSum | None,
+        span: slice,
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Run some layers one after the other as a scan over their repeated pattern."""
         positions, segments, routed_experts_BxTxLxk = rows
-        rotations = self._rotations(positions, positions.shape[1])
-        kinds = layer_kinds(self.architecture)
+        rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
+        kinds = layer_kinds(self.architecture)[span]
         size = _period(kinds)
+        # The parts that the layers of one period have.
+        partial_stacks = self.architecture.partial_stacks
+        stacks = {name: owners[span][:size] for name, owners in partial_stacks.items()}
         is_loop = len(kinds) > max(MAX_UNROLLED_LAYERS, size)
 
         def split(stacked: Any) -> Any:
@@ -304,17 +349,18 @@ class Transformer:
                     return output[0], output[2]
 
                 run = self._rematerialize(run_layer, is_loop) if self.remat else run_layer
-                layer = layer_params(params, i, self.architecture.linear_layers[:size])
+                layer = layer_params(params, i, stacks)
                 x, own = run(layer, x, None if routed is None else routed[i])
                 auxiliary.append(own)
-            return x, jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
+            return x, _join_dicts(jnp.stack, auxiliary)
 
         if gradient_sum is not None:
             gradient_sum = dataclasses.replace(
                 gradient_sum, slot=split(gradient_sum.slot), total=split(gradient_sum.total)
             )
         unroll = 1 if is_loop else len(kinds) // size
-        routed = split(_layers_first(routed_experts_BxTxLxk))
+        routed = _layers_first(routed_experts_BxTxLxk)
+        routed = None if routed is None else split(routed[span])
         x, auxiliary = scan_layers(run_period, split(layers), x, routed, gradient_sum, unroll)
         return x, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
@@ -382,7 +428,7 @@ class Transformer:
             new_cache.append(layer_cache)
             # Stacked below, to the same form that a scan returns.
             auxiliary.append(layer_auxiliary)
-        return x, tuple(new_cache), jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
+        return x, tuple(new_cache), _join_dicts(jnp.stack, auxiliary)
 
 
 class _Parameters(nn.Module):
@@ -401,11 +447,10 @@ class _Parameters(nn.Module):
         rotations = self.decoder._rotations(jnp.zeros((1, 1), jnp.int32), 1)
 
         def run_layer(layer: Layer, x: jax.Array) -> tuple[jax.Array, None]:
-            output, *_ = layer(x, kinds[0], rotations, None)
-            if a.linear_layers:
-                # Each layer gets the parameters of both kinds; `_drop_unused` drops one of them.
-                layer(x, kinds[0]._replace(is_linear=not kinds[0].is_linear), rotations, None)
-            return output, None
+            # Each layer gets the parameters of all kinds; `_drop_unused` drops the others'.
+            different = {(kind.is_linear, kind.is_dense): kind for kind in kinds}
+            outputs = [layer(x, kind, rotations, None)[0] for kind in different.values()]
+            return outputs[0], None
 
         create = nn.scan(
             run_layer,
@@ -446,59 +491,75 @@ def _period(kinds: tuple[LayerKind, ...]) -> int:
     return len(kinds)
 
 
-def layer_stacks(layers: Params, is_linear: bool) -> Params:
-    """Return the stacked parameters that a linear layer, or any other one, has a part of."""
-    unused = ("attention",) if is_linear else LINEAR_MIXERS
-    return {name: value for name, value in layers.items() if name not in unused}
+def stack_places(owners: tuple[bool, ...]) -> np.ndarray:
+    """Return the number of layers in front of each one that have a part of the same stack."""
+    return np.cumsum(owners) - owners
 
 
-def stack_places(linear_layers: tuple[bool, ...]) -> list[int]:
-    """Return the index of each layer among the layers of its kind, which share `MIXERS`."""
-    return [linear_layers[:i].count(is_linear) for i, is_linear in enumerate(linear_layers)]
-
-
-def layer_params(layers: Params, i: int, linear_layers: tuple[bool, ...] = ()) -> Params:
+def layer_params(
+    layers: Params, i: int, partial_stacks: PartialStacks = MappingProxyType({})
+) -> Params:
     """Return the parameters of layer i of stacked ones.
 
     Args:
       layers: stacked parameters.
       i: index of the layer.
-      linear_layers: the architecture's.
+      partial_stacks: the architecture's.
     """
-    if not linear_layers:
-        return jax.tree.map(lambda x: x[i], layers)
-    place = stack_places(linear_layers)[i]
-    return {
-        name: jax.tree.map(lambda x, at=place if name in MIXERS else i: x[at], stacked)
-        for name, stacked in layer_stacks(layers, linear_layers[i]).items()
-    }
+    params: Params = {}
+    for name, stacked in layers.items():
+        owners = partial_stacks.get(name)
+        if owners is None or owners[i]:
+            at = i if owners is None else stack_places(owners)[i]
+            params[name] = jax.tree.map(lambda x, at=at: x[at], stacked)
+    return params
+
+
+def _stacks_of(layers: Params, span: slice, partial_stacks: PartialStacks) -> Params:
+    """Return the parts of stacked parameters, or of trees like them, that some layers have."""
+    taken: Params = {}
+    for name, stacked in layers.items():
+        own = span
+        if (owners := partial_stacks.get(name)) is not None:
+            first = sum(owners[: span.start or 0])
+            own = slice(first, first + sum(owners[span]))
+        if own.stop > (own.start or 0):
+            taken[name] = jax.tree.map(lambda x, own=own: x[own], stacked)
+    return taken
 
 
 def _drop_unused(architecture: Architecture, layers: Params) -> Params:
-    """Return stacked layers without the attention of linear ones and the mixer of others."""
-    is_linear = np.array(architecture.linear_layers)
-    owners = {"attention": ~is_linear} | dict.fromkeys(LINEAR_MIXERS, is_linear)
+    """Return stacked layers without the parameters that only layers of another kind have."""
+    owners = {name: np.array(own) for name, own in architecture.partial_stacks.items()}
     return {
         name: jax.tree.map(lambda x, name=name: x[owners[name]], value) if name in owners else value
         for name, value in layers.items()
     }
 
 
+def _join_dicts(join: Callable[[list[jax.Array]], jax.Array], parts: list[Auxiliary]) -> Auxiliary:
+    """Return the joined entries of those of the dicts that have any."""
+    filled = [part for part in parts if part]
+    return {name: join([part[name] for part in filled]) for name in (filled or [{}])[0]}
+
+
 def unroll_params(
-    params: Params, dtype: DTypeLike | None = None, linear_layers: tuple[bool, ...] = ()
+    params: Params,
+    dtype: DTypeLike | None = None,
+    partial_stacks: PartialStacks = MappingProxyType({}),
 ) -> Params:
     """Return the parameters of `Transformer(unrolled=True)` for stacked ones.
 
     Args:
       params: parameters with stacked layers; heads are kept.
       dtype: type of the result; `None`: unchanged.
-      linear_layers: the architecture's.
+      partial_stacks: the architecture's.
     """
     if dtype is not None:
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        params = round_parameters(params, dtype)
     layers = params["layers"]
-    num_layers = len(linear_layers) or jax.tree.leaves(layers)[0].shape[0]
+    num_layers = len(next(iter(partial_stacks.values()), jax.tree.leaves(layers)[0]))
     unrolled = {name: value for name, value in params.items() if name != "layers"}
     for i in range(num_layers):
-        unrolled[f"layer_{i}"] = layer_params(layers, i, linear_layers)
+        unrolled[f"layer_{i}"] = layer_params(layers, i, partial_stacks)
     return unrolled

@@ -223,6 +223,11 @@ def validate_architecture(
         sizes["model"]["key heads of a Gated DeltaNet"] = architecture.delta_key_heads
         if architecture.block == "convolution":
             sizes["model"]["key heads beside short convolutions"] = architecture.num_kv_heads
+        width_of_values = architecture.num_heads * architecture.value_head_dim
+        sizes["model"]["width of the values"] = width_of_values
+        sizes["model"]["width of the MLP without experts"] = architecture.dense_size
+        sizes["fsdp"]["width of the latents"] = architecture.latent_size
+        sizes["fsdp"]["width of the queries' latents"] = architecture.query_latent_size or 0
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}
@@ -231,6 +236,11 @@ def validate_architecture(
             raise UserError(
                 f"{option}.context={parts}: must be 1, as the model has attention sinks, which are "
                 "only computed for whole sequences"
+            )
+        if any(architecture.dense_layers) and mesh.shape.get("stage", 1) > 1:
+            raise UserError(
+                f"{option}.stage={mesh.shape['stage']}: must be 1, as some layers of the model "
+                "have no experts, and stages have layers of one kind"
             )
         if any(architecture.linear_layers):
             for axis, size in (("context", parts), ("stage", mesh.shape.get("stage", 1))):

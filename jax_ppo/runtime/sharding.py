@@ -21,7 +21,7 @@ from jax_ppo.runtime.meshes import (
 Rules = tuple[tuple[str, P], ...]
 
 # Projections of hidden states and back to them: `model` splits the sides between the two.
-INPUTS = r"(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj(?:_\w+)?)"
+INPUTS = r"(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|in_proj(?:_\w+)?)"
 OUTPUTS = "(o_proj|down_proj|out_proj)"
 
 # (path pattern, layout). The first pattern that matches the end of a parameter's path decides; a
@@ -37,7 +37,11 @@ ENCODER_RULES: Rules = (
     (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/(kernel|lora_a)", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/lora_b", P()),
-    (r"layers/.*(router/bias|sinks)", P()),
+    (r"layers/.*(router/bias|correction_bias|sinks)", P()),
+    # All heads read whole latents.
+    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/(kernel|lora_a)", P(None, WEIGHTS, None)),
+    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/bias", P()),
+    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/lora_b", P()),
     (r"layers/.*window_filter", P(None, None, None, "model")),
     (r"layers/.*(log_rate|step_bias)", P(None, "model")),
     (rf"layers/.*{INPUTS}/kernel", P(None, WEIGHTS, "model")),

@@ -5,14 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import (
-    MIXERS,
-    Transformer,
-    layer_stacks,
-    stack_places,
-    unroll_params,
-)
+from jax_ppo.models.quantization import quantize_kernels, round_parameters
+from jax_ppo.models.transformer import Transformer, stack_places, unroll_params
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.types import Params
@@ -28,8 +22,8 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
     """
 
     def make_weights(params: Params) -> Params:
-        linear_layers = actor.architecture.linear_layers
-        return _to_decoding_form(actor, unroll_params(params, linear_layers=linear_layers))
+        partial_stacks = actor.architecture.partial_stacks
+        return _to_decoding_form(actor, unroll_params(params, partial_stacks=partial_stacks))
 
     shapes = jax.eval_shape(make_weights, params)
     # Decoding reads every weight per token, so it has a layout of its own.
@@ -46,7 +40,7 @@ def _to_decoding_form(actor: Transformer, params: Params) -> Params:
     if actor.quantized:
         # Rounded once, from what is trained.
         return quantize_kernels(params, actor.dtype)
-    return jax.tree.map(lambda x: x.astype(actor.dtype), params)
+    return round_parameters(params, actor.dtype)
 
 
 class WeightPreparation:
@@ -61,31 +55,33 @@ class WeightPreparation:
         """Prepare the programs; arguments as for `shape_decoding_weights`."""
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
-        self._is_linear = {
-            f"layer_{i}": is_linear
-            for i, is_linear in enumerate(actor.architecture.layers_are_linear)
+        stacks = actor.architecture.partial_stacks
+        # The stacks of which each layer has no part.
+        self._missing = {
+            f"layer_{i}": tuple(name for name, owners in stacks.items() if not owners[i])
+            for i in range(actor.architecture.num_layers)
         }
-        others = {name: layout for name, layout in layouts.items() if name not in self._is_linear}
+        others = {name: layout for name, layout in layouts.items() if name not in self._missing}
         index = sharding.replicated(mesh)
         self._others = jax.jit(
             functools.partial(_others_in_decoding_form, actor), out_shardings=(others, index)
         )
         # One for each kind of layers.
         self._layer = {
-            is_linear: jax.jit(
-                functools.partial(_layer_in_decoding_form, actor, is_linear),
+            missing: jax.jit(
+                functools.partial(_layer_in_decoding_form, actor, missing),
                 static_argnums=2,  # stages
                 out_shardings=(layouts[name], index),
             )
-            for name, is_linear in self._is_linear.items()
+            for name, missing in self._missing.items()
         }
 
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
         weights, index = self._others(_without_layers(params))
         stages = _count_stages(params["layers"])
-        for name, is_linear in self._is_linear.items():
-            weights[name], index = self._layer[is_linear](params["layers"], index, stages)
+        for name, missing in self._missing.items():
+            weights[name], index = self._layer[missing](params["layers"], index, stages)
         return weights
 
     def compile(self, params: Params) -> Params:
@@ -93,10 +89,10 @@ class WeightPreparation:
         weights, index = compile_ahead(self._others, _without_layers(params))
         stages = _count_stages(params["layers"])
         layers = {
-            is_linear: compile_ahead(program, params["layers"], index, stages)[0]
-            for is_linear, program in self._layer.items()
+            missing: compile_ahead(program, params["layers"], index, stages)[0]
+            for missing, program in self._layer.items()
         }
-        return weights | {name: layers[is_linear] for name, is_linear in self._is_linear.items()}
+        return weights | {name: layers[missing] for name, missing in self._missing.items()}
 
 
 def _without_layers(params: Params) -> Params:
@@ -105,7 +101,7 @@ def _without_layers(params: Params) -> Params:
 
 def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params, jax.Array]:
     """Return all but the layers as decoding reads them, and the index of the first layer."""
-    return jax.tree.map(lambda x: x.astype(actor.dtype), params), jnp.int32(0)
+    return round_parameters(params, actor.dtype), jnp.int32(0)
 
 
 def _count_stages(layers: Params) -> int:
@@ -117,16 +113,20 @@ def _count_stages(layers: Params) -> int:
 
 
 def _layer_in_decoding_form(
-    actor: Transformer, is_linear: bool, layers: Params, index: jax.Array, stages: int
+    actor: Transformer, missing: tuple[str, ...], layers: Params, index: jax.Array, stages: int
 ) -> tuple[Params, jax.Array]:
     """Return a layer of the stack as decoding reads it, and the index of the next one.
 
     The index stays on the devices: nothing is sent from the host for a layer.
     """
     one = {}
-    places = stack_places(actor.architecture.linear_layers)
-    for name, stacked in layer_stacks(layers, is_linear).items():
-        at = jnp.array(places)[index] if places and name in MIXERS else index
+    partial_stacks = actor.architecture.partial_stacks
+    for name, stacked in layers.items():
+        if name in missing:
+            continue
+        at = index
+        if name in partial_stacks:
+            at = jnp.array(stack_places(partial_stacks[name]))[index]
         one[name] = jax.tree.map(lambda x, at=at: _take_layer(x, at, stages), stacked)
     return _to_decoding_form(actor, {"layer_0": one})["layer_0"], index + 1
 

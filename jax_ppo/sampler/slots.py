@@ -249,6 +249,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
     P = job.prompts.tokens.shape[1]
     N = job.samples
     B = job.width
+    heads, width = architecture.cache_heads
 
     def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
         return tuple(
@@ -258,8 +259,8 @@ def initial_state(job: DecodeJob) -> DecodeState:
                 job.model.decoding,
                 rows,
                 columns,
-                num_split_kv_heads(architecture.num_kv_heads),
-                architecture.head_dim,
+                num_split_kv_heads(heads),
+                width,
                 job.model.dtype,
             )
             for is_linear in architecture.layers_are_linear

@@ -121,7 +121,7 @@ def _attention_facts(
 ) -> dict[str, Any]:
     """Return what decides, besides platform and type, which attention programs can run."""
     return {
-        "head_dim": architecture.head_dim,
+        "head_dim": architecture.attended_width,
         "length": row_length // num_row_parts(),
         "softcap": architecture.attention_softcap,
         "sinks": architecture.attention_sinks,

@@ -18,6 +18,7 @@ from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
+from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.control import first_control, read_value_unit, resumed_control
@@ -333,7 +334,7 @@ def _role_shapes(role: RunRole, nets: Networks) -> Params:
         init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
     # No array, which the mesh of a machine that is only compiled for could not hold.
     shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(role.dtype)), shapes)
+    return jax.eval_shape(functools.partial(round_parameters, dtype=role.dtype), shapes)
 
 
 def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:

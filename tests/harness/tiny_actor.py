@@ -40,8 +40,8 @@ class Actor:
         stacked = jax.tree.map(
             lambda x: 5 * x if x.ndim > 1 else x, heads.init_params(self.scored, key, "lm")
         )
-        linear_layers = self.scored.architecture.linear_layers
-        return stacked, unroll_params(stacked, linear_layers=linear_layers)
+        partial_stacks = self.scored.architecture.partial_stacks
+        return stacked, unroll_params(stacked, partial_stacks=partial_stacks)
 
     def sample(self, prompts, seed=0, first=0, max_response_length=T, temperature=1.0, **options):
         """Return a Rollout of numpy arrays."""

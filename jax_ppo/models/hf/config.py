@@ -9,12 +9,14 @@ from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.fields import (
     MAX_LAYERS,
+    MAX_SIZE,
     Config,
     ConfigReader,
     require_divisor,
 )
 from jax_ppo.models.hf.json_files import quote_value
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
+from jax_ppo.models.rope import latent_scale
 
 # Beginnings of fields that describe media in the description of a decoder.
 MEDIA_FIELDS = ("vision_", "image_", "video_")
@@ -41,7 +43,10 @@ def from_hf_config(config: Config) -> Architecture:
     _refuse_unsupported(reader, kind, family)
     linear_layers = _read_linear_layers(reader, family, num_layers)
     sliding_window, local_layers = _read_windows(reader, family, num_layers)
-    rope = read_rope(reader, family, head_dim)
+    family_fields = _read_family_fields(reader, family)
+    rope = read_rope(reader, family, family_fields.get("rope_head_dim", head_dim))
+    if family.fixed.get("block") == "latent":
+        family_fields["attention_multiplier"] = latent_scale(head_dim, rope.scaling)
     architecture = Architecture(
         family=kind,
         vocab_size=vocab_size,
@@ -66,8 +71,8 @@ def from_hf_config(config: Config) -> Architecture:
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
-        **_read_mlp(reader, family, hidden_size),
-        **_read_family_fields(reader, family),
+        **_read_mlp(reader, family, hidden_size, num_layers),
+        **family_fields,
     )
     reader.refuse_unread()
     return architecture
@@ -119,6 +124,8 @@ def _read_family(config: Config) -> tuple[str, Family]:
 
 
 def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
+    if family.fixed.get("block") == "latent":
+        return _read_latent_head_dim(reader)
     head_dim = None
     if "head_dim" not in family.absent:
         head_dim = reader.optional_integer("head_dim", nullable="head_dim" in family.nullable)
@@ -132,6 +139,19 @@ def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_h
     return head_dim
 
 
+def _read_latent_head_dim(reader: ConfigReader) -> int:
+    """Return the width of keys of multi-head latent attention, which may stand there, too."""
+    rotated = reader.integer("qk_rope_head_dim")
+    width = reader.integer("qk_nope_head_dim") + rotated
+    if rotated % 2:
+        raise reader.error(f"qk_rope_head_dim {rotated} is not supported, only even numbers are")
+    # transformers computes these two, and writes them.
+    for name, computed in (("head_dim", rotated), ("qk_head_dim", width)):
+        if reader.optional_integer(name) not in (None, computed):
+            raise reader.error(f"{name} must be {computed}, as qk_rope_head_dim={rotated} makes it")
+    return width
+
+
 def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
     if name in family.absent:
@@ -140,6 +160,8 @@ def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> 
     if num_kv_heads is None:
         return num_heads
     require_divisor(name, num_kv_heads, "num_attention_heads", num_heads)
+    if family.fixed.get("block") == "latent" and num_kv_heads != num_heads:
+        raise reader.error(f"{name} must be num_attention_heads={num_heads}, it is {num_kv_heads}")
     return num_kv_heads
 
 
@@ -198,7 +220,9 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     return values
 
 
-def _read_mlp(reader: ConfigReader, family: Family, hidden_size: int) -> dict[str, Any]:
+def _read_mlp(
+    reader: ConfigReader, family: Family, hidden_size: int, num_layers: int
+) -> dict[str, Any]:
     """Return the fields of `Architecture` that describe the MLP and its experts."""
     width = _read_intermediate_size(reader, family, hidden_size)
     if not family.expert_fields:
@@ -210,12 +234,43 @@ def _read_mlp(reader: ConfigReader, family: Family, hidden_size: int) -> dict[st
     is_normalized = True
     if family.expert_weights_field:
         is_normalized = reader.boolean(family.expert_weights_field)
-    return {
+    values: dict[str, Any] = {
         "intermediate_size": reader.integer(family.expert_width),
         "num_experts": experts,
         "experts_per_token": per_token,
         "normalized_expert_weights": is_normalized,
     }
+    if name := family.shared_experts_field:
+        own_width = values["intermediate_size"]
+        values["shared_expert_size"] = own_width * reader.integer(
+            name, maximum=MAX_SIZE // own_width
+        )
+    if name := family.first_dense_field:
+        dense = reader.integer(name, minimum=0)
+        if dense >= num_layers:
+            raise reader.error(f"{name}={dense}: must be less than num_hidden_layers={num_layers}")
+        values["dense_size"] = width if dense else 0
+        if dense:
+            values["dense_layers"] = tuple(layer < dense for layer in range(num_layers))
+    return values | _read_router_groups(reader, family, experts, per_token)
+
+
+def _read_router_groups(
+    reader: ConfigReader, family: Family, experts: int, per_token: int
+) -> dict[str, Any]:
+    """Return the groups of experts that a token selects from, if it selects groups first."""
+    if not family.has_router_groups:
+        return {}
+    groups, selected = reader.integer("n_group"), reader.integer("topk_group")
+    require_divisor("n_group", groups, "the number of experts", experts)
+    size = experts // groups
+    # A group is valued by its best two experts.
+    if selected > groups or selected * size < per_token or size < 2:
+        raise reader.error(
+            f"n_group={groups} and topk_group={selected} do not fit {experts} experts: expected "
+            f"groups of two or more, and num_experts_per_tok={per_token} of them in topk_group"
+        )
+    return {"router_groups": groups, "groups_per_token": selected}
 
 
 def _read_num_experts(reader: ConfigReader, family: Family) -> int:
@@ -245,6 +300,11 @@ def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None
         raise reader.error(
             "use_bidirectional_attention is not supported: a decoder only attends to earlier tokens"
         )
+    for name, value in family.neutral.items():
+        if name in reader and reader.any_value(name) != value:
+            raise reader.error(
+                f"{name} {quote_value(reader.any_value(name))} is not supported, only {value!r} is"
+            )
     for name, reason in family.unsupported.items():
         if reader.optional_number(name) is not None:
             raise reader.error(f"{name} of model_type {kind!r} is not supported: {reason}")

@@ -59,6 +59,15 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         }
     if family.expert_weights_field:
         config[family.expert_weights_field] = a.normalized_expert_weights
+    if family.shared_experts_field:
+        config[family.shared_experts_field] = a.shared_expert_size // a.intermediate_size
+    if family.first_dense_field:
+        config[family.first_dense_field] = sum(a.dense_layers)
+        config["intermediate_size"] = a.dense_size or a.intermediate_size
+    if family.has_router_groups:
+        config |= {"n_group": a.router_groups, "topk_group": a.groups_per_token}
+    if a.latent_size:
+        config["qk_nope_head_dim"] = a.head_dim - a.rope_head_dim
     config |= _write_windows(a, family)
     if family.unrotated_period:
         # The field lists the layers that are rotated, in spite of its name.

@@ -50,6 +50,23 @@ _DELTA_EXPERTS = _DELTA_DEFAULTS | {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_LATENT_FIELDS = {
+    "kv_lora_rank": "latent_size",
+    "q_lora_rank": "query_latent_size",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+_LATENT_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT_NAMES = {
+    f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _EXPERT_NAMES
+}
 _GRANITE_FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "attention_multiplier": "attention_multiplier",
@@ -200,6 +217,40 @@ FAMILIES = {
             "mlp.down_proj": "feed_forward.w2",
             "mlp.up_proj": "feed_forward.w3",
         },
+    ),
+    "deepseek_v3": Family(
+        class_prefix="DeepseekV3",
+        absent=frozenset({"head_dim"}),
+        fixed={"block": "latent", "sigmoid_router": True, "shared_expert_gate": False},
+        # Fields of the first files, and what they say there.
+        neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        fields=_LATENT_FIELDS | {"routed_scaling_factor": "routed_scale"},
+        bias_fields=_ATTENTION_BIAS | {"rope_interleave": ("rope_interleaved",)},
+        defaults=_LATENT_DEFAULTS
+        | {
+            "num_key_value_heads": 128,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_interleave": True,
+            "max_position_embeddings": 4096,
+        },
+        integers=frozenset(_LATENT_FIELDS),
+        nullable=frozenset({"num_key_value_heads", "q_lora_rank"}),
+        expert_fields=("n_routed_experts", "num_local_experts"),
+        expert_width="moe_intermediate_size",
+        expert_weights_field="norm_topk_prob",
+        shared_experts_field="n_shared_experts",
+        first_dense_field="first_k_dense_replace",
+        has_router_groups=True,
+        expert_names_in_peft=_EXPERT_NAMES,
+        module_names=_SHARED_EXPERT_NAMES,
     ),
     "mistral": Family(
         class_prefix="Mistral",
@@ -544,6 +595,7 @@ _QWEN_2_VL = Multimodal(
 MULTIMODAL = {
     "gemma3": Multimodal(tied=True),
     "internvl": _LLAVA,
+    "kimi_k2": Multimodal({"kimi_k2": "deepseek_v3"}, is_text=True),
     "llava": _LLAVA,
     "llava_next": _LLAVA,
     "mistral3": dataclasses.replace(_LLAVA, tied=True),

@@ -23,6 +23,7 @@ class Family:
         names in the attributes below are the family's own.
       absent: fields of Llama that the family does not have.
       fixed: fields of `Architecture` that are the same in all models of the family.
+      neutral: further fields of config.json that must have this value, if any.
       fields: fields of config.json and the field of `Architecture` that each one sets, besides
         those that all families have.
       bias_fields: boolean fields of config.json, `False` by default, and the biases, or other
@@ -35,6 +36,11 @@ class Family:
       expert_width: field of the width of an expert.
       expert_weights_field: boolean field: whether the weights of a token's experts are divided by
         their sum; "": they always are.
+      shared_experts_field: number of experts' widths that every token passes through; "": there is
+        another field, or none.
+      first_dense_field: number of layers in front that have an MLP in place of experts, whose width
+        is `intermediate_size`; "": all have experts.
+      has_router_groups: whether tokens select groups of experts first.
       stacked_experts: whether a tensor of the checkpoint holds all experts of a layer.
       sliding_windows: which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
@@ -68,6 +74,7 @@ class Family:
         parameters.
       fused_projections: projections that the checkpoint stores as one tensor, and its name.
       fused_by_head: whether such a tensor holds all projections of one head, then of the next.
+      expert_names_in_peft: projections that PEFT takes for routed experts', wherever they are.
       input_first: whether kernels are stored [in, out] instead of [out, in].
       module_names: names of modules in the checkpoint that differ from Llama's, by Llama's name:
         {"self_attn.o_proj": "self_attn.dense"}.
@@ -82,6 +89,7 @@ class Family:
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,6 +98,9 @@ class Family:
     expert_fields: tuple[str, ...] = ()
     expert_width: str = "intermediate_size"
     expert_weights_field: str = ""
+    shared_experts_field: str = ""
+    first_dense_field: str = ""
+    has_router_groups: bool = False
     stacked_experts: bool = False
     sliding_windows: str = "none"
     window_period: int = 1
@@ -111,6 +122,7 @@ class Family:
     rope_length_outside: bool = False
     fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     fused_by_head: bool = False
+    expert_names_in_peft: tuple[str, ...] = ()
     input_first: bool = False
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -165,11 +177,13 @@ class Multimodal:
         these that computes the same.
       defaults: by that `model_type`, values of fields that are missing.
       tied: whether the output embedding is the input embedding unless config.json says so.
+      is_text: whether there is nothing but the decoder, under another `model_type`.
     """
 
     text_families: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tied: bool = False
+    is_text: bool = False
 
     def text_name(self, name: str) -> str:
         """Return a tensor's name in the decoder's own family; "" if it is left out."""

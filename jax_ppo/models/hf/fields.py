@@ -26,7 +26,8 @@ HARMLESS_FIELDS = frozenset(
     cache_implementation chunk_size_feed_forward dtype finetuning_task gradient_checkpointing
     hidden_act hidden_activation id2label initializer_range is_decoder is_llama_config label2id
     max_sequence_length max_window_layers model_max_length name_or_path num_labels
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    aux_loss_alpha ep_size mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    num_mtp_layers num_nextn_predict_layers seq_aux
     output_attentions output_hidden_states output_past output_router_logits prefix pretraining_tp
     problem_type return_dict router_aux_loss_coef router_jitter_noise sliding_window_pattern
     sliding_window_size task_specific_params tf_legacy_loss
@@ -208,6 +209,10 @@ class ConfigReader:
         if not isinstance(value, str):
             raise self._mismatch(name, "a string", value)
         return value
+
+    def any_value(self, name: str) -> Any:
+        """Return a field that is there, of whatever type."""
+        return self._get(name)
 
     def strings(self, name: str) -> list[str] | None:
         """Return a list of strings, or `None` if it is missing or null."""

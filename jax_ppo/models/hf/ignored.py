@@ -19,8 +19,11 @@ ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 # take part, and the attention score of the others.
 CAUSAL_MASKS = (".attn.bias", ".attention.bias")
 MASKED_SCORES = (".attn.masked_bias", ".attention.masked_bias")
-# Layers that predict further tokens than the next, from the hidden states of all others.
+# Layers that predict further tokens than the next, from the hidden states of all others: beginnings
+# of their names (Qwen3.5), and the end of a name that each of them has alone (DeepSeek-V3), whose
+# numbers follow those of the other layers.
 MULTI_TOKEN_HEADS = "mtp."
+MULTI_TOKEN_LAYER = ".eh_proj.weight"
 # Any score below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
 LARGEST_MASKED_SCORE = -9e3
 
@@ -58,6 +61,9 @@ def is_ignorable(
         embedding = tensor_table(architecture, head)["embed", "embedding"].name
         return architecture.tied and checkpoint.are_equal(name, embedding)
     if name == "score.weight" or name.startswith(MULTI_TOKEN_HEADS):
+        return True
+    layer = ".".join(name.split(".")[:3])
+    if f"{layer}{MULTI_TOKEN_LAYER}" in checkpoint.names():
         return True
     if name in SCORE_BIASES:
         return head != "reward" or not np.any(checkpoint.read(name))

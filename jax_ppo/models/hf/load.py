@@ -30,6 +30,7 @@ from jax_ppo.models.hf.files import (
 )
 from jax_ppo.models.hf.ignored import (
     MULTI_TOKEN_HEADS,
+    MULTI_TOKEN_LAYER,
     OUTPUT_EMBEDDINGS,
     SCORE_WEIGHTS,
     is_ignorable,
@@ -76,15 +77,15 @@ def describe_unread_parts(folder: str | Path) -> list[str]:
     kind = str(config.get("model_type"))
     text = text_config(config)
     lines = []
-    if kind in MULTIMODAL:
+    if kind in MULTIMODAL and not MULTIMODAL[kind].is_text:
         lines.append(
             f"{folder}: only the text part of {kind} is used, as {text['model_type']}; images are "
             "not read"
         )
     if text.get("mtp_num_hidden_layers") or _has_multi_token_heads(folder):
         lines.append(
-            f"{folder}: layers that predict further tokens than the next (mtp.*) are neither read "
-            "nor exported"
+            f"{folder}: layers that predict further tokens than the next are neither read nor "
+            "exported"
         )
     return lines
 
@@ -93,7 +94,10 @@ def _has_multi_token_heads(folder: str | Path) -> bool:
     if not has_weights(folder):
         return False
     with SafetensorsCheckpoint(folder) as checkpoint:
-        return any(name.startswith(MULTI_TOKEN_HEADS) for name in checkpoint.names())
+        return any(
+            name.startswith(MULTI_TOKEN_HEADS) or name.endswith(MULTI_TOKEN_LAYER)
+            for name in checkpoint.names()
+        )
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -280,7 +284,8 @@ def read_parameters(
     params = {}
     for path, row in rows.items():
         if path in rows_to_read:
-            params[path] = _read_parameter(checkpoint, row, dtype, places[path], count_tensors)
+            own = np.dtype(np.float32) if row.is_exact else dtype
+            params[path] = _read_parameter(checkpoint, row, own, places[path], count_tensors)
         else:
             params[path] = _zeros(row.full_shape, dtype, places[path])
     return traverse_util.unflatten_dict(params)

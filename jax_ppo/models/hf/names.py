@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jax_ppo.models.architecture import BLOCKS, Architecture
+from jax_ppo.models.architecture import BLOCKS, CORRECTION_BIAS, Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES
 from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
@@ -55,7 +55,7 @@ def tensor_table(
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a) | _attention(a)
+    rows |= _norms(a) | (_latent_attention(a) if a.latent_size else _attention(a))
     if a.linear_layers:
         rows |= _short_conv(a) if a.block == "convolution" else _delta_net(a)
     if a.num_experts:
@@ -64,8 +64,9 @@ def tensor_table(
         rows |= _mlp(a, "mlp", MLP, a.intermediate_size)
     if a.shared_expert_size:
         rows |= _shared_expert(a)
-    if a.linear_layers:
-        rows = {path: _of_some_layers(a, path, row) for path, row in rows.items()}
+    if a.dense_layers:
+        rows |= _mlp(a, "dense_mlp", MLP, a.dense_size)
+    rows = {path: _of_some_layers(a, path, row) for path, row in rows.items()}
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
@@ -205,6 +206,37 @@ def _attention(a: Architecture) -> TensorTable:
     return rows
 
 
+def _latent_attention(a: Architecture) -> TensorTable:
+    unrotated = a.head_dim - a.rope_head_dim
+    queries, width = "q_proj", a.hidden_size
+    rows: TensorTable = {}
+    parts = [("kv_a_proj_with_mqa", a.hidden_size, a.latent_size + a.rope_head_dim, a.qkv_bias)]
+    norms = [("kv_a_norm", "kv_a_layernorm", a.latent_size)]
+    if a.query_latent_size:
+        parts.append(("q_a_proj", a.hidden_size, a.query_latent_size, a.qkv_bias))
+        norms.append(("q_a_norm", "q_a_layernorm", a.query_latent_size))
+        queries, width = "q_b_proj", a.query_latent_size
+    parts += [
+        (queries, width, a.num_heads * a.head_dim, False),
+        ("kv_b_proj", a.latent_size, a.num_heads * (unrotated + a.value_head_dim), False),
+        ("o_proj", a.num_heads * a.value_head_dim, a.hidden_size, a.output_bias),
+    ]
+    for name, inputs, outputs, bias in parts:
+        rows |= _dense(
+            a,
+            path=("attention", name),
+            hf_name=f"{ATTENTION}.{name}",
+            inputs=inputs,
+            outputs=outputs,
+            bias=bias,
+        )
+    for name, hf_name, size in norms:
+        rows["layers", "attention", name, "scale"] = TensorMapping(
+            f"{_layer_name(a, f'{ATTENTION}.{hf_name}')}.weight", (size,), layers=a.num_layers
+        )
+    return rows
+
+
 def _short_conv(a: Architecture) -> TensorTable:
     D = a.hidden_size
     rows: TensorTable = {}
@@ -277,11 +309,10 @@ def _delta_net(a: Architecture) -> TensorTable:
 
 
 def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) -> TensorMapping:
-    """Return the entry of a parameter that, if it is a mixer's, only some layers have."""
-    if path[0] != "layers" or path[1] not in ("attention", "delta_net", "short_conv"):
+    """Return the entry of a parameter that perhaps only some layers have."""
+    if path[0] != "layers" or path[1] not in a.partial_stacks:
         return row
-    is_linear = path[1] != "attention"
-    numbers = tuple(i for i, linear in enumerate(a.linear_layers) if linear == is_linear)
+    numbers = tuple(i for i, is_owner in enumerate(a.partial_stacks[path[1]]) if is_owner)
     return dataclasses.replace(row, layers=len(numbers), layer_numbers=numbers)
 
 
@@ -300,7 +331,10 @@ def _mlp(a: Architecture, module: str, hf_module: str, width: int) -> TensorTabl
 
 
 def _shared_expert(a: Architecture) -> TensorTable:
-    gate = _dense(
+    rows = _mlp(a, "shared_expert", f"{MLP}.shared_expert", a.shared_expert_size)
+    if not a.shared_expert_gate:
+        return rows
+    return rows | _dense(
         a,
         path=("shared_expert", "shared_expert_gate"),
         hf_name=f"{MLP}.shared_expert_gate",
@@ -308,7 +342,6 @@ def _shared_expert(a: Architecture) -> TensorTable:
         outputs=1,
         bias=False,
     )
-    return gate | _mlp(a, "shared_expert", f"{MLP}.shared_expert", a.shared_expert_size)
 
 
 def _experts(a: Architecture, stacked: bool) -> TensorTable:
@@ -323,6 +356,13 @@ def _experts(a: Architecture, stacked: bool) -> TensorTable:
     if a.mlp_bias:
         rows["layers", "mlp", "router", "bias"] = TensorMapping(
             f"{_layer_name(a, f'{MLP}.gate')}.bias", (a.num_experts,), layers=a.num_layers
+        )
+    if a.sigmoid_router:
+        rows["layers", "mlp", CORRECTION_BIAS] = TensorMapping(
+            _layer_name(a, f"{MLP}.gate.e_score_correction_bias"),
+            (a.num_experts,),
+            layers=a.num_layers,
+            is_exact=True,
         )
     if stacked or FAMILIES[a.family].stacked_experts:
         return rows | _stacked_experts(a, has_halves=not FAMILIES[a.family].stacked_experts)

@@ -73,6 +73,14 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     """Return why PEFT's format cannot hold these adapters, or "" if it can."""
     fused_projections = FAMILIES[architecture.family].fused_projections
     fused = [name for names in fused_projections for name in names if name in lora.targets]
+    taken = [
+        name for name in FAMILIES[architecture.family].expert_names_in_peft if name in lora.targets
+    ]
+    if taken:
+        return (
+            f"PEFT takes {', '.join(taken)} of {architecture.family} for routed experts', which "
+            "have no adapters"
+        )
     if not fused:
         return ""
     return (

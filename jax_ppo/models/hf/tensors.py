@@ -46,6 +46,7 @@ class TensorMapping:
       transposed: whether the checkpoint stores the axes reversed, [out, in] where ours are
         [in, out].
       stacked: whether the first axis of the shape is that of experts, which is never reversed.
+      is_exact: whether it is float32 wherever others are rounded.
       layers: number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
       layer_numbers: the index of each of these layers among all layers of the model; (): they are
@@ -63,6 +64,7 @@ class TensorMapping:
     experts: int | None = None
     layer_numbers: tuple[int, ...] = ()
     stacked: bool = False
+    is_exact: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:

@@ -88,7 +88,8 @@ def write_weights(
     """
     code = EXPORT_DTYPES[dtype]
     itemsize = SAFETENSORS_DTYPES[code].itemsize
-    total_bytes = sum(math.prod(row.full_shape) for row in rows.values()) * itemsize
+    sizes = (math.prod(row.full_shape) * (4 if row.is_exact else itemsize) for row in rows.values())
+    total_bytes = sum(sizes)
     is_moved = work_directory.is_in_bucket(folder)
     if distributed.is_main() or is_moved:
         # Files that go to a bucket are on this disk one at a time.
@@ -113,7 +114,9 @@ def write_weights(
             collections.deque(contents, maxlen=0)  # only gathers
             continue
         header = {
-            tensor.name: (code, rows[tensor.paths[0]].hf_shape) for tensor in in_round[process]
+            tensor.name: ("F32" if row.is_exact else code, row.hf_shape)
+            for tensor in in_round[process]
+            if (row := rows[tensor.paths[0]])
         }
         path = folder / names[first + process]
         write_safetensors(path, header, contents)
@@ -152,7 +155,8 @@ def _gather_round(
         for writer, tensor in enumerate(tensors_by_process):
             if tensor is None:
                 continue
-            parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
+            own = "float32" if rows[tensor.paths[0]].is_exact else dtype
+            parts = [_gather(arrays[path], tensor, own) for path in tensor.paths]
             if writer == process:
                 for path, part in zip(tensor.paths, parts, strict=True):
                     values = rows[path].write(np.asarray(part), values)
