@@ -32,6 +32,7 @@ CLASS_PREFIXES = {
     "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next",
     "lfm2": "Lfm2",
+    "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",

@@ -112,6 +112,11 @@ DEEPSEEK_V3 = {
         "mscale_all_dim": 0.7,
     },
 }
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+}
 VARIANTS = {
     "llama": ("llama", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
@@ -163,6 +168,14 @@ VARIANTS = {
         "lfm2",
         {"full_attn_idxs": [0], "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
         | {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek_v2, without groups": (
+        "deepseek_v2",
+        DEEPSEEK_V2
+        | {"topk_method": "greedy", "n_group": None, "topk_group": None, "q_lora_rank": None}
+        | {"first_k_dense_replace": 0, "num_hidden_layers": 2, "attention_bias": True}
+        | {"rope_parameters": None, "num_key_value_heads": None, "num_experts_per_tok": 4},
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
     "deepseek_v3, in a loop": (
@@ -381,6 +394,7 @@ FURTHER_FORMS = (
     "mixtral, in a loop",
     "qwen3_5, as many key heads",
     "qwen3_5, in a loop",
+    "deepseek_v2, without groups",
     "deepseek_v3, in a loop",
     "qwen3_next, weights as they are",
     "lfm2, untied",
@@ -463,6 +477,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     # The default number of key and value heads of each family divides this number of heads.
     few |= {"num_attention_heads": 128, "hidden_size": 1024}
     few |= {"num_hidden_layers": 30, "model_type": family}
+    if family == "deepseek_v2":
+        few["num_experts_per_tok"] = 6  # transformers' default is null, and fails
     few = reference.fields(family, few)
     full = transformers.CONFIG_MAPPING[family](**few).to_dict()
     # Those belong to the tokenizer and must not be guessed.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_families import DEEPSEEK_V3
+from test_families import DEEPSEEK_V2, DEEPSEEK_V3
 
 import hf_reference as reference
 import tiny
@@ -381,7 +381,7 @@ def test_kimi_k2_is_deepseek_v3_of_other_sizes():
         ({"qk_nope_head_dim": 0}, "qk_nope_head_dim must be a whole number"),
         ({"head_dim": 8}, "head_dim must be 4, as qk_rope_head_dim=4"),
         ({"n_group": 4}, "n_group=4 must divide the number of experts=6"),
-        ({"topk_group": 1}, "num_experts_per_tok=3 of them in topk_group"),
+        ({"topk_group": 1}, "num_experts_per_tok=3 in topk_group of them"),
         ({"topk_group": 4}, "n_group=3 and topk_group=4 do not fit 6 experts"),
         ({"first_k_dense_replace": 3}, "first_k_dense_replace=3: must be less than"),
         ({"n_shared_experts": 0}, "n_shared_experts must be a whole number"),
@@ -392,6 +392,22 @@ def test_kimi_k2_is_deepseek_v3_of_other_sizes():
 )
 def test_configurations_are_refused_by_field(changes, message):
     fields = reference.SIZES | DEEPSEEK_V3 | {"model_type": "deepseek_v3"}
+    from_hf_config(fields)
+    with pytest.raises(UserError, match=message):
+        from_hf_config(fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported, only 'greedy' and"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True is not supported, only False is"),
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported, only 'softmax' is"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+    ],
+)
+def test_what_transformers_does_not_compute_of_deepseek_v2_is_refused(changes, message):
+    fields = reference.SIZES | DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
     from_hf_config(fields)
     with pytest.raises(UserError, match=message):
         from_hf_config(fields | changes)

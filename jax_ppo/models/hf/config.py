@@ -261,14 +261,27 @@ def _read_router_groups(
     """Return the groups of experts that a token selects from, if it selects groups first."""
     if not family.has_router_groups:
         return {}
+    # A group is valued by its best two experts, or by its best one.
+    least = 2
+    if not family.fixed.get("sigmoid_router"):
+        least = 1
+        method = reader.string("topk_method")
+        if method == "greedy":
+            for name in ("n_group", "topk_group"):
+                reader.any_value(name)
+            return {}
+        if method != "group_limited_greedy":
+            raise reader.error(
+                f"topk_method {quote_value(method)} is not supported, only 'greedy' and "
+                "'group_limited_greedy' are"
+            )
     groups, selected = reader.integer("n_group"), reader.integer("topk_group")
     require_divisor("n_group", groups, "the number of experts", experts)
     size = experts // groups
-    # A group is valued by its best two experts.
-    if selected > groups or selected * size < per_token or size < 2:
+    if selected > groups or selected * size < per_token or size < least:
         raise reader.error(
             f"n_group={groups} and topk_group={selected} do not fit {experts} experts: expected "
-            f"groups of two or more, and num_experts_per_tok={per_token} of them in topk_group"
+            f"groups of {least} or more, and num_experts_per_tok={per_token} in topk_group of them"
         )
     return {"router_groups": groups, "groups_per_token": selected}
 

@@ -66,6 +66,9 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         config["intermediate_size"] = a.dense_size or a.intermediate_size
     if family.has_router_groups:
         config |= {"n_group": a.router_groups, "topk_group": a.groups_per_token}
+        if "topk_method" in family.defaults:
+            methods = ("greedy", "group_limited_greedy")
+            config["topk_method"] = methods[a.router_groups > 1]
     if a.latent_size:
         config["qk_nope_head_dim"] = a.head_dim - a.rope_head_dim
     config |= _write_windows(a, family)

@@ -211,7 +211,7 @@ class ConfigReader:
         return value
 
     def any_value(self, name: str) -> Any:
-        """Return a field that is there, of whatever type."""
+        """Return a field of whatever type."""
         return self._get(name)
 
     def strings(self, name: str) -> list[str] | None:
