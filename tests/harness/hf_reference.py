@@ -35,6 +35,7 @@ CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "mistral": "Mistral",
+    "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "ministral": "Ministral",

@@ -190,6 +190,17 @@ VARIANTS = {
     ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40},
+    ),
+    "qwen2_moe, normalized": (
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": False}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen3_moe, weights as they are": (
         "qwen3_moe",
@@ -394,6 +405,7 @@ FURTHER_FORMS = (
     "mixtral, in a loop",
     "qwen3_5, as many key heads",
     "qwen3_5, in a loop",
+    "qwen2_moe, normalized",
     "deepseek_v2, without groups",
     "deepseek_v3, in a loop",
     "qwen3_next, weights as they are",

@@ -342,7 +342,9 @@ def _read_windows(
     if family.linear_word:
         return None, ()
     window = None
-    if family.sliding_windows != "none":
+    if family.sliding_windows == "refused":
+        reader.optional_integer("sliding_window", minimum=0)
+    elif family.sliding_windows != "none":
         window = reader.optional_integer("sliding_window")
     is_switched = family.sliding_windows in ("last", "switched")
     if is_switched and not reader.boolean("use_sliding_window"):

@@ -146,7 +146,7 @@ def _write_windows(a: Architecture, family: Family) -> Config:
         # transformers cannot make the masks of these families without a window, even if no layer
         # uses it.
         config["sliding_window"] = a.sliding_window or family.defaults["sliding_window"]
-    elif family.sliding_windows != "none":
+    elif family.sliding_windows not in ("none", "refused"):
         config["sliding_window"] = a.sliding_window
     if family.sliding_windows in ("last", "pattern", "listed"):
         config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]

@@ -42,7 +42,8 @@ class Family:
         is `intermediate_size`; "": all have experts.
       has_router_groups: whether tokens select groups of experts first.
       stacked_experts: whether a tensor of the checkpoint holds all experts of a layer.
-      sliding_windows: which layers have a sliding window. "none": no layer; "all": every layer, if
+      sliding_windows: which layers have a sliding window. "none": no layer; "refused":
+        no layer, but config.json may have a window that is not used; "all": every layer, if
         config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
         "last": the layers from `max_window_layers` on, if `use_sliding_window` is set; "pattern":
         all layers except every n-th; "listed": those in `layer_types`, or every layer. With the

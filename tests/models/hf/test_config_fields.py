@@ -61,6 +61,12 @@ MODELS = {
     "deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK,
     "mistral": {"sliding_window": 5},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "head_dim": 8},
     "phi3": {
