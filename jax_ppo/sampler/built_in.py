@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ from jax_ppo.runtime import compilation, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.continuation import Continuation, DrawStates
 from jax_ppo.sampler.decoding_weights import WeightPreparation
+from jax_ppo.sampler.drafts import DraftCompletion
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
 from jax_ppo.types import Params, Prompts, Rollout
+
+_Kind = TypeVar("_Kind", Sampler, Continuation, DraftCompletion)
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
@@ -58,8 +62,7 @@ class BuiltInEngine:
             lora=actor.lora,
         )
         self._prepare_weights = WeightPreparation(mesh, actor, params)
-        self._samplers: dict[SamplingOptions, Sampler] = {}
-        self._continuations: dict[SamplingOptions, Continuation] = {}
+        self._programs: dict[tuple[type, SamplingOptions], Any] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None
 
@@ -80,7 +83,7 @@ class BuiltInEngine:
         """Dispatch the decode loop and return its rollout. See `RolloutEngine.generate`."""
         if self._weights is None:
             raise RuntimeError("generate was called before update_weights")
-        return self._sampler(options)(self._weights, prompts, key, first_sample_index)
+        return self._program(Sampler, options)(self._weights, prompts, key, first_sample_index)
 
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
@@ -98,10 +101,28 @@ class BuiltInEngine:
         """
         if self._weights is None:
             raise RuntimeError("continue_responses was called before update_weights")
-        program = self._continuation(options).program
+        program = self._program(Continuation, options).program
         continued, draws = program(self._weights, rollout, draws, version)
         assert continued.slot_steps is not None
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
+
+    def complete_drafts(
+        self, drafts: Rollout, key: jax.Array, options: SamplingOptions
+    ) -> tuple[Rollout, jax.Array]:
+        """Dispatch `complete_drafts` with the weights of the last update.
+
+        Args:
+          drafts: what `generate` returned for the same key and options, with other weights.
+          key: the base key of this batch's random numbers.
+          options: how to sample.
+
+        Returns:
+          (what `generate` would return; int32 [B], the tokens of each that its draft had).
+        """
+        if self._weights is None:
+            raise RuntimeError("complete_drafts was called before update_weights")
+        drafts = dataclasses.replace(drafts, slot_steps=None)
+        return self._program(DraftCompletion, options).program(self._weights, drafts, key)
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
@@ -119,7 +140,7 @@ class BuiltInEngine:
         yield "prepare_weights"
         # Several programs if prompts are split: their rollouts are concatenated as in a call.
         parts = []
-        for function, arguments in self._sampler(options).programs(weights, prompts, key):
+        for function, arguments in self._program(Sampler, options).programs(weights, prompts, key):
             parts.append(compilation.compile_ahead(function, *arguments))
             yield "sample"
         if len(parts) == 1:
@@ -133,21 +154,25 @@ class BuiltInEngine:
         weights = self._prepare_weights.compile(params)
         yield "prepare_weights"
         version = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self._mesh))
-        program = self._continuation(options).program
+        program = self._program(Continuation, options).program
         continued, _ = compilation.compile_ahead(program, weights, rollout, draws, version)
         yield "sample"
         return dataclasses.replace(continued, slot_steps=None)
 
-    def _continuation(self, options: SamplingOptions) -> Continuation:
-        """Return the continuation of these options, the same one to every caller."""
-        with self._lock:
-            if options not in self._continuations:
-                self._continuations[options] = Continuation(self._model, options, split_rows)
-            return self._continuations[options]
+    def precompile_drafts(
+        self, params: Params, drafts: Rollout, key: jax.Array, options: SamplingOptions
+    ) -> Rollout:
+        """Compile `complete_drafts` for what `precompile` returned; return the rollout's shapes."""
+        weights = self._prepare_weights.compile(params)
+        drafts = dataclasses.replace(drafts, slot_steps=None)
+        program = self._program(DraftCompletion, options).program
+        rollout, _ = compilation.compile_ahead(program, weights, drafts, key)
+        return rollout
 
-    def _sampler(self, options: SamplingOptions) -> Sampler:
-        """Return the sampler of these options, the same one to every caller."""
+    def _program(self, kind: type[_Kind], options: SamplingOptions) -> _Kind:
+        """Return the program of this kind and these options, the same one to every caller."""
         with self._lock:
-            if options not in self._samplers:
-                self._samplers[options] = Sampler(self._model, options, split_rows)
-            return self._samplers[options]
+            if (kind, options) not in self._programs:
+                self._programs[kind, options] = kind(self._model, options, split_rows)
+            program: _Kind = self._programs[kind, options]
+            return program

@@ -9,7 +9,7 @@ decides which samples leave; shapes never change.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,13 +87,12 @@ def continue_responses(
       model: with `unrolled=True`.
       options: how to sample; `n` has no effect, since each sample has its own prompt here.
       params: as for `generate_responses`.
-      rollout: N responses so far, with versions.
+      rollout: N responses so far, with versions if weights may differ from call to call.
       draws: the states of their draws.
       version: int32, the step that began with these weights.
       any_shard: see `DecodeJob`.
     """
     assert options.stage_length is not None, "the options require it"
-    assert rollout.versions is not None
     assert options.environment is None and not options.returns_routed_experts
     options = dataclasses.replace(options, n=1)
     T = options.max_response_length
@@ -115,6 +114,9 @@ def continue_responses(
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]
     is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
+    versions = rollout.versions
+    if versions is not None:
+        versions = jnp.where(is_new_NxT, version, versions)
     continued = dataclasses.replace(
         rollout,
         responses=state.responses,
@@ -124,7 +126,7 @@ def continue_responses(
         truncated=jnp.where(has_ended(rollout), rollout.truncated, ~state.finished),
         action_mask=is_drawn_NxT,
         slot_steps=state.slot_steps[None],
-        versions=jnp.where(is_new_NxT, version, rollout.versions),
+        versions=versions,
     )
     return continued, DrawStates(draws.keys, state.stop_states, state.forbidden_states)
 
@@ -143,25 +145,48 @@ class Continuation:
         def resume(
             params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
         ) -> tuple[Rollout, DrawStates]:
-            generate = functools.partial(continue_responses, model, options)
-            count = len(rollout.lengths)
-            missing = num_padded_rows(count) - count
-            if not missing:
-                return split_rows(generate)(params, rollout, draws, version)
-
-            def pad(x: jax.Array) -> jax.Array:
-                return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), mode="edge")
-
-            # Padding has ended, so it is not decoded.
-            rollout, draws = jax.tree.map(pad, (rollout, draws))
-            is_sample = jnp.arange(count + missing) < count
-            rollout = dataclasses.replace(rollout, truncated=rollout.truncated & is_sample)
-            rollout, draws = split_rows(generate)(params, rollout, draws, version)
-            slot_steps = rollout.slot_steps
-            rollout, draws = jax.tree.map(
-                lambda x: drop_padded_rows(x, count),
-                (dataclasses.replace(rollout, slot_steps=None), draws),
-            )
-            return dataclasses.replace(rollout, slot_steps=slot_steps), draws
+            program = split_rows(functools.partial(continue_responses, model, options))
+            return run_on_rows(program, params, rollout, draws, version)
 
         self.program = jax.jit(resume)
+
+
+def run_on_rows(
+    program: Callable[..., tuple[Rollout, Any]],
+    params: Params,
+    rollout: Rollout,
+    per_sample: Any,
+    replicated: jax.Array,
+) -> tuple[Rollout, Any]:
+    """Run a program that `split_rows` made on responses, padded to a multiple of the devices.
+
+    Args:
+      program: called with the other arguments; returns N responses and further arrays [N, ...].
+      params: the actor's.
+      rollout: N responses.
+      per_sample: further arrays [N, ...].
+      replicated: an array that all devices have.
+    """
+    count = len(rollout.lengths)
+    missing = num_padded_rows(count) - count
+    if not missing:
+        return program(params, rollout, per_sample, replicated)
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+    # Padding has ended without a token, so it is not decoded.
+    rollout, per_sample = jax.tree.map(pad, (rollout, per_sample))
+    is_sample = jnp.arange(count + missing) < count
+    rollout = dataclasses.replace(
+        rollout,
+        truncated=rollout.truncated & is_sample,
+        lengths=jnp.where(is_sample, rollout.lengths, 0),
+    )
+    rollout, results = program(params, rollout, per_sample, replicated)
+    slot_steps = rollout.slot_steps
+    rollout, results = jax.tree.map(
+        lambda x: drop_padded_rows(x, count),
+        (dataclasses.replace(rollout, slot_steps=None), results),
+    )
+    return dataclasses.replace(rollout, slot_steps=slot_steps), results

@@ -16,12 +16,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models import heads
 from jax_ppo.models.cache import keep_states
 from jax_ppo.models.transformer import Transformer, TransformerOutput
-from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
-from jax_ppo.sampler import dialogues, routing, sampling, text_search
-from jax_ppo.sampler.constraints import constrain_logits
+from jax_ppo.sampler import dialogues, routing, sampling
+from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import (
     DecodeJob,
@@ -260,13 +258,16 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     assert decoded.cache is not None
     cache = decoded.cache
-    # Only one token per slot is run, so these are logits [B, V], never [B, T, V].
-    hidden_BxD = decoded.hidden[:, 0]
-    logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
-    uniforms_Bx2 = sampling.token_uniforms(job.keys_N[sample_B], slots.drawn)
     forbidden_B = state.forbidden_states[sample_B]
-    added_BxV = constrain_logits(options, logits_BxV.shape[1], slots.drawn, forbidden_B)
-    tokens_B, logprobs_B, kept_BxW = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
+    tokens_B, logprobs_B, kept_BxW = draw_next_tokens(
+        job.model.architecture,
+        options,
+        job.params,
+        decoded.hidden[:, 0],
+        job.keys_N[sample_B],
+        slots.drawn,
+        forbidden_B,
+    )
     # The sample that each slot writes to; N, past the end of the arrays, writes nothing.
     written_B = slots.sample
     if state.dialogues is not None:
@@ -279,15 +280,11 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         # A slot that waits will run its token again.
         cache = keep_states(cache, slots.cache, waits_B)
     # An EOS or a stop string finishes a response. The limit ends it without finishing it.
-    finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
-    stop_B = state.stop_states[sample_B]
-    if options.stop is not None:
-        stop_B = options.stop.advance(stop_B, tokens_B)
-        stop_B = jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
-        finishes_B |= stop_B == options.stop.found_state
-    if options.forbidden is not None:
-        forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
+    stop_B, forbidden_B = advance_searches(
+        options, state.stop_states[sample_B], forbidden_B, tokens_B, drawn_B
+    )
+    finishes_B = finishes_responses(options, tokens_B, stop_B)
     ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
     recorded = state._replace(
         slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
@@ -319,35 +316,3 @@ def _record_routing(
         return None
     routed_experts = decoded.auxiliary["routed_experts"]
     return routing.record_tokens(state.routing, routed_experts, state.slots.sample, positions_B)
-
-
-def _sample_tokens(
-    options: SamplingOptions,
-    logits_BxV: jax.Array,
-    uniforms_Bx2: jax.Array,
-    added_BxV: jax.Array | None,
-) -> sampling.Draws:
-    """Draw the next token of each row; logits stay split over devices."""
-
-    def sample(
-        logits_BxV: jax.Array,
-        uniforms_Bx2: jax.Array,
-        *added_BxV: jax.Array,
-        axis: str | None,
-    ) -> sampling.Draws:
-        return sampling.sample_tokens(
-            logits_BxV,
-            uniforms_Bx2,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            returns_kept=options.returns_kept_tokens,
-            shards=sampling.VocabularyShards(axis),
-            added_BxV=next(iter(added_BxV), None),
-        )
-
-    arrays = [logits_BxV, uniforms_Bx2]
-    if added_BxV is not None:
-        arrays.append(added_BxV)
-    return split_vocabulary(sample)(*arrays)

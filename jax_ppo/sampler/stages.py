@@ -78,7 +78,7 @@ def plan_next_stage(
         dataclasses.replace(first.options, n=1, slots=width),
         first.params,
         jax.tree.map(
-            lambda x: x[order_N], _append_responses(prompts, state.responses, start, drawn)
+            lambda x: x[order_N], append_responses(prompts, state.responses, start, drawn)
         ),
         first.keys_N[order_N],
         first.any_shard,
@@ -164,7 +164,7 @@ def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
     return (columns + count_bytes(tuple(states))) // int(mesh.shape["model"])
 
 
-def _append_responses(
+def append_responses(
     prompts: Prompts, responses_NxT: jax.Array, start: int | jax.Array, longest: int
 ) -> Prompts:
     """Return prompts [N, P + longest] that end with the first `start` tokens of the responses."""

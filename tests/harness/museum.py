@@ -117,7 +117,7 @@ END_OF_RESPONSE = [
         source="vllm#4180, textgen#5885: Llama 3 continues after <|eot_id|>",
         holds="generation stops at any EOS",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
-        where="decode_step",
+        where="finishes_responses",
         old="options.eos_ids",
         new="options.eos_ids[:1]",
     ),

@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ppo.errors import UserError
 from jax_ppo.sampler import constraints, sampling, text_search
+from jax_ppo.sampler.drawing import advance_searches, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
 
@@ -136,11 +137,6 @@ def _draw(
         added_BxV=added,
         min_p=options.min_p,
     )
-    ends_B = jnp.isin(draws.tokens, jnp.array(options.eos_ids, jnp.int32))
-    if options.forbidden is not None:
-        forbidden_B = options.forbidden.advance(forbidden_B, draws.tokens)
-    if options.stop is not None:
-        stop_B = options.stop.advance(stop_B, draws.tokens)
-        stop_B = jnp.where(drawn_B + 1 <= options.min_new_tokens, text_search.START, stop_B)
-        ends_B |= stop_B == options.stop.found_state
+    stop_B, forbidden_B = advance_searches(options, stop_B, forbidden_B, draws.tokens, drawn_B + 1)
+    ends_B = finishes_responses(options, draws.tokens, stop_B)
     return draws.tokens, draws.logprobs, ends_B, jnp.stack([stop_B, forbidden_B])

@@ -1,0 +1,197 @@
+"""Drafts: responses of older weights, of which the newest weights keep what they would draw.
+
+One forward pass computes the logits before each token of a draft, and the addressed random numbers
+draw from these what the newest weights would have drawn there. A draft is kept up to the first
+token that differs; from there the response continues (`continuation.py`). It is the response that
+the newest weights alone would have given, up to the rounding of logits, whatever the draft is.
+Speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) draws anew whether to accept a token:
+its responses have the same distribution, but differ from those without drafts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.transformer import Transformer, TransformerOutput
+from jax_ppo.sampler import sampling
+from jax_ppo.sampler.continuation import DrawStates, begin_draws, continue_responses, run_on_rows
+from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.slots import PREFILL_TOKENS
+from jax_ppo.sampler.stages import append_responses, stage_limits
+from jax_ppo.types import Params, Rollout
+
+
+def complete_drafts(
+    model: Transformer,
+    options: SamplingOptions,
+    params: Params,
+    drafts: Rollout,
+    indices_N: jax.Array,
+    key: jax.Array,
+    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+) -> tuple[Rollout, jax.Array]:
+    """Return the responses that `generate_responses` would return, from drafts of them. Pure.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample, as for the drafts; `n` has no effect, since each has its prompt here.
+      params: as for `generate_responses`.
+      drafts: N responses, at most `max_response_length` tokens each.
+      indices_N: int32, the samples' addresses for random numbers.
+      key: the base key of the step.
+      any_shard: see `DecodeJob`.
+
+    Returns:
+      (the responses; int32 [N], the tokens of each that its draft had).
+    """
+    draws = begin_draws(sampling.sample_keys(key, indices_N))
+    accepted, draws = accept_drafts(model, options, params, drafts, draws)
+    options = continuation_options(options, drafts.prompts.tokens.shape[1])
+    completed, _ = continue_responses(
+        model, options, params, accepted, draws, jnp.int32(0), any_shard
+    )
+    return completed, accepted.lengths
+
+
+def continuation_options(options: SamplingOptions, prompt_length: int) -> SamplingOptions:
+    """Return how drafts continue: at once to their ends, in the memory of the slots that drew them.
+
+    Args:
+      options: how the drafts were sampled.
+      prompt_length: P.
+    """
+    T = options.max_response_length
+    slots = options.slots
+    if slots is not None:
+        slots = max(1, slots * (prompt_length + stage_limits(options)[0]) // (prompt_length + T))
+    return dataclasses.replace(options, n=1, slots=slots, stage_length=T)
+
+
+def accept_drafts(
+    model: Transformer,
+    options: SamplingOptions,
+    params: Params,
+    drafts: Rollout,
+    draws: DrawStates,
+) -> tuple[Rollout, DrawStates]:
+    """Cut drafts before the first token that these weights would not draw there. Pure.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample.
+      params: as for `generate_responses`.
+      drafts: N responses.
+      draws: the states of their draws before the first token.
+
+    Returns:
+      (the drafts' first tokens, with log-probs under these weights; the states of the draws after
+      these). A draft of which all tokens are kept has ended if it had; the others have not.
+    """
+    T = options.max_response_length
+    N = len(drafts.lengths)
+    # The last token is drawn, but not read.
+    read = append_responses(
+        drafts.prompts, drafts.responses, jnp.maximum(drafts.lengths - 1, 0), T - 1
+    )
+
+    def advance(
+        states: tuple[jax.Array, jax.Array], drawn: tuple[jax.Array, jax.Array]
+    ) -> tuple[Any, Any]:
+        tokens_N, position = drawn
+        return advance_searches(options, *states, tokens_N, position + 1), states
+
+    # The states before each token.
+    _, states_TxN = jax.lax.scan(
+        advance,
+        (draws.stop_states, draws.forbidden_states),
+        (drafts.responses.T, jnp.arange(T)),
+    )
+    stop_NxT, forbidden_NxT = (x.T for x in states_TxN)
+    group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
+
+    def draw_group(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        tokens_GxS, lengths_G, prompt_lengths_G, keys_G, forbidden_GxT = rows
+        columns_GxS = jnp.broadcast_to(jnp.arange(tokens_GxS.shape[1]), tokens_GxS.shape)
+        is_token_GxS = (columns_GxS < lengths_G[:, None]).astype(jnp.int32)
+        output: TransformerOutput = model.apply(  # type: ignore[assignment]
+            {"params": params}, tokens_GxS, columns_GxS, is_token_GxS
+        )
+        before_GxT = jnp.maximum(prompt_lengths_G - 1, 0)[:, None] + jnp.arange(T)
+        hidden_GxTxD = jnp.take_along_axis(output.hidden, before_GxT[..., None], axis=1)
+        drawn_GxT = jnp.broadcast_to(jnp.arange(T), before_GxT.shape)
+        keys_GxT = jnp.broadcast_to(keys_G[:, None], (*before_GxT.shape, *keys_G.shape[1:]))
+
+        def draw(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            hidden, keys, drawn, forbidden = rows
+            keys = jax.random.wrap_key_data(keys)
+            draws = draw_next_tokens(
+                model.architecture, options, params, hidden, keys, drawn, forbidden
+            )
+            return draws.tokens, draws.logprobs
+
+        each = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[2:]),
+            (hidden_GxTxD, keys_GxT, drawn_GxT, forbidden_GxT),
+        )
+        # The logits of as many tokens as slots draw at once.
+        tokens, logprobs = _map_parts(draw, each, min(options.slots or N, N))
+        return tokens.reshape(before_GxT.shape), logprobs.reshape(before_GxT.shape)
+
+    rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys, forbidden_NxT)
+    tokens_NxT, logprobs_NxT = _map_parts(draw_group, rows, group)
+    is_drawn_NxT = jnp.arange(T) < drafts.lengths[:, None]
+    agrees_NxT = is_drawn_NxT & (tokens_NxT == drafts.responses)
+    accepted_N = jnp.cumprod(agrees_NxT, axis=1).sum(1, dtype=jnp.int32)
+    is_accepted_NxT = jnp.arange(T) < accepted_N[:, None]
+    accepted = dataclasses.replace(
+        drafts,
+        responses=jnp.where(is_accepted_NxT, drafts.responses, 0),
+        lengths=accepted_N,
+        logprobs=jnp.where(is_accepted_NxT, logprobs_NxT, 0.0),
+        truncated=drafts.truncated | (accepted_N < drafts.lengths),
+        action_mask=is_accepted_NxT,
+    )
+    next_Nx1 = jnp.minimum(accepted_N, T - 1)[:, None]
+    stop_N, forbidden_N = (
+        jnp.take_along_axis(x, next_Nx1, axis=1)[:, 0] for x in (stop_NxT, forbidden_NxT)
+    )
+    return accepted, DrawStates(draws.keys, stop_N, forbidden_N)
+
+
+def _map_parts(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
+    """Apply a function to `size` rows after the other; the last ones are padded with zeros.
+
+    It must return arrays with a row for each row of its argument.
+    """
+    count = len(jax.tree.leaves(rows)[0])
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -count % size), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, size, *x.shape[1:])
+
+    parts = jax.lax.map(function, jax.tree.map(split, rows))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], parts)
+
+
+class DraftCompletion:
+    """`complete_drafts`, compiled once for each number of samples and prompt width."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: SamplingOptions,
+        split_rows: Callable[[Callable], Callable] = lambda function: function,
+    ) -> None:
+        """Prepare the program; nothing is compiled yet. Takes the same arguments as `Sampler`."""
+
+        def complete(params: Params, drafts: Rollout, key: jax.Array) -> tuple[Rollout, jax.Array]:
+            indices_N = jnp.arange(len(drafts.lengths))
+            program = split_rows(functools.partial(complete_drafts, model, options))
+            return run_on_rows(program, params, drafts, indices_N, key)
+
+        self.program = jax.jit(complete)

@@ -1,0 +1,94 @@
+"""The draw of the next token of each response, and what the token means for the response."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
+from jax_ppo.sampler import sampling, text_search
+from jax_ppo.sampler.constraints import constrain_logits
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.types import Params
+
+
+def draw_next_tokens(
+    architecture: Architecture,
+    options: SamplingOptions,
+    params: Params,
+    hidden_BxD: jax.Array,
+    keys_B: jax.Array,
+    drawn_B: jax.Array,
+    forbidden_B: jax.Array,
+) -> sampling.Draws:
+    """Draw the next token of each response; logits stay split over devices.
+
+    Args:
+      architecture: the actor's.
+      options: how to sample.
+      params: the actor's.
+      hidden_BxD: hidden states of the tokens before.
+      keys_B: one random key per sample.
+      drawn_B: int32, tokens of each response so far.
+      forbidden_B: int32, the states of the search for forbidden strings.
+    """
+    # Only one token per row, so these are logits [B, V], never [B, T, V].
+    logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
+    arrays = [logits_BxV, sampling.token_uniforms(keys_B, drawn_B)]
+    added_BxV = constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
+    if added_BxV is not None:
+        arrays.append(added_BxV)
+
+    def sample(
+        logits_BxV: jax.Array,
+        uniforms_Bx2: jax.Array,
+        *added_BxV: jax.Array,
+        axis: str | None,
+    ) -> sampling.Draws:
+        return sampling.sample_tokens(
+            logits_BxV,
+            uniforms_Bx2,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            returns_kept=options.returns_kept_tokens,
+            shards=sampling.VocabularyShards(axis),
+            added_BxV=next(iter(added_BxV), None),
+        )
+
+    return split_vocabulary(sample)(*arrays)
+
+
+def advance_searches(
+    options: SamplingOptions,
+    stop_B: jax.Array,
+    forbidden_B: jax.Array,
+    tokens_B: jax.Array,
+    drawn_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the states of the searches for stop strings and forbidden ones after a token each.
+
+    Args:
+      options: how to sample.
+      stop_B: int32, the states of the search for stop strings before the token.
+      forbidden_B: int32, those of the search for forbidden strings.
+      tokens_B: int32, the tokens.
+      drawn_B: int32, scalar or [B], tokens of each response, these included.
+    """
+    if options.stop is not None:
+        stop_B = options.stop.advance(stop_B, tokens_B)
+        stop_B = jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
+    if options.forbidden is not None:
+        forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
+    return stop_B, forbidden_B
+
+
+def finishes_responses(
+    options: SamplingOptions, tokens_B: jax.Array, stop_B: jax.Array
+) -> jax.Array:
+    """Return which responses an EOS, or a stop string found by `stop_B`, finishes, bool [B]."""
+    finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
+    if options.stop is not None:
+        finishes_B |= stop_B == options.stop.found_state
+    return finishes_B
