@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, continue_responses, run_on_rows
-from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens
+from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.sampler.stages import append_responses, stage_limits
@@ -41,7 +41,7 @@ def complete_drafts(
       model: with `unrolled=True`.
       options: how to sample, as for the drafts; `n` has no effect, since each has its prompt here.
       params: as for `generate_responses`.
-      drafts: N responses, at most `max_response_length` tokens each.
+      drafts: N responses of 1 to `max_response_length` tokens.
       indices_N: int32, the samples' addresses for random numbers.
       key: the base key of the step.
       any_shard: see `DecodeJob`.
@@ -85,12 +85,12 @@ def accept_drafts(
       model: with `unrolled=True`.
       options: how to sample.
       params: as for `generate_responses`.
-      drafts: N responses.
+      drafts: N responses of at least one token.
       draws: the states of their draws before the first token.
 
     Returns:
       (the drafts' first tokens, with log-probs under these weights; the states of the draws after
-      these). A draft of which all tokens are kept has ended if it had; the others have not.
+      these).
     """
     T = options.max_response_length
     N = len(drafts.lengths)
@@ -103,15 +103,16 @@ def accept_drafts(
         states: tuple[jax.Array, jax.Array], drawn: tuple[jax.Array, jax.Array]
     ) -> tuple[Any, Any]:
         tokens_N, position = drawn
-        return advance_searches(options, *states, tokens_N, position + 1), states
+        after = advance_searches(options, *states, tokens_N, position + 1)
+        return after, (*states, finishes_responses(options, tokens_N, after[0]))
 
-    # The states before each token.
-    _, states_TxN = jax.lax.scan(
+    # The states before each token, and whether it finishes the response.
+    _, walk = jax.lax.scan(
         advance,
         (draws.stop_states, draws.forbidden_states),
         (drafts.responses.T, jnp.arange(T)),
     )
-    stop_NxT, forbidden_NxT = (x.T for x in states_TxN)
+    stop_NxT, forbidden_NxT, finishes_NxT = (x.T for x in walk)
     group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
 
     def draw_group(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -146,14 +147,20 @@ def accept_drafts(
     tokens_NxT, logprobs_NxT = _map_parts(draw_group, rows, group)
     is_drawn_NxT = jnp.arange(T) < drafts.lengths[:, None]
     agrees_NxT = is_drawn_NxT & (tokens_NxT == drafts.responses)
-    accepted_N = jnp.cumprod(agrees_NxT, axis=1).sum(1, dtype=jnp.int32)
-    is_accepted_NxT = jnp.arange(T) < accepted_N[:, None]
+    # All tokens before an accepted one are accepted, and none of them finishes the response.
+    goes_on_NxT = jnp.cumprod(agrees_NxT & ~finishes_NxT, axis=1).astype(bool)
+    is_accepted_NxT = (
+        agrees_NxT & jnp.pad(goes_on_NxT, ((0, 0), (1, 0)), constant_values=True)[:, :T]
+    )
+    accepted_N = is_accepted_NxT.sum(1, dtype=jnp.int32)
+    is_finished_N = (is_accepted_NxT & finishes_NxT).any(1)
     accepted = dataclasses.replace(
         drafts,
         responses=jnp.where(is_accepted_NxT, drafts.responses, 0),
         lengths=accepted_N,
         logprobs=jnp.where(is_accepted_NxT, logprobs_NxT, 0.0),
-        truncated=drafts.truncated | (accepted_N < drafts.lengths),
+        # Rows without a token are padding (`run_on_rows`), which does not continue.
+        truncated=~is_finished_N & (drafts.lengths > 0),
         action_mask=is_accepted_NxT,
     )
     next_Nx1 = jnp.minimum(accepted_N, T - 1)[:, None]
