@@ -152,10 +152,15 @@ STARTS_VLLM = Requirement(lambda c: c.rollout.engine == "vllm" and not c.rollout
     "config.rollout.url={config.rollout.url!r}")
 KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
     "`algorithm.kl_ctrl.type` is adaptive")
-HAS_IMPORTANCE_WEIGHTS = Requirement(lambda c: c.algorithm.rollout_is != "none",
-    "`algorithm.rollout_is` is token or sequence",
+HAS_IMPORTANCE_WEIGHTS = Requirement(
+    lambda c: c.algorithm.rollout_is != "none" or c.rollout.verify_drafts,
+    "`algorithm.rollout_is` is token or sequence, or `rollout.verify_drafts` is on",
     "the sampling weights are older than the weights that are trained; set "
-    "config.algorithm.rollout_is to 'token' or 'sequence'")
+    "config.algorithm.rollout_is to 'token' or 'sequence', or config.rollout.verify_drafts=True")
+SAMPLES_ONE_STEP_AHEAD = Requirement(lambda c: c.rollout.max_staleness == 1,
+    "`rollout.max_staleness` is 1",
+    "there are no drafts with config.rollout.max_staleness={config.rollout.max_staleness}; set it "
+    "to 1")
 HAS_REWARD_FUNCTION = Requirement(lambda c: bool(c.reward.function or c.reward.terms),
     "`reward.function` or `reward.terms` is set",
     "needs a config.reward.function that returns step_rewards")
@@ -904,6 +909,11 @@ class RolloutOptions(Sampling):
         "its prompts until enough are complete, and the others continue under newer weights for "
         "at most this many steps",
         unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
+    verify_drafts: bool = option(False,
+        "treat the responses that were sampled one step ahead as drafts: keep each up to the first "
+        "token that the newest weights would not draw, and continue it with these; the responses "
+        "are then those of max_staleness=0, up to rounding",
+        requires=(SAMPLES_ONE_STEP_AHEAD,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
         unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)

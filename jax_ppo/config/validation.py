@@ -92,7 +92,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
         _validate_external_engine(rollout)
     _validate_environment(rollout.multi_turn, data.cache_dir)
     _validate_comparisons(config.algorithm, config.reward, rollout)
-    if rollout.max_staleness > 1:
+    if rollout.max_staleness > 1 or rollout.verify_drafts:
         _require_responses_that_continue(value_of)
     samples = data.train_batch_size * config.responses_per_prompt
     _validate_rewards(
@@ -461,10 +461,18 @@ def _validate_comparisons(algorithm: Algorithm, reward: Reward, rollout: Rollout
 def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     """Validate the options, by name, of responses that continue from step to step."""
     setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
+    remedy = "config.rollout.max_staleness to 0 or 1"
     length = value_of("rollout.stage_length")
     longest = value_of("data.max_response_length")
     assert isinstance(longest, int)
-    if not isinstance(length, int) or length >= longest:
+    if value_of("rollout.verify_drafts"):
+        setting, remedy = "config.rollout.verify_drafts=True", "config.rollout.verify_drafts=False"
+        if longest == 1:
+            raise UserError(
+                f"{setting}: expected config.data.max_response_length of at least 2, got 1: a "
+                "draft of one token is as much work to verify as to sample"
+            )
+    elif not isinstance(length, int) or length >= longest:
         raise UserError(
             f"config.rollout.stage_length={length}: expected the tokens that are drawn at a time "
             f"with {setting}, fewer than config.data.max_response_length={longest}, such as "
@@ -481,8 +489,7 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     _require_values(
         value_of,
         expected,
-        f"{setting}, whose responses continue from step to step; or set "
-        "config.rollout.max_staleness to 0 or 1",
+        f"{setting}, whose responses continue from step to step; or set {remedy}",
     )
 
 

@@ -224,11 +224,7 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
             rollout_mesh, nets.actor, policy_params(nets, state)
         ),
         caches=queue_cache_shapes(
-            config.data,
-            nets.actor,
-            rollout_mesh,
-            programs.sampling,
-            continues=config.rollout.max_staleness > 1,
+            config.data, config.rollout, nets.actor, rollout_mesh, programs.sampling
         ),
         # Forbidden strings are found with a tokenizer, which a plan does not have.
         constrains_logits=bool(config.rollout.bad_words) or constrains_logits(programs.sampling),

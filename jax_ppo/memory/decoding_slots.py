@@ -9,13 +9,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Data
+from jax_ppo.config.schema import Data, RolloutOptions
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
+from jax_ppo.sampler.drafts import continuation_options
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
@@ -43,8 +44,7 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
     least = run.measure()
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
     prompts = config.data.train_batch_size
-    continues = config.rollout.max_staleness > 1
-    if continues:
+    if config.rollout.max_staleness > 1:
         prompts *= BATCHES_IN_POOL
     queue = meshes.rows_per_shard(rollout_mesh, prompts) * config.rollout.n
     # The previous step's record stays until that step is reported.
@@ -53,7 +53,7 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
 
     def slot_bytes(slots: int) -> int:
         options = dataclasses.replace(sampling, slots=slots)
-        return _slot_bytes(config.data, actor, rollout_mesh, options, continues)
+        return _slot_bytes(config.data, config.rollout, actor, rollout_mesh, options)
 
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)
@@ -70,42 +70,48 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
 
 def queue_cache_shapes(
     data: Data,
+    rollout: RolloutOptions,
     actor: Transformer,
     rollout_mesh: Mesh,
     sampling: SamplingOptions,
-    continues: bool = False,
-) -> Any:
+) -> list[Any]:
     """Return the shapes of the caches of one queue of prompts, for each stage.
 
-    With `continues`, responses continue from step to step (`rollout.max_staleness` above 1).
+    The continuation of drafts counts as one, and that of a pool's responses is the only one.
     """
     count, width = data.train_batch_size, data.max_prompt_length
-    if continues:
+    queues = [] if rollout.max_staleness > 1 else [(count, width, sampling)]
+    if rollout.max_staleness > 1 or rollout.verify_drafts:
         # Each sample has its own prompt, of all tokens of prompt and response but the last.
-        count *= BATCHES_IN_POOL * sampling.n
-        width += data.max_response_length - 1
-        sampling = dataclasses.replace(sampling, n=1, stage_length=None, max_response_length=1)
-    count = meshes.rows_per_shard(rollout_mesh, count)
-    prompts = Prompts(
-        tokens=jax.ShapeDtypeStruct((count, width), jnp.int32),
-        lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
-    )
+        batches = BATCHES_IN_POOL if rollout.max_staleness > 1 else 1
+        continued = continuation_options(sampling, width) if rollout.verify_drafts else sampling
+        continued = dataclasses.replace(continued, n=1, stage_length=None, max_response_length=1)
+        longest = width + data.max_response_length - 1
+        queues.append((count * batches * sampling.n, longest, continued))
     model = actor.clone(unrolled=True, remat=False)
-    # Key-value heads are copied until the mesh in context can split them.
-    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
-        return cache_shapes(model, sampling, prompts)
+    stages = []
+    for count, width, options in queues:
+        rows = meshes.rows_per_shard(rollout_mesh, count)
+        prompts = Prompts(
+            tokens=jax.ShapeDtypeStruct((rows, width), jnp.int32),
+            lengths=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
+        # Key-value heads are copied until the mesh in context can split them.
+        with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+            stages += cache_shapes(model, options, prompts)
+    return stages
 
 
 def _slot_bytes(
     data: Data,
+    rollout: RolloutOptions,
     actor: Transformer,
     rollout_mesh: Mesh,
     sampling: SamplingOptions,
-    continues: bool,
 ) -> int:
     """Return the bytes per device of the cache and the logits of one queue's slots."""
     assert sampling.slots is not None
-    stages = queue_cache_shapes(data, actor, rollout_mesh, sampling, continues)
+    stages = queue_cache_shapes(data, rollout, actor, rollout_mesh, sampling)
     cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
     # Drawing a token sorts or masks a second copy of the float32 logits.
     arrays = 2

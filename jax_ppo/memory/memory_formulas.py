@@ -78,6 +78,7 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     least = step.least
     fetched = fetched_by_phase(step.programs.options, step.state).get(name, Fetched())
     program = find_step_program(name)
+    decodes = program.kind in ("sampling", "verification")
     gradients = 0
     if program.kind == "update":
         gradients = bytes_per_device(step.role(program.role).trained)
@@ -86,8 +87,8 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
         optimizer=least.optimizer + fetched.optimizer,
         frozen=least.frozen + fetched.frozen,
         gradients=gradients,
-        decoding_copy=least.decoding if program.kind in ("resharding", "sampling") else 0,
-        cache=step.cache_bytes if program.kind == "sampling" else 0,
+        decoding_copy=least.decoding if decodes or program.kind == "resharding" else 0,
+        cache=step.cache_bytes if decodes else 0,
         process=PROCESS_BYTES if is_one_cpu() else 0,
     )
 
@@ -142,6 +143,10 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _resharding_temporaries(step)
         case "sampling":
             return _sampling_temporaries(step)
+        case "verification":
+            # Each sample has its own prompt, with all of its draft but the last token.
+            longest = step.programs.sampling.max_response_length
+            return _sampling_temporaries(step, appended=longest - 1)
         case "forward pass":
             rows, _ = step.packed.read_by(program.role)
             return _scoring_temporaries(step, step.role(program.role), rows)
@@ -186,15 +191,19 @@ def _resharding_temporaries(step: AbstractStep) -> int:
     return 3 * table
 
 
-def _sampling_temporaries(step: AbstractStep) -> int:
-    """Return the bytes of a prefill and of the logits of all slots."""
+def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
+    """Return the bytes of a prefill and of the logits of all slots.
+
+    With `appended` tokens of its response to each prompt, the samples share no prompts.
+    """
     role = step.role("actor")
     architecture = role.architecture
     mesh = step.rollout_mesh
     assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
     parts = mesh.shape["model"]
-    prompt = step.prompts.tokens.shape[1]
-    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // step.programs.sampling.n))
+    prompt = step.prompts.tokens.shape[1] + appended
+    rows = step.queue if appended else step.queue // step.programs.sampling.n
+    prompts = max(1, min(PREFILL_TOKENS // prompt, rows))
     scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
     prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)

@@ -24,6 +24,7 @@ from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import PeakRates, bytes_per_device
 from jax_ppo.runtime.parallelism import pipeline
+from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.sampler.stages import stage_limits
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import ModelRole, find_role
@@ -183,6 +184,8 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             return _prepare_weights(step)
         case "sampling":
             return _sample(step) * (passes / step.programs.sampling.n)
+        case "verification":
+            return _verify(step)
         case "forward pass":
             return _score(step, program.role) * passes
         case "elementwise":
@@ -269,6 +272,24 @@ def _sample(step: AbstractStep) -> PhaseWork:
         )
         start = limit
     return total
+
+
+def _verify(step: AbstractStep) -> PhaseWork:
+    """Return the work of a pass over all drafts, of which each is accepted."""
+    role = step.role("actor")
+    architecture = step.programs.nets.actor.architecture
+    longest = step.programs.sampling.max_response_length
+    lengths = np.full(step.programs.samples, step.prompts.tokens.shape[1] + longest - 1)
+    tokens = float(lengths.sum()) / meshes.row_shards(step.rollout_mesh)
+    flops = count_forward_flops(architecture, lengths, step.programs.samples * longest)
+    exchanged = exchanged_bytes(architecture, tokens, role.itemsize, step.rollout_mesh)
+    return PhaseWork(
+        flops=flops / step.programs.mesh.size,
+        # Each group of drafts reads all weights.
+        memory_bytes=bytes_per_device(step.decoding_weights) * -(-tokens // PREFILL_TOKENS),
+        link_bytes=exchanged
+        + _tensor_parallel_bytes(role, tokens, step.rollout_mesh.shape["model"]),
+    )
 
 
 def _score(step: AbstractStep, name: str) -> PhaseWork:
@@ -445,7 +466,7 @@ def count_step_flops(
     lengths: np.ndarray,
     whole_prompts: dict[str, np.ndarray] | None = None,
 ) -> float:
-    """Return the FLOPs that sampling, forward passes and update of a step need.
+    """Return the FLOPs that sampling, verifying drafts, forward passes and update of a step need.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
     responses; in the other phases as often as rows hold it. All of `ppo_epochs` count, even if
@@ -464,6 +485,8 @@ def count_step_flops(
     flops = policy_pass
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
+    if options.verify_drafts and step:
+        flops += policy_pass
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
     def role_passes(role: ModelRole, passes: int, rows: str) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
-from jax_ppo.ppo.response_sampling import take_rows
+from jax_ppo.ppo.response_sampling import newest_weights, take_rows
 from jax_ppo.ppo.step_parts import (
     ResponsePool,
     SampledBatch,
@@ -32,7 +32,6 @@ from jax_ppo.ppo.step_parts import (
 )
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -99,21 +98,15 @@ def sample_partial_batch(
       observer: follows what the host does.
       pool: what the previous step left; `None` fills a new one.
     """
-    options, engine = parts.step_options, parts.engine
-    assert isinstance(engine, BuiltInEngine), "the options require it"
+    options = parts.step_options
     n, count = options.sampled_per_prompt, options.prompts_per_step
     pool = _fill(parts, pool, batches, step)
-    params = parts.policy_params(state)
-    if jax.default_backend() != "tpu":
-        with observer.phase("update"):
-            jax.block_until_ready(params)
     version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
     rollout, draws = pool.rollout, pool.draws
     drawn_before = placement.to_host(rollout.lengths).sum()
     slot_steps = 0
-    with observer.phase("rollout"):
-        engine.update_weights(params)
-        del params  # as in `sample_batch`
+    with newest_weights(parts, state, observer) as engine:
+        assert isinstance(engine, BuiltInEngine), "the options require it"
         while True:
             rollout, draws, taken = engine.continue_responses(
                 rollout, draws, version, parts.sampling
@@ -123,9 +116,6 @@ def sample_partial_batch(
             choice = choose_prompts(ended, pool.batches, step, count, options.max_staleness)
             if choice.enough:
                 break
-    engine.release_weights()  # the update needs the memory
-    observer.flush()
-    release_freed_memory(state)  # of the update before
     drawn = placement.to_host(rollout.lengths).sum() - drawn_before
     left = pool.prompts.copy()
     left[choice.places] = EMPTY

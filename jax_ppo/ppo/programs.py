@@ -20,6 +20,7 @@ from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, policy_params
@@ -85,7 +86,7 @@ class StepShapes:
 
 
 # What a program does, which decides the formulas for its memory and its work.
-Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
+Kind = Literal["resharding", "sampling", "verification", "forward pass", "elementwise", "update"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +145,12 @@ def compile_programs(
         params = policy_params(step.nets, state)
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
+        if step.options.verify_drafts:
+            assert isinstance(step.engine, BuiltInEngine), "the options require it"
+            shapes.rollout = step.engine.precompile_drafts(
+                params, shapes.rollout, key, step.sampling
+            )
+            yield "verify"
         if step.options.needs_greedy:
             greedy = greedy_sampling(step.sampling)
             for name in step.engine.precompile(params, prompts, key, greedy):
@@ -271,6 +278,14 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="sampling",
         role="actor",
         passes=lambda options, nets: int(options.needs_greedy),
+        compile=None,
+    ),
+    StepProgram(
+        name="verify",
+        label="verifying drafts",
+        kind="verification",
+        role="actor",
+        passes=lambda options, nets: int(options.verify_drafts and not options.reads_responses),
         compile=None,
     ),
     StepProgram(

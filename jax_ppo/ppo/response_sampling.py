@@ -8,8 +8,10 @@ A step draws batches of prompts until it has enough of them. What it selects alw
 shapes, so that no number of draws compiles anything.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,8 @@ from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, Traini
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
-from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
@@ -56,6 +59,27 @@ def sample_batch(
       draw: which of the step's batches, from 0.
     """
     batch = next(batches)
+    with newest_weights(parts, state, observer) as engine:
+        rollout = engine.generate(
+            parts.place_prompts(batch.prompts),
+            parts.sample_keys(training_stream(draw), step),
+            parts.sampling,
+        )
+        greedy = None
+        if parts.step_options.needs_greedy:
+            greedy = engine.generate(
+                parts.place_prompts(batch.prompts),
+                parts.sample_keys(training_stream(draw), step),  # draws nothing
+                greedy_sampling(parts.sampling),
+            )
+    return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
+
+
+@contextlib.contextmanager
+def newest_weights(
+    parts: StepParts, state: TrainState, observer: StepObserver
+) -> Iterator[RolloutEngine]:
+    """Return a context whose time counts for the rollout, with an engine that has the weights."""
     params = parts.policy_params(state)
     # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
     # actor's update and then for the samples.
@@ -65,22 +89,29 @@ def sample_batch(
     with observer.phase("rollout"):
         parts.engine.update_weights(params)
         del params  # with `actor.param_offload` a copy that only the engine reads
-        rollout = parts.engine.generate(
-            parts.place_prompts(batch.prompts),
-            parts.sample_keys(training_stream(draw), step),
-            parts.sampling,
-        )
-        greedy = None
-        if parts.step_options.needs_greedy:
-            greedy = parts.engine.generate(
-                parts.place_prompts(batch.prompts),
-                parts.sample_keys(training_stream(draw), step),  # draws nothing
-                greedy_sampling(parts.sampling),
-            )
+        yield parts.engine
     parts.engine.release_weights()  # the update needs the memory
     observer.flush()
     release_freed_memory(state)  # of the update before
-    return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
+
+
+def complete_drafted_batch(
+    parts: StepParts, state: TrainState, drafted: SampledBatch, step: int, observer: StepObserver
+) -> SampledBatch:
+    """Return what `sample_batch` would return, from drafts of the step's responses.
+
+    Args:
+      parts: what the step computes with.
+      state: holds the policy.
+      drafted: what the previous step sampled ahead.
+      step: the step, from 0.
+      observer: follows what the host does.
+    """
+    with newest_weights(parts, state, observer) as engine:
+        assert isinstance(engine, BuiltInEngine), "the options require it"
+        key = parts.sample_keys(training_stream(0), step)
+        rollout, accepted = engine.complete_drafts(drafted.rollout, key, parts.sampling)
+    return drafted._replace(rollout=rollout, accepted=accepted, weights_step=step)
 
 
 def greedy_sampling(sampling: SamplingOptions) -> SamplingOptions:

@@ -17,6 +17,7 @@ from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
 from jax_ppo.ppo.partial_rollouts import sample_partial_batch
 from jax_ppo.ppo.response_sampling import (
+    complete_drafted_batch,
     observe_solve_rates,
     sample_batch,
     sample_selected_batch,
@@ -90,6 +91,9 @@ def take_step(
         sampled = sample_partial_batch(parts, state, batches, step, observer, sampled)
     elif sampled is None:
         sampled = sample_responses(parts, state, batches, step, observer)
+    elif options.verify_drafts:
+        assert isinstance(sampled, SampledBatch), "nothing continues from step to step"
+        sampled = complete_drafted_batch(parts, state, sampled, step, observer)
     assert isinstance(sampled, SampledBatch)
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
@@ -100,8 +104,8 @@ def take_step(
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # Sample the next step with the weights from before this step's update. The options rule out
-    # that rewards select the samples of such a run.
+    # Sample the next step, or drafts for it, with the weights from before this step's update. The
+    # options rule out that rewards select the samples of such a run.
     next_sampled: SampledBatch | ResponsePool | None = sampled.pool
     if options.max_staleness == 1 and step + 1 < parts.total_steps:
         ahead = sample_batch(parts, state, batches, step + 1, observer)

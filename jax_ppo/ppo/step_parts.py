@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -46,6 +47,7 @@ class StepOptions:
       filter_groups: the section of the config.
       keep_by: `rollout.keep_by`.
       max_staleness: `rollout.max_staleness`.
+      verify_drafts: `rollout.verify_drafts`.
       score_position: `reward.score_position`.
       needs_greedy: the advantage estimator compares with a greedy response to each prompt.
       has_step_rewards: rewards are also earned within responses.
@@ -66,6 +68,7 @@ class StepOptions:
     filter_groups: FilterGroups
     keep_by: str
     max_staleness: int
+    verify_drafts: bool
     score_position: str
     needs_greedy: bool
     has_step_rewards: bool
@@ -89,6 +92,7 @@ class StepOptions:
             filter_groups=config.algorithm.filter_groups,
             keep_by=config.rollout.keep_by,
             max_staleness=config.rollout.max_staleness,
+            verify_drafts=config.rollout.verify_drafts,
             score_position=config.reward.score_position,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
@@ -189,6 +193,7 @@ class SampledBatch(NamedTuple):
       weights_step: the step that began with the weights that sampled the responses; `None` if these
         are given, or if `rollout.versions` says it.
       pool: what the next step continues, if responses continue from step to step.
+      accepted: int32 [B], the tokens of each response that its draft had; `None` without drafts.
     """
 
     batch: PromptBatch
@@ -200,3 +205,4 @@ class SampledBatch(NamedTuple):
     greedy: Rollout | None = None
     weights_step: int | None = None
     pool: ResponsePool | None = None
+    accepted: jax.Array | None = None

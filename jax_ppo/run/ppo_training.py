@@ -227,6 +227,7 @@ def report_step(
         staleness["rollout/staleness"] = step - sampled.weights_step
     sampling_metrics = measure_sampling(
         sampled.rollout,
+        sampled.accepted,
         rule_rewards.correct,
         result.rewards,
         rule_rewards.steps,

@@ -14,6 +14,7 @@ _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
 @functools.partial(jax.jit, static_argnames=("responses_per_prompt",))
 def measure_sampling(
     rollout: Rollout,
+    accepted_B: jax.Array | None,
     correct_B: jax.Array,
     rewards_B: jax.Array,
     steps_BxT: jax.Array | None,
@@ -28,6 +29,7 @@ def measure_sampling(
     - the shares of correct answers (NaN if the rules do not define correctness), of truncated
       responses, and of the most common response;
     - the share of slot-steps that drew a token, if the engine counts them;
+    - with drafts, the shares of tokens and of whole responses that were accepted from them;
     - with an environment, the turns of a response, the share of tokens that are observations, and
       what the turns earned;
     - with responses that continue from step to step, by how many updates the weights that drew a
@@ -35,8 +37,9 @@ def measure_sampling(
     - with several responses per prompt, the shares of responses that repeat another one to the same
       prompt, and of prompts whose responses all earned the same.
 
-    Responses to a prompt are adjacent. `correct_B` is NaN where correctness is undefined;
-    `rewards_B` are those of whole responses, `steps_BxT` those within them, if there are any.
+    Responses to a prompt are adjacent. `accepted_B` is `SampledBatch.accepted`; `correct_B` is NaN
+    where correctness is undefined; `rewards_B` are those of whole responses, `steps_BxT` those
+    within them, if there are any.
     """
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
@@ -48,7 +51,15 @@ def measure_sampling(
         "rollout/most_common": copies_B.max() / len(copies_B),
     }
     if rollout.slot_steps is not None:
-        metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
+        slot_steps = rollout.slot_steps.sum()
+        drawn = rollout.action_mask.sum()
+        if accepted_B is not None:
+            drawn -= accepted_B.sum()
+        # No slot is idle if none is needed.
+        metrics["rollout/slot_use"] = jnp.where(slot_steps > 0, drawn / slot_steps, 1.0)
+    if accepted_B is not None:
+        metrics["rollout/accepted_share"] = accepted_B.sum() / rollout.lengths.sum()
+        metrics["rollout/accepted_drafts"] = (accepted_B == rollout.lengths).mean(dtype=jnp.float32)
     if rollout.turn_rewards is not None:
         metrics |= _measure_turns(rollout, rollout.turn_rewards)
     if rollout.versions is not None:
