@@ -227,12 +227,12 @@ def report_step(
         staleness["rollout/staleness"] = step - sampled.weights_step
     sampling_metrics = measure_sampling(
         sampled.rollout,
-        sampled.accepted,
         rule_rewards.correct,
         result.rewards,
         rule_rewards.steps,
         responses_per_prompt=run.config.responses_per_prompt,
         step=step,
+        accepted_B=sampled.accepted,
     )
     reporter.report_later(
         step,

@@ -14,13 +14,13 @@ _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
 @functools.partial(jax.jit, static_argnames=("responses_per_prompt",))
 def measure_sampling(
     rollout: Rollout,
-    accepted_B: jax.Array | None,
     correct_B: jax.Array,
     rewards_B: jax.Array,
     steps_BxT: jax.Array | None,
     *,
     responses_per_prompt: int,
     step: int,
+    accepted_B: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return metrics of the sampled responses, scalars on the mesh.
 

@@ -633,6 +633,41 @@ def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         assert float(row["actor/first_log_ratio"]) < 1e-5
 
 
+DRAFTED = "--config.rollout.max_staleness=1", "--config.rollout.verify_drafts=True"
+DRAFTS_ALONE = ("rollout/accepted_share", "rollout/accepted_drafts", "rollout/staleness")
+
+
+@pytest.mark.slow
+def test_a_run_from_drafts_is_the_run_without_and_is_resumed_bit_equal(files, tmp_path):
+    """Only the sampler's log-probs may differ, by the rounding of another program."""
+    options = (
+        "--config.rollout.reuse_logprobs=never",
+        "--config.trainer.save_freq=4",
+        "--config.trainer.total_training_steps=12",
+    )
+    run(files, tmp_path / "direct", *options)
+    run(files, tmp_path / "drafted", *options, *DRAFTED)
+    direct, drafted = (read_hashes(tmp_path / name) for name in ("direct", "drafted"))
+    assert list(direct) == list(drafted) == list(range(1, 13))
+    for step, entry in direct.items():
+        ours, theirs = entry["hashes"], drafted[step]["hashes"]
+        assert {name for name in ours if ours[name] != theirs[name]} <= {"sampled_logprobs"}, step
+        assert "tokens" in ours and "weights/actor" in ours
+    rows = read_step_rows(tmp_path / "drafted")
+    assert not rows[0]["rollout/accepted_share"], "the first step has no drafts"
+    shares = [[float(row[name]) for row in rows[1:]] for name in DRAFTS_ALONE]
+    assert shares[2] == [0] * 11, "no token is of older weights"
+    # The critic learns alone in the first step: the second one's drafts are of the same weights.
+    assert shares[0][0] == shares[1][0] == 1
+    assert all(0 < share <= 1 for share in shares[0]) and min(shares[1]) < 1
+    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in rows)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options, *DRAFTED
+    )
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "drafted")
+
+
 CONTINUED = (
     "--config.rollout.max_staleness=2",
     "--config.rollout.stage_length=2",
