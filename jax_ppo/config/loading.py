@@ -157,7 +157,9 @@ def _train_critic_alone(config: Config) -> Config:
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, train_files="", cache_dir="", curriculum="none"),
-        rollout=dataclasses.replace(config.rollout, n=1, keep=None, max_staleness=0),
+        rollout=dataclasses.replace(
+            config.rollout, n=1, keep=None, max_staleness=0, verify_drafts=False
+        ),
         algorithm=dataclasses.replace(
             algorithm,
             filter_groups=dataclasses.replace(algorithm.filter_groups, enable=False),

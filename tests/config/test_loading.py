@@ -25,6 +25,9 @@ def validated(**changes):
     return loading.from_config_dict(values)
 
 
+DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
+
+
 def test_defaults_are_valid_and_hashable():
     assert hash(validated()) == hash(validated())
 
@@ -86,6 +89,22 @@ def test_every_option_has_a_meaning():
                 "mesh__virtual_replicas": 8,
             },
             r"virtual_replicas=8: expected 0 with config\.rollout\.max_staleness=2",
+        ),
+        (
+            {"rollout__verify_drafts": True},
+            r"verify_drafts=True: there are no drafts with config\.rollout\.max_staleness=0",
+        ),
+        (
+            DRAFTED | {"rollout__exact_filters": True},
+            r"exact_filters=True: expected False with config\.rollout\.verify_drafts=True.*=False",
+        ),
+        (
+            DRAFTED | {"rollout__mesh__model": 2},
+            r"mesh\.model=2: expected None with config\.rollout\.verify_drafts=True",
+        ),
+        (
+            DRAFTED | {"data__max_response_length": 1},
+            r"verify_drafts=True: expected config\.data\.max_response_length of at least 2",
         ),
         (
             {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},

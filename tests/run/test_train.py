@@ -1150,7 +1150,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
 ):
     """Precompiled shapes and shardings equal the run's; otherwise programs compile twice."""
     threads = collections.defaultdict(list)
-    options = (*SAMPLED_AHEAD, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options = (*DRAFTED, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
     monkeypatch.setattr(
         meshes,
@@ -1182,7 +1182,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
         "estimate_experience",
         "update_actor",
         "update_critic",
-        *["reward_model_scores"] * with_model,
+        *["reward_model_scores", "complete"] * with_model,
     ):
         assert threads[name] == ["precompilation"], (name, threads)
     # These programs do not depend on the options, so another test may have compiled them.
