@@ -121,8 +121,15 @@ def test_any_draft_is_completed_to_the_same_response(actor):
     completed, accepted = complete(actor, drafts, **OPTIONS)
     assert_same_responses(completed, expected)
     assert 0 < accepted.sum() < drafts.lengths.sum()
+    # What these weights draw after an EOS, too.
+    endless = actor.sample(prompts, **OPTIONS | {"eos_ids": ()})
+    assert (endless.lengths > expected.lengths).any()
+    completed, accepted = complete(actor, endless, **OPTIONS)
+    assert_same_responses(completed, expected)
+    np.testing.assert_array_equal(accepted, expected.lengths)
 
 
+@pytest.mark.slow
 def test_responses_have_the_new_distribution_by_enumeration():
     """All responses of up to three tokens of five, and a chi-square test of many drafts."""
     small = dataclasses.replace(ARCHITECTURE, vocab_size=5)
