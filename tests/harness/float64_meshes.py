@@ -76,7 +76,7 @@ def make_recorded_rollout(mesh: Any, *arguments: Any) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare meshes with one device, for both types of block and for a mixture of experts.
+    """Compare meshes with one device, for three types of block, two of them with experts.
 
     Args:
       arguments: `--few` for a few meshes, which have each axis once.
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str]) -> None:
     compare(two_layers, SHAPES)
     compare(tiny.UNGATED, UNGATED_SHAPES)
     compare(tiny.MIXTURE, EXPERT_SHAPES, actor__router_aux_loss_coef=0.5)
+    compare(tiny.LATENT, EXPERT_SHAPES[:1], actor__router_aux_loss_coef=0.5)
+    compare(tiny.LATENT, REPLAY_SHAPES[:1])
     tiny.make_rollout = make_recorded_rollout
     compare(tiny.MIXTURE, REPLAY_SHAPES)
 

@@ -47,6 +47,27 @@ MIXTURE = dataclasses.replace(
     experts_per_token=2,
     normalized_expert_weights=True,
 )
+# A layer without experts, and one of DeepSeek-V3's, whose tokens select a group of two experts.
+LATENT = dataclasses.replace(
+    MIXTURE,
+    family="deepseek_v3",
+    block="latent",
+    num_kv_heads=4,
+    head_dim=12,
+    latent_size=8,
+    query_latent_size=8,
+    rope_head_dim=4,
+    value_head_dim=6,
+    attention_multiplier=12**-0.5,
+    shared_expert_size=8,
+    shared_expert_gate=False,
+    dense_layers=(True, False),
+    dense_size=24,
+    sigmoid_router=True,
+    router_groups=2,
+    groups_per_token=1,
+    routed_scale=2.5,
+)
 # Everything that the second type of block can have; no family has all of it.
 UNGATED = dataclasses.replace(
     ARCHITECTURE,

@@ -79,7 +79,8 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     if taken:
         return (
             f"PEFT takes {', '.join(taken)} of {architecture.family} for routed experts', which "
-            "have no adapters"
+            "have no adapters; leave them out of config.model.lora.targets for a folder that PEFT "
+            "loads"
         )
     if not fused:
         return ""
