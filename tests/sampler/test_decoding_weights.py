@@ -29,9 +29,9 @@ def test_stages_hand_over_one_layer_at_a_time(rollout):
         preparation = WeightPreparation(mesh, Transformer(actor.scored.architecture), params)
         weights = preparation(params)
         index = jax.device_put(np.int32(0), sharding.replicated(mesh))
-        program = preparation._layer[False].lower(params["layers"], index, 2).compile()
+        program = preparation._layer[()].lower(params["layers"], index, 2).compile()
         assert (
-            preparation._layer[False]._cache_size() == 1
+            preparation._layer[()]._cache_size() == 1
         )  # one program for the layers of both stages
     assert jax.tree.structure(weights) == jax.tree.structure(actor.params)
     jax.tree.map(np.testing.assert_array_equal, weights, actor.params)

@@ -107,7 +107,7 @@ def test_no_device_receives_a_whole_matrix_while_weights_are_laid_out(run):
         preparation = inner._prepare_weights
         programs = (
             preparation._others.lower(others),
-            preparation._layer[False].lower(moved["layers"], index, 1),
+            preparation._layer[()].lower(moved["layers"], index, 1),
         )
         texts = [program.compile().as_text() for program in programs]
     # The largest weights are embeddings, [68, 32] in float32: a device keeps a quarter.
