@@ -95,7 +95,7 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
 
 def is_one_cpu() -> bool:
     """Return whether the step is for a single CPU, which is also the memory of the process."""
-    return target_platform() == "cpu" and dispatch.num_lanes() > 1
+    return target_platform() == "cpu" and dispatch.programs_overlap()
 
 
 def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:

@@ -10,18 +10,17 @@ T = TypeVar("T")
 Program = tuple[Callable, tuple]  # a jitted function and its arguments
 
 
-def num_lanes() -> int:
-    """Return the number of programs to split divisible work into: 1 unless programs overlap.
+def programs_overlap() -> bool:
+    """Return whether programs that do not depend on each other run side by side.
 
-    They overlap on a single CPU device, where one program uses the cores while another waits
+    They do on a single CPU device, where one program uses the cores while another waits
     between its matrix products. Accelerators run programs in the order of dispatch, and programs
     that exchange data between devices must be dispatched in the same order everywhere.
     """
     mesh = jax.sharding.get_mesh()
     # The mesh may be that of another machine, which programs are only compiled for.
     is_cpu = mesh.empty or mesh.devices.flat[0].platform == "cpu"
-    overlaps = mesh.size == 1 and is_cpu and jax.default_backend() == "cpu"
-    return 2 if overlaps else 1
+    return mesh.size == 1 and is_cpu and jax.default_backend() == "cpu"
 
 
 def run_together(programs: list[Program]) -> list[Any]:
@@ -40,7 +39,7 @@ def beside(function: Callable[..., T], *arguments: Any) -> T:
     JAX runs programs that one thread dispatches one after the other; to overlap, this one is
     dispatched by its own thread.
     """
-    if num_lanes() == 1:
+    if not programs_overlap():
         return function(*arguments)
     mesh = jax.sharding.get_mesh()
 

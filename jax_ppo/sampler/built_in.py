@@ -17,7 +17,7 @@ from jax_ppo.sampler.continuation import Continuation, DrawStates
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from jax_ppo.sampler.drafts import DraftCompletion
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
+from jax_ppo.sampler.generate import Sampler
 from jax_ppo.types import Params, Prompts, Rollout
 
 _Kind = TypeVar("_Kind", Sampler, Continuation, DraftCompletion)
@@ -138,14 +138,10 @@ class BuiltInEngine:
         """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
         weights = self._prepare_weights.compile(params)
         yield "prepare_weights"
-        # Several programs if prompts are split: their rollouts are concatenated as in a call.
-        parts = []
-        for function, arguments in self._program(Sampler, options).programs(weights, prompts, key):
-            parts.append(compilation.compile_ahead(function, *arguments))
-            yield "sample"
-        if len(parts) == 1:
-            return parts[0]
-        return compilation.compile_ahead(concatenate_rollouts, parts)
+        program = self._program(Sampler, options).program
+        rollout: Rollout = compilation.compile_ahead(program, weights, prompts, key)
+        yield "sample"
+        return rollout
 
     def precompile_continuation(
         self, params: Params, rollout: Rollout, draws: DrawStates, options: SamplingOptions

@@ -1186,13 +1186,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     ):
         assert threads[name] == ["precompilation"], (name, threads)
     # These programs do not depend on the options, so another test may have compiled them.
-    for name in (
-        "unroll_params",
-        "generate_from",
-        "split_prompts",
-        "concatenate_rollouts",
-        "join",
-    ):
+    for name in ("unroll_params", "generate_from", "join"):
         assert threads[name] in ([], ["precompilation"]), (name, threads)
 
 

@@ -288,7 +288,7 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
     options = generate.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
     sampler = generate.Sampler(actor.decoded.clone(decoding=decoding), options)
     text = sampler.program.lower(
-        actor.params, make_prompts((3,) * 16, 32), jax.random.key(0), slots=16
+        actor.params, make_prompts((3,) * 16, 32), jax.random.key(0)
     ).as_text()
     shapes = ("2x8x256", "2x256x8") if decoding == "gpu" else ("256x2x8",)
     slot_counts = set()
