@@ -123,7 +123,8 @@ def test_an_accelerators_cache_keeps_the_rows_of_slots_that_no_longer_exist(deco
     actor.decoded = actor.decoded.clone(decoding=decoding)
     prompts = make_prompts(LENGTHS)
     rollout = actor.sample(prompts, n=2, slots=16, max_response_length=70, eos_ids=(3, 7, 11))
-    assert_logprobs(actor, prompts, rollout, n=2)
+    # Weights that differ by 1e-7 of themselves change one of these log-probs by 1.2e-3.
+    assert_logprobs(actor, prompts, rollout, n=2, atol=2e-3)
 
 
 @pytest.mark.slow
