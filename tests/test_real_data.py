@@ -104,6 +104,7 @@ def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
     assert "16 held-out prompts" in output and "step 2/2" in output
 
 
+@pytest.mark.slow
 def test_the_default_hub_names_without_a_network_say_what_to_do(tmp_path):
     process = run("--config=configs/gsm8k.py", f"--workdir={tmp_path}", check=False)
     if process.returncode == 0:

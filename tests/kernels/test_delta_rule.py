@@ -91,6 +91,7 @@ def test_gradients_of_chunks_are_those_of_tokens():
         close(ours, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_no_decay_is_too_strong():
     """Even if exp(-decay) overflows, outputs and gradients are finite."""
     inputs = random_inputs(70, slow=90.0)

@@ -58,6 +58,7 @@ def trained(tmp_path_factory):
     return config, folder / "run"
 
 
+@pytest.mark.slow
 def test_only_the_critic_is_trained_saved_and_exported(trained):
     config, workdir = trained
     assert (workdir / "critic" / "model.safetensors").exists()
@@ -203,6 +204,7 @@ def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
     assert not (tmp_path / "run" / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_actor_is_refused(trained, tmp_path):
     """No checkpoint holds the actor, nor the reference that starts as its copy."""
     config, workdir = trained

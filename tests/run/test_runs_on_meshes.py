@@ -46,6 +46,7 @@ def run_script(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -110,6 +110,7 @@ def columns_of_two(tokens, *names):
     return zip(*(columns(tokens, name) for name in names), strict=True)
 
 
+@pytest.mark.slow
 def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, tmp_path):
     """The exported critic is left out by the estimator; rewards come from a column."""
     row = {"prompt": "What is 1 + 1?", "response": "2", "data_source": "arithmetic"}
@@ -172,6 +173,7 @@ def test_an_evaluation_ranks_responses_by_the_values_of_their_last_tokens(traine
     np.testing.assert_allclose([record["rank"] for record in records], last, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_exported_run_is_scored_with_its_critic(trained):
     config, notes = token_scores._choose_models(
         load(model__path=str(trained), score__file="rows.jsonl"), None
@@ -217,6 +219,7 @@ def test_an_estimator_that_compares_what_no_file_holds_is_refused():
         load(score__file="a.jsonl", model__path="m", algorithm__adv_estimator="remax")
 
 
+@pytest.mark.slow
 def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(trained, tmp_path):
     """Regression: its values were taken for rewards."""
     file = str(trained / "rollouts" / "training_000002.jsonl")

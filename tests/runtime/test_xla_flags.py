@@ -19,7 +19,7 @@ def untried(monkeypatch):
 @pytest.mark.parametrize(
     "wrong",
     [
-        "--xla_nothing=true",
+        pytest.param("--xla_nothing=true", marks=pytest.mark.slow),
         pytest.param("--xla_backend_optimization_level=high", marks=pytest.mark.exhaustive),
     ],
 )

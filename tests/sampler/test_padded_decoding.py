@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 import tiny
 from hlo import read_collectives
@@ -17,6 +18,7 @@ from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 SAMPLED = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=2)
 
 
+@pytest.mark.slow
 def test_padded_heads_draw_the_same_samples_and_gather_no_weights():
     odd = dataclasses.replace(ARCHITECTURE, vocab_size=64, num_heads=6)
     actor = Actor(odd)

@@ -61,7 +61,7 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"data": 8},
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
@@ -184,6 +184,7 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
             assert 0 <= tokens[0] < 64 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 4)], ids=str)
 def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere, shape):
     """Rows and heads are split; each device runs its own."""

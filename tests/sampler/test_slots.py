@@ -175,6 +175,7 @@ def verl_rollout(
     return np.asarray(rollout.lengths), int(rollout.slot_steps[0])
 
 
+@pytest.mark.slow
 def test_slot_steps_on_verls_lengths_are_near_an_oracles(
     uniform: tuple[Transformer, dict[str, Any]],
 ) -> None:
@@ -187,6 +188,7 @@ def test_slot_steps_on_verls_lengths_are_near_an_oracles(
     assert 256 * 512 > 1.6 * oracle  # the cost of a static batch
 
 
+@pytest.mark.slow
 def test_slot_steps_of_samples_that_start_at_once(
     uniform: tuple[Transformer, dict[str, Any]],
 ) -> None:

@@ -43,7 +43,7 @@ def expected(actor):
 @pytest.mark.parametrize(
     ("program", "shape", "devices"),
     [
-        ("tpu", RolloutMesh(context=2, model=2), 8),
+        pytest.param("tpu", RolloutMesh(context=2, model=2), 8, marks=pytest.mark.slow),
         pytest.param("cpu", RolloutMesh(context=3, model=1), 3, marks=pytest.mark.exhaustive),
     ],
 )

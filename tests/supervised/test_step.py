@@ -240,7 +240,6 @@ def test_the_loss_of_a_router_is_a_mean_over_sequences_however_they_are_cut():
     assert np.abs(router[0] - router[1]).max() > 1e-3
 
 
-@pytest.mark.slow
 @OBJECTIVES
 def test_eight_devices_take_the_step_of_one(objective):
     sequences, params = make_sequences(objective)

@@ -45,7 +45,11 @@ def test_the_sum_is_that_of_the_gradients(num_layers):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"]
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_layers_have_no_gradient_beside_the_sum(dtype):
     """Three micro-batches, in a loop over layers, as deep models have."""

@@ -57,6 +57,7 @@ def take_steps(options, params, state, seeds, key=None):
     return params, state
 
 
+@pytest.mark.slow
 def test_muon_takes_orthogonal_steps_in_matrices_and_adamws_elsewhere():
     """Newton-Schulz brings singular values to about 1; the singular vectors stay the gradient's."""
     params = random_tree(0)

@@ -102,6 +102,7 @@ def compile_on_mesh(mesh):
         return program.lower(*arguments).compile(), arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"data": 2, "model": 4}, {"fsdp": 2, "model": 4}], ids=str)
 def test_padded_heads_change_neither_values_nor_gradients(shape):
     mesh = tiny.make_mesh(8, **{"data": 1} | shape)

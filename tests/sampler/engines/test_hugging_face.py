@@ -100,6 +100,7 @@ def test_log_probs_that_leave_the_temperature_out_are_refused(actor, folder, mon
             engine.update_weights(actor.stacked)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(actor, folder, prompts):
     lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
     adapters = init_adapters(tiny_actor.ARCHITECTURE, lora, jax.random.key(1), "lm")
