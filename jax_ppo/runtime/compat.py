@@ -107,7 +107,6 @@ def take_metadata_store(temporary_path: Any) -> Any:
     return store
 
 
-@functools.cache
 def main_thread_frame() -> FrameType | None:
     """Return where the main thread is.
 
@@ -117,6 +116,7 @@ def main_thread_frame() -> FrameType | None:
     return frames.get(threading.main_thread().ident)
 
 
+@functools.cache
 def malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's `malloc_trim`; `None` with another C library."""
     with contextlib.suppress(OSError, TypeError, AttributeError):

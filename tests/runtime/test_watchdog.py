@@ -4,10 +4,11 @@ import queue
 import subprocess
 import sys
 import threading
+import traceback
 
 import pytest
 
-from jax_ppo.runtime import watchdog
+from jax_ppo.runtime import compat, watchdog
 from waiting import HANG_SECONDS, wait_until
 
 
@@ -95,3 +96,15 @@ with watchdog.watch(0.2, distributed.end_stalled_run):
         "error: nothing has moved for 0.2 s (config.distributed.stall_seconds) since the phase "
         "'reward'; the stacks are above"
     )
+
+
+def test_the_frame_of_the_main_thread_is_the_present_one():
+    def callers() -> list[str]:
+        frame = compat.main_thread_frame()
+        return [entry.name for entry in traceback.extract_stack(frame)]
+
+    def later() -> list[str]:
+        return callers()
+
+    assert "later" not in callers()
+    assert "later" in later()
