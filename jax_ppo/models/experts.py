@@ -106,7 +106,7 @@ class ExpertMLP(nn.Module):
         if a.sigmoid_router:
             zeros = nn.initializers.zeros
             correction = self.param(CORRECTION_BIAS, zeros, (a.num_experts,), jnp.float32)
-        # How a group is valued, in DeepSeek-V3 and in V2.
+        # A group's score is the sum of its best two experts' in DeepSeek-V3, its best one's in V2.
         limit = functools.partial(
             limit_to_groups,
             groups=a.router_groups,
@@ -197,7 +197,7 @@ def select_experts(
     # A recorded expert need not be among the k most probable.
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if is_normalized:
-        # Sigmoids may all be 0; the sum of others has no bit of the addend.
+        # Sigmoids may all be 0. Any other sum is too large for the addend to change it.
         weights /= weights.sum(-1, keepdims=True) + 1e-20
     return weights, experts
 

@@ -66,7 +66,10 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last axis; `None`: with the model's epsilon."""
+    """Root-mean-square normalization over the last axis.
+
+    With `epsilon=None` the epsilon is the model's.
+    """
 
     architecture: Architecture
     epsilon: float | None = None

@@ -11,7 +11,7 @@ Program = tuple[Callable, tuple]  # a jitted function and its arguments
 
 
 def programs_overlap() -> bool:
-    """Return whether programs that do not depend on each other run side by side.
+    """Return whether programs that do not depend on each other may run side by side.
 
     They do on a single CPU device, where one program uses the cores while another waits
     between its matrix products. Accelerators run programs in the order of dispatch, and programs

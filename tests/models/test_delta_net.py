@@ -4,7 +4,6 @@ That they compute transformers' numbers is the subject of test_families.py.
 """
 
 import dataclasses
-import functools
 import json
 import re
 
@@ -38,7 +37,6 @@ from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
-from jax_ppo.training import learner
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 from tiny_actor import ARCHITECTURE as QWEN_2
@@ -190,23 +188,7 @@ def test_gradients_are_added_to_their_sum(pattern, remat):
         ARCHITECTURE, num_layers=len(pattern), linear_layers=pattern, num_heads=2, num_kv_heads=1
     )
     params = tiny.random_params(architecture, 0, 0, "lm")
-    ids = np.arange(20, dtype=np.int32).reshape(2, 10)
-    positions = np.broadcast_to(np.arange(10), ids.shape)
-    model = Transformer(architecture, remat=remat)
-
-    def loss(params):
-        return jnp.sin(model.apply({"params": params}, ids, positions).hidden).sum(), ()
-
-    gradients = jax.jit(jax.grad(loss, has_aux=True))(params)[0]
-    total = jax.tree.map(jnp.ones_like, params)
-    found, _ = jax.jit(functools.partial(learner.add_gradient, loss, key=None))(params, total)
-    jax.tree.map(
-        lambda x, g: np.testing.assert_allclose(
-            x, 1 + g, rtol=1e-4, atol=1e-4 * max(1, np.abs(g).max())
-        ),
-        found,
-        gradients,
-    )
+    gradients = tiny.gradients_added_to_ones(Transformer(architecture, remat=remat), params)
     for mixer, name in (("attention", "v_proj"), ("delta_net", "in_proj_qkv")):
         kernels = gradients["layers"][mixer][name]["kernel"]
         assert (np.abs(kernels).max((1, 2)) > 0).all()

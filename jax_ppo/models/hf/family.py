@@ -23,7 +23,7 @@ class Family:
         names in the attributes below are the family's own.
       absent: fields of Llama that the family does not have.
       fixed: fields of `Architecture` that are the same in all models of the family.
-      neutral: further fields of config.json that must have this value, if any.
+      neutral: further fields of config.json, and the only value of each that is supported.
       fields: fields of config.json and the field of `Architecture` that each one sets, besides
         those that all families have.
       bias_fields: boolean fields of config.json, `False` by default, and the biases, or other
@@ -36,10 +36,10 @@ class Family:
       expert_width: field of the width of an expert.
       expert_weights_field: boolean field: whether the weights of a token's experts are divided by
         their sum; "": they always are.
-      shared_experts_field: number of experts' widths that every token passes through; "": there is
-        another field, or none.
-      first_dense_field: number of layers in front that have an MLP in place of experts, whose width
-        is `intermediate_size`; "": all have experts.
+      shared_experts_field: field of the number of experts that every token passes through, which
+        are one MLP as wide as all of them; "": another field has its width, or there is none.
+      first_dense_field: field of the number of layers in front that have an MLP in place of
+        experts, whose width is `intermediate_size`; "": all have experts.
       has_router_groups: whether tokens select groups of experts first.
       stacked_experts: whether a tensor of the checkpoint holds all experts of a layer.
       sliding_windows: which layers have a sliding window. "none": no layer; "refused":
