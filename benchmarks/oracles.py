@@ -38,6 +38,13 @@ OPTIONS = {
     "dual_clip": 3.0,
     "value_clip": 0.3,
     "threshold": 2.0,
+    "lower": 0.1,
+    "tau_pos": 1.2,
+    "tau_neg": 1.6,
+    "cov_low": 0.1,
+    "cov_high": 1.5,
+    "cov_ratio": 0.2,
+    "cov_kl_coef": 0.5,
     "temperature": 0.7,
     "scale": 16,
     "kl_coef": 0.05,
@@ -50,8 +57,10 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
     """Return random inputs of one rollout, with arbitrary numbers in masked positions.
 
     Log-ratios are on both sides of the clips. Those to `wide_logprobs` exceed the clips by far,
-    response by response, and some of those to `far_logprobs` reach the clamps at 20 and at 10. In
-    `absent_mask` two responses have no token.
+    response by response, and some of those to `far_logprobs` reach the clamps at 20 and at 10;
+    those to `shifted_logprobs` are equal. Only `valid_logprobs` are all of probabilities. In
+    `absent_mask` two responses have no token. The first of the two scores in `components` is equal
+    throughout the first group.
     """
     random = np.random.default_rng(seed)
 
@@ -97,7 +106,12 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
         "unembedding": normal(VOCABULARY, WIDTH),
         "targets": random.integers(0, VOCABULARY, shape),
         "kls": random.uniform(0, 0.3, 10),
+        "components": normal(SAMPLES, 2),
+        "ref_hidden": normal(*shape, WIDTH),
+        "shifted_logprobs": logprobs + 0.1,
     }
+    case["valid_logprobs"] = np.minimum(case["wide_logprobs"], -0.01)
+    case["components"][: OPTIONS["n"], 0] = case["components"][0, 0]
     # Representable in float32, for functions that compute in float32 regardless of the input.
     return {
         name: x if x.dtype == np.int64 else x.astype(np.float32).astype(np.float64)

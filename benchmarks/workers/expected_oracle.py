@@ -13,20 +13,31 @@ from workers.ours_oracle import (
     differentiate,
     distribution_rows,
     gae,
+    gdpo,
+    importance_weights,
     importance_weights_row,
     kl_divergence,
     last_token_mask,
     mean_of_two_micro_batches,
+    overlong_row,
     policy_loss,
+    preference_loss,
     unclamped_k3,
     unclamped_surrogate,
     value_loss,
     whitening_row,
 )
 
-from jax_ppo.kernels import advantages, importance, losses, masked
+from jax_ppo.kernels import (
+    advantages,
+    importance,
+    losses,
+    masked,
+    policy_losses,
+    vocabulary_kl,
+)
 from jax_ppo.kernels.losses import Clip
-from jax_ppo.registries import AGGREGATIONS
+from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
 
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS
 NO_CLAMP = (
@@ -43,7 +54,10 @@ ABSENT = "the mean counts responses without a token; ours does not, as they are 
 def verl(case, options):
     yield from verl_advantages(case, options)
     yield from verl_policy_losses(case, options)
+    yield from verl_divergence_ppo(case, options)
+    yield from verl_covariance_losses(case, options)
     yield from verl_averages_and_divergences(case, options)
+    yield from verl_off_policy(case, options)
     yield from distribution_rows(case, options).items()
 
 
@@ -77,6 +91,13 @@ def verl_advantages(case, options):
     yield "GRPO without the division", plain_grpo
     yield "RLOO", rloo
     yield "RLOO, vectorised", rloo
+    yield (
+        "OPO",
+        Row(Result(broadcast_to_tokens(advantages.opo(case["scores"], n, mask.sum(1)), mask))),
+    )
+    yield "GDPO", whitening_row(gdpo(case, n), mask)._replace(tolerance=FLOAT32)
+    remax = jax.vmap(advantages.remax)(case["rewards"], mask, case["response_advantages"])
+    yield "ReMax", Row(Result(remax))
 
 
 def verl_policy_losses(case, options):
@@ -138,6 +159,89 @@ def verl_policy_losses(case, options):
         "reinforce, importance weights",
         Row(policy_loss(case, "reinforce", SUM, plain, weights=case["importance"])),
     )
+    for suffix, old in (("", "old_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
+        yield f"sapo{suffix}", Row(sapo(case, options, old))
+
+
+def sapo(case, options, old="old_logprobs"):
+    taus = {name: options[name] for name in ("tau_pos", "tau_neg")}
+    return policy_loss(case, "sapo", MEAN, Clip(0.2, 0.2), old=old, **taus)
+
+
+def verl_divergence_ppo(case, options):
+    mask, clip = case["mask"], Clip(0.05, 0.1)
+    for kind in ("dppo_tv", "dppo_kl"):
+        ours = policy_loss(case, kind, TOKENS, clip, old="valid_logprobs")
+
+        def loss(logprobs, kind=kind):
+            batch = losses.padded_batch(logprobs, case["valid_logprobs"], case["advantages"], mask)
+            policy = POLICY_LOSSES[kind].function(batch, clip)
+            weights = jax.lax.stop_gradient(jnp.minimum(policy.ratio, options["dual_clip"]))
+            return aggregate(
+                -weights * (1 - policy.clipped) * case["advantages"] * logprobs, mask, TOKENS
+            )
+
+        yield f"{kind}: gradient", Row(Result(ours.gradient))
+        yield (
+            f"{kind}, ratios above clip_ratio_c",
+            Row(
+                ours,
+                "the loss is that of log pi, weighted by the ratio, which is truncated at "
+                "clip_ratio_c; ours the paper's, without truncation",
+                differentiate(loss, case["logprobs"]),
+            ),
+        )
+
+
+def verl_covariance_losses(case, options):
+    """Yield the rows of clip_cov, which here selects all tokens in the range, and of kl_cov."""
+    A, mask = case["advantages"], case["mask"].astype(bool)
+    clip = Clip(options["clip_low"], options["clip_high"])
+    clipped = losses.vanilla(
+        losses.padded_batch(case["logprobs"], case["old_logprobs"], A, mask), clip
+    ).clipped
+
+    def clip_cov(old, at, eligible=True):
+        selected = policy_losses.clip_cov_tokens(
+            case[at], A, mask, jax.random.key(0), 1.0, options["cov_low"], options["cov_high"]
+        )
+        return policy_loss(case, "clip_cov", TOKENS, clip, old=old, selected=selected & eligible)
+
+    def kl_cov(old, at):
+        selected = policy_losses.kl_cov_tokens(
+            case[at], A, mask, jax.random.key(0), options["cov_ratio"]
+        )
+        return policy_loss(
+            case,
+            "kl_cov",
+            TOKENS,
+            clip,
+            old=old,
+            selected=selected,
+            beta=options["cov_kl_coef"],
+        )
+
+    current = (
+        "the covariance is the current policy's{}; ours the old policy's, throughout an update"
+    )
+    yield "clip_cov, equal log-ratios", Row(clip_cov("shifted_logprobs", "shifted_logprobs"))
+    yield (
+        "clip_cov",
+        Row(
+            clip_cov("old_logprobs", "old_logprobs"),
+            current.format(", over the tokens that PPO does not clip"),
+            clip_cov("old_logprobs", "logprobs", clipped == 0),
+        ),
+    )
+    yield "kl_cov, equal log-ratios", Row(kl_cov("shifted_logprobs", "shifted_logprobs"))
+    yield (
+        "kl_cov",
+        Row(
+            kl_cov("old_logprobs", "old_logprobs"),
+            current.format(""),
+            kl_cov("old_logprobs", "logprobs"),
+        ),
+    )
 
 
 def verl_averages_and_divergences(case, options):
@@ -186,10 +290,75 @@ def verl_averages_and_divergences(case, options):
     yield "sampler and trainer: correlation", Row(Result(mismatch["prob_correlation"]))
 
 
+def verl_off_policy(case, options):
+    """Yield the rows of masks, with bounds of which neither is the inverse of the other."""
+    mask, lower, upper = case["mask"], options["lower"], options["threshold"]
+    for level in ("token", "sequence"):
+        yield (
+            f"importance weights, {level}, masked (IcePop)",
+            importance_weights_row(case, level, "old_logprobs", options, lower=lower, masks=True),
+        )
+    truncated = importance_weights(case, "token", "wide_logprobs", upper)
+    yield (
+        "importance weights, effective sample size",
+        Row(Result(importance.effective_sample_size(truncated, mask))),
+    )
+    for kind, level, old in (
+        ("token_k1", "token", "wide_logprobs"),
+        ("seq_sum_k1", "sequence", "old_logprobs"),
+        ("seq_mean_k1", "geometric", "valid_logprobs"),
+    ):
+        ours, theirs = (
+            Result(mask * (importance_weights(case, level, old, high, lower=low, masks=True) > 0))
+            for low, high in ((lower, upper), (1 / upper, 1 / lower))
+        )
+        yield (
+            f"rejection, {kind}",
+            Row(
+                ours,
+                "the bounds, documented as those of pi / mu, are applied to mu / pi (verl#6377); "
+                "ours to pi / mu",
+                theirs,
+            ),
+        )
+    weights = importance_weights(case, "token", "wide_logprobs", 2.0, lower=0.5, masks=True)
+    clip = Clip(options["clip_low"], options["clip_high"], options["dual_clip"])
+    kept = case | {"kept": mask * (weights > 0)}
+    yield (
+        "vanilla, tokens rejected",
+        Row(
+            policy_loss(case, "vanilla", TOKENS, clip, weights=weights),
+            "the mean does not count rejected tokens; ours does, as IcePop: their loss is 0",
+            policy_loss(kept, "vanilla", TOKENS, clip, weights=weights, mask="kept"),
+        ),
+    )
+
+
 def trl(case, options):
     yield "whitening", whitening_row(case["losses"], case["mask"])
     yield "whitening without shift", whitening_row(case["losses"], case["mask"], shift_mean=False)
     yield from distribution_rows(case, options).items()
+    yield (
+        "GKDTrainer: KL of the whole vocabulary",
+        Row(
+            differentiate(
+                lambda hidden: vocabulary_kl.full_kl(
+                    hidden,
+                    case["unembedding"],
+                    case["ref_hidden"],
+                    case["unembedding"],
+                    case["mask"],
+                    options["temperature"],
+                    chunk_size=5,
+                ),
+                case["hidden"],
+                case["cotangents"],
+            ),
+            tolerance=FLOAT32,
+        ),
+    )
+    yield "RewardTrainer: loss, centred", Row(preference_loss(case, 0.01))
+    yield "soft overlong punishment", overlong_row(case)
     yield from trl_ppo(case, options)
     yield from trl_grpo_losses(case, options)
     yield from trl_rollouts(case, options)
@@ -323,6 +492,7 @@ def trl_grpo_losses(case, options):
             ),
         ),
     )
+    yield "GRPOTrainer: sapo", Row(sapo(case, options))
     yield "GMPOTrainer", Row(policy_loss(case, "gmpo", MEAN, clip, "response_advantages"))
 
 
@@ -344,6 +514,28 @@ def trl_rollouts(case, options):
             f"GRPOTrainer: importance weights, {level}",
             importance_weights_row(case, level, "wide_logprobs", options),
         )
+        for kind, masks in (("truncated at both ends", False), ("masked", True)):
+            yield (
+                f"GRPOTrainer: importance weights, {level}, {kind}",
+                importance_weights_row(
+                    case, level, "wide_logprobs", options, lower=options["lower"], masks=masks
+                ),
+            )
+    parts = [
+        advantages.grpo(scores, n, by_std=False)
+        / (jnp.repeat(scores.reshape(-1, n).std(1, ddof=1), n) + 1e-4)
+        for scores in case["components"].T
+    ]
+    total = parts[0] + 2 * parts[1]
+    yield (
+        "GRPOTrainer: advantages, normalize_then_sum (GDPO)",
+        Row(
+            Result(masked.whiten(gdpo(case, n), case["mask"])[:, 0]),
+            "mean and deviation are those of responses, the deviation divides by n - 1, and all "
+            "have 1e-4 added; ours those of tokens, as verl's and the authors' code",
+            Result((total - total.mean()) / (total.std(ddof=1) + 1e-4)),
+        ),
+    )
     yield "RLOOTrainer: advantages", Row(Result(advantages.rloo(case["scores"], n)))
 
 
@@ -380,6 +572,13 @@ def tunix(case, options):
             Row(policy_loss(case, "vanilla", mode, ppo, "response_advantages"), tolerance=FLOAT32),
         )
     yield (
+        "GRPO: policy loss, importance weights",
+        Row(
+            policy_loss(case, "vanilla", TOKENS, ppo, weights=case["importance"]),
+            tolerance=FLOAT32,
+        ),
+    )
+    yield (
         "GRPO: policy loss, log-ratios beyond 20",
         Row(policy_loss(case, "vanilla", TOKENS, plain, old="far_logprobs"), tolerance=FLOAT32),
     )
@@ -406,6 +605,15 @@ def tunix(case, options):
     yield "GRPO: advantages", Row(Result(advantages.grpo(case["scores"], n, by_std=True)))
     yield "Dr. GRPO: advantages", Row(Result(advantages.grpo(case["scores"], n, by_std=False)))
     yield "RLOO: advantages", Row(Result(advantages.rloo(case["scores"], n)))
+    over = mask.sum(1) * 2.0 - 7
+    yield (
+        "DAPO: reward shaping",
+        overlong_row(case)._replace(
+            reason="a length is the number of characters, and the penalty grows beyond the limit; "
+            "ours counts tokens, up to the paper's bound",
+            theirs=Result(-jnp.maximum(over / 5, 0)),
+        ),
+    )
 
 
 def openrlhf(case, options):
@@ -430,7 +638,29 @@ def openrlhf(case, options):
         "PPO: policy loss, importance weights clipped",
         Row(policy_loss(case, "vanilla", TOKENS, clip, weights=corrected)),
     )
+    at_old = case | {"logprobs": case["old_logprobs"]}
+    bounds = {"upper": options["threshold"], "lower": options["lower"], "masks": True}
+    token, geometric = (
+        importance_weights(at_old, level, "valid_logprobs", **bounds)
+        for level in ("token", "geometric")
+    )
+    own = importance_weights(at_old, "token", "valid_logprobs", jnp.inf) * (geometric > 0)
+    yield (
+        "PPO: policy loss, importance weights masked",
+        Row(policy_loss(case, "vanilla", TOKENS, clip, weights=token)),
+    )
+    yield (
+        "PPO: policy loss, responses masked by geometric mean",
+        Row(
+            policy_loss(case, "vanilla", TOKENS, clip, weights=geometric),
+            "tokens that are kept weigh their own ratios, which nothing bounds; ours the geometric "
+            "mean that decides",
+            policy_loss(case, "vanilla", TOKENS, clip, weights=own),
+        ),
+    )
     yield "gspo", Row(policy_loss(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages"))
+    yield "preferences", Row(preference_loss(case))
+    yield "overlong penalty", overlong_row(case, factor=2.0)
     yield "value loss", Row(value_loss(case, options["value_clip"]))
     yield "value loss, not clipped, sample level", Row(value_loss(case, None, mode=MEAN))
     yield from aggregations(case, options, {"token level": TOKENS, "sample level": MEAN})
@@ -469,6 +699,7 @@ def openrlhf(case, options):
         Row(Result(broadcast_to_tokens(advantages.rloo(case["scores"], n), mask))),
     )
     deviations = advantages.grpo(case["scores"], n, by_std=False)
+    yield "dr_grpo: advantages", Row(Result(broadcast_to_tokens(deviations, mask)))
     spread = jnp.repeat(case["scores"].reshape(-1, n).std(1, ddof=1), n)
     yield (
         "group_norm: advantages",

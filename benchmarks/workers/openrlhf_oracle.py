@@ -38,9 +38,9 @@ def replace_unused_imports() -> None:
 
 replace_unused_imports()
 losses, utils = (importlib.import_module(f"openrlhf.models.{name}") for name in ("loss", "utils"))
-experience_maker, kl_controller = (
+experience_maker, kl_controller, length_penalty = (
     importlib.import_module(f"openrlhf.trainer.ppo_utils.{name}")
-    for name in ("experience_maker", "kl_controller")
+    for name in ("experience_maker", "kl_controller", "length_penalty")
 )
 
 
@@ -53,6 +53,7 @@ def policy_losses(answers, case, options):
         old="old_logprobs",
         low=options["clip_low"],
         high=options["clip_high"],
+        sampled="wide_logprobs",
         **settings,
     ):
         A = (
@@ -63,7 +64,7 @@ def policy_losses(answers, case, options):
         answers.add_with_gradient(
             name,
             lambda logprobs: losses.PolicyLoss(low, high, **settings)(
-                logprobs, case[old], A, mask, case["wide_logprobs"]
+                logprobs, case[old], A, mask, case[sampled]
             ),
             case["logprobs"],
         )
@@ -79,7 +80,23 @@ def policy_losses(answers, case, options):
         is_correction_mode="clip",
         is_correction_threshold=(0, options["threshold"]),
     )
+    for suffix, level in (
+        ("importance weights masked", "token"),
+        ("responses masked by geometric mean", "seq"),
+    ):
+        add_policy_loss(
+            f"PPO: policy loss, {suffix}",
+            sampled="valid_logprobs",
+            is_correction_level=level,
+            is_correction_mode="mask",
+            is_correction_threshold=(options["lower"], options["threshold"]),
+        )
     add_policy_loss("gspo", "response_advantages", low=0.1, high=0.15, policy_loss_type="gspo")
+    answers.add_with_gradient(
+        "preferences",
+        lambda scores: losses.PairWiseLoss()(scores, case["response_advantages"]),
+        case["scores"],
+    )
     for name, clip, token_level in (
         ("value loss", options["value_clip"], True),
         ("value loss, not clipped, sample level", None, False),
@@ -176,11 +193,14 @@ def advantages(answers, case, options):
             experience_with_advantages.returns * mask,
         )
 
-    for estimator in ("reinforce", "reinforce_baseline", "rloo", "group_norm"):
+    for estimator in ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "group_norm"):
         answers.add(f"{estimator}: advantages", compute_advantages(estimator)[0])
     whitened, returns = compute_advantages("gae")
     answers.add("GAE: advantages", whitened)
     answers.add("GAE: returns", returns)
+    experience = space(rewards=torch.zeros(len(mask)), response_length=mask.sum(1))
+    length_penalty.apply_overlong_penalty([experience], 12, 5, 2.0)
+    answers.add("overlong penalty", experience.rewards)
 
 
 def answer(case, options):

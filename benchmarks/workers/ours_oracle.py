@@ -9,7 +9,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked
+from jax_ppo.kernels import (
+    advantages,
+    importance,
+    kl,
+    logprobs,
+    losses,
+    masked,
+    preferences,
+    shaping,
+)
 from jax_ppo.registries import POLICY_LOSSES
 
 FORMULA = 1e-7  # float64; allows for the 1e-8 that peers add to counts
@@ -68,6 +77,8 @@ def policy_loss(
     mask="mask",
     weights=1.0,
     scale=None,
+    selected=None,
+    **arguments,
 ):
     """Return value and gradient of one of our policy losses."""
     mask = case[mask]
@@ -75,9 +86,9 @@ def policy_loss(
     A = A if A.ndim == 2 else jnp.broadcast_to(A[:, None], mask.shape)
 
     def loss(logprobs):
-        batch = losses.padded_batch(logprobs, case[old], A, mask)
+        batch = losses.padded_batch(logprobs, case[old], A, mask)._replace(selected=selected)
         return aggregate(
-            weights * POLICY_LOSSES[name].function(batch, clip).loss,
+            weights * POLICY_LOSSES[name].function(batch, clip, **arguments).loss,
             mask,
             mode,
             scale or mask.shape[1],
@@ -206,11 +217,35 @@ def adaptive_kl_row(case, options):
     return Row(Result(jnp.stack(path)), tolerance=FLOAT32)
 
 
-def importance_weights_row(case, level, old, options):
-    return Row(
-        Result(
-            importance.importance_weights(
-                case["logprobs"], case[old], case["mask"], level, options["threshold"]
-            )
-        )
+def importance_weights_row(case, level, old, options, **bounds):
+    return Row(Result(importance_weights(case, level, old, options["threshold"], **bounds)))
+
+
+def importance_weights(case, level, old, upper, **bounds):
+    return importance.importance_weights(
+        case["logprobs"], case[old], case["mask"], level, upper, **bounds
     )
+
+
+def gdpo(case, n):
+    """Return GDPO's advantages of the tokens, before whitening."""
+    return broadcast_to_tokens(advantages.gdpo(case["components"], n, (1.0, 2.0)), case["mask"])
+
+
+def overlong_row(case, longest=12, buffer=5, factor=1.0):
+    return Row(
+        Result(shaping.soft_overlong_penalty(case["mask"].sum(1), longest, buffer, factor)),
+        tolerance=FLOAT32,
+    )
+
+
+def preference_loss(case, centering=0.0):
+    """Return the loss of pairs of scores, with its gradient to the chosen ones."""
+
+    def loss(chosen):
+        pair = chosen, case["response_advantages"]
+        return jnp.mean(
+            preferences.bradley_terry(*pair) + centering * preferences.centering_penalty(*pair)
+        )
+
+    return differentiate(loss, case["scores"])

@@ -14,10 +14,13 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 import torch
 from serve_oracle import serve
 from torch_oracle import Answers, tensors
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.experimental.gspo_token.grpo_trainer import GRPOTrainer as GSPOTokenTrainer
 from trl.experimental.ppo import ppo_trainer
+from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
@@ -46,6 +49,29 @@ def functions(answers, case, options):
         lambda x: case["mask"] * entropy_from_logits(compute_logits(x)),
         case["hidden"],
         case["cotangents"],
+    )
+    answers.add_with_gradient(
+        "GKDTrainer: KL of the whole vocabulary",
+        lambda x: (
+            case["mask"]
+            * GKDTrainer.generalized_jsd_loss(
+                compute_logits(x), compute_logits(case["ref_hidden"]), beta=1, reduction="none"
+            ).sum(-1)
+        ),
+        case["hidden"],
+        case["cotangents"],
+    )
+    trainer = make_stand_in(args=types.SimpleNamespace(center_rewards_coefficient=0.01))
+
+    def preference_loss(chosen):
+        logits = torch.cat([chosen, case["response_advantages"]])[:, None]
+        model = unittest.mock.Mock(return_value=types.SimpleNamespace(logits=logits))
+        return RewardTrainer.compute_loss(trainer, model, {"attention_mask": case["mask"]})
+
+    answers.add_with_gradient("RewardTrainer: loss, centred", preference_loss, case["scores"])
+    punish = get_soft_overlong_punishment(12, 5)
+    answers.add(
+        "soft overlong punishment", punish([[1] * length for length in case["mask"].sum(1)])
     )
 
 
@@ -249,7 +275,11 @@ def grpo_losses(answers, case, options):
     ):
         mask = case[mask]
         args = types.SimpleNamespace(
-            delta=delta, use_bias_correction_kl=False, steps_per_generation=1
+            delta=delta,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            sapo_temperature_pos=options["tau_pos"],
+            sapo_temperature_neg=options["tau_neg"],
         )
         inputs = {
             "prompt_ids": mask,
@@ -320,6 +350,7 @@ def grpo_losses(answers, case, options):
         beta=1.0,
         ref="far_logprobs",
     )
+    add_policy_loss("GRPOTrainer: sapo", "sapo")
     add_policy_loss("GMPOTrainer", "grpo", "response_advantages", method=GMPOTrainer._compute_loss)
 
 
@@ -328,7 +359,9 @@ def rollouts(answers, case, options):
     mask, B = case["mask"], len(case["mask"])
     lengths = mask.sum(1).tolist()
 
-    def generate_and_score(trainer_class, generated, **attributes):
+    def generate_and_score(
+        trainer_class, generated, scores=case["scores"][:, None], weights=(1.0,), **attributes
+    ):
         args = types.SimpleNamespace(
             steps_per_generation=1,
             gradient_accumulation_steps=1,
@@ -344,17 +377,17 @@ def rollouts(answers, case, options):
             num_iterations=1,
             mask_truncated_completions=False,
             num_generations=options["n"],
-            reward_weights=torch.ones(1),
+            reward_weights=torch.tensor(weights),
             beta=0.0,
-            multi_objective_aggregation="sum_then_normalize",
-            reward_func_names=["score"],
+            reward_funcs=weights,
+            reward_func_names=[f"score {k}" for k in range(len(weights))],
             reward_clip_range=None,
             normalize_advantages=False,
-            **attributes,
+            **{"multi_objective_aggregation": "sum_then_normalize"} | attributes,
         )
         trainer._tokenizer.pad_token_id = PAD
         trainer._generate.return_value = generated
-        trainer._calculate_rewards.return_value = case["scores"][:, None]
+        trainer._calculate_rewards.return_value = scores
         trainer._get_per_token_logps_and_entropies.return_value = case["logprobs"], None, None
         return trainer_class._generate_and_score_completions(
             trainer, [{"prompt": "p"} for _ in range(B)]
@@ -373,20 +406,35 @@ def rollouts(answers, case, options):
             use_vllm=False,
         )
         answers.add(f"GRPOTrainer: advantages{name}", batch["advantages"])
+    batch = generate_and_score(
+        GRPOTrainer,
+        (*ids, None, ["c"] * B, None, {}, None, None),
+        scores=case["components"],
+        weights=(1.0, 2.0),
+        use_vllm=False,
+        multi_objective_aggregation="normalize_then_sum",
+    )
+    answers.add("GRPOTrainer: advantages, normalize_then_sum (GDPO)", batch["advantages"])
     for level in ("token", "sequence"):
-        batch = generate_and_score(
-            GRPOTrainer,
-            (*ids, None, ["c"] * B, sampled, {}, None, None),
-            scale_rewards="group",
-            use_vllm=True,
-            vllm_importance_sampling_correction=True,
-            vllm_importance_sampling_mode=f"{level}_truncate",
-            vllm_importance_sampling_clip_min=None,
-            vllm_importance_sampling_clip_max=options["threshold"],
-        )
-        answers.add(
-            f"GRPOTrainer: importance weights, {level}", batch["importance_sampling_ratio"] * mask
-        )
+        for suffix, mode, lower in (
+            ("", "truncate", None),
+            (", truncated at both ends", "truncate", options["lower"]),
+            (", masked", "mask", options["lower"]),
+        ):
+            batch = generate_and_score(
+                GRPOTrainer,
+                (*ids, None, ["c"] * B, sampled, {}, None, None),
+                scale_rewards="group",
+                use_vllm=True,
+                vllm_importance_sampling_correction=True,
+                vllm_importance_sampling_mode=f"{level}_{mode}",
+                vllm_importance_sampling_clip_min=lower,
+                vllm_importance_sampling_clip_max=options["threshold"],
+            )
+            answers.add(
+                f"GRPOTrainer: importance weights, {level}{suffix}",
+                batch["importance_sampling_ratio"] * mask,
+            )
     answers.add(
         "RLOOTrainer: advantages", generate_and_score(RLOOTrainer, (*ids, ["c"] * B))["advantages"]
     )

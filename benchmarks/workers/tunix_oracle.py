@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from serve_oracle import serve
 from tunix.rl import algo_core, common
+from tunix.rl.grpo import dapo_learner
 
 MODES = (
     "token-mean",
@@ -53,6 +54,7 @@ def policy_losses(answers, case, options):
         advantages="advantages",
         old="old_logprobs",
         dual=options["dual_clip"],
+        importance=None,
         **config,
     ):
         example = types.SimpleNamespace(
@@ -62,6 +64,7 @@ def policy_losses(answers, case, options):
             advantages=case[advantages],
             old_per_token_logps=case[old],
             ref_per_token_logps=None,
+            sampler_is_weights=importance,
         )
         config = types.SimpleNamespace(
             epsilon=options["clip_low"],
@@ -98,6 +101,13 @@ def policy_losses(answers, case, options):
             loss_algo="grpo",
             loss_agg_mode=mode,
         )
+    add_policy_loss(
+        "GRPO: policy loss, importance weights",
+        algo_core.grpo_loss_fn,
+        importance=case["importance"],
+        loss_algo="grpo",
+        loss_agg_mode=MODES[0],
+    )
     add_policy_loss(
         "GRPO: policy loss, log-ratios beyond 20",
         algo_core.grpo_loss_fn,
@@ -200,6 +210,16 @@ def answer(case, options):
     answers["GRPO: advantages"] = algo_core.compute_advantages(
         case["scores"], options["n"]
     )  # numpy's
+    answers["DAPO: reward shaping"] = dapo_learner.reward_shaping(
+        prompts=[],
+        completions=["a " * length for length in case["mask"].sum(1)],
+        mode=None,
+        overlong_buffer={
+            "overlong_buffer_length": 5,
+            "overlong_buffer_penalty": 1.0,
+            "max_response_length": 12,
+        },
+    )
     return {name: np.asarray(array) for name, array in answers.items()}
 
 

@@ -8,10 +8,13 @@ from torch_oracle import Answers, tensors
 from verl.protocol import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as core
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.utils import torch_functional as functional
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -39,6 +42,11 @@ def advantages(answers, case, options):
     answers.add("REINFORCE++: advantages", whitened)
     last = torch.nn.functional.one_hot(mask.sum(1) - 1, mask.shape[1]) * scores[:, None]
     groups = np.repeat(np.arange(len(scores) // options["n"]), options["n"])
+    components = {
+        "config": AlgoConfig(gdpo_reward_keys=["0", "1"], gdpo_reward_weights=[1.0, 2.0]),
+        "non_tensor_batch": {str(k): case["components"][:, k].numpy() for k in range(2)},
+        "batch": {"prompts": mask[:, :0], "attention_mask": mask},
+    }
     for name, function, more in (
         (
             "REINFORCE++-baseline: advantages",
@@ -54,8 +62,14 @@ def advantages(answers, case, options):
         ),
         ("RLOO", core.compute_rloo_outcome_advantage, {}),
         ("RLOO, vectorised", core.compute_rloo_vectorized_outcome_advantage, {}),
+        ("OPO", core.compute_opo_outcome_advantage, {}),
+        ("GDPO", core.compute_gdpo_outcome_advantage, components),
     ):
         answers.add(name, function(last, mask, groups, **more)[0])
+    answers.add(
+        "ReMax",
+        core.compute_remax_outcome_advantage(case["rewards"], case["response_advantages"], mask)[0],
+    )
 
 
 def policy_losses(answers, case, options):
@@ -72,6 +86,7 @@ def policy_losses(answers, case, options):
         low=low,
         high=high,
         dual=options["dual_clip"],
+        **settings,
     ):
         info = {"loss_scale_factor": mask.shape[1]} if mode == MODES[3] else {}
         config = ActorConfig(
@@ -82,6 +97,7 @@ def policy_losses(answers, case, options):
             clip_ratio_high=high,
             clip_ratio_c=dual,
             global_batch_info=info,
+            **settings,
         )
         A = (
             case[advantages]
@@ -124,6 +140,32 @@ def policy_losses(answers, case, options):
     add_policy_loss("cispo", "cispo", MODES[0])
     add_policy_loss("cispo, log-ratios beyond 20", "cispo", MODES[0], old="far_logprobs")
     add_policy_loss("gpg", "gpg", MODES[0])
+    for suffix, old in (("", "old_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
+        taus = {name: options[name] for name in ("tau_pos", "tau_neg")}
+        add_policy_loss(f"sapo{suffix}", "sapo", MODES[2], old=old, **taus)
+    for kind in ("dppo_tv", "dppo_kl"):
+        bounds = {"old": "valid_logprobs", "low": 0.05, "high": 0.1}
+        add_policy_loss(f"{kind}: gradient", kind, MODES[0], **bounds, dual=1e30)
+        answers[f"{kind}: gradient"] = answers.pop(f"{kind}: gradient, gradient")
+        add_policy_loss(f"{kind}, ratios above clip_ratio_c", kind, MODES[0], **bounds)
+    covariances = PolicyLossConfig(
+        clip_cov_ratio=1.0,
+        clip_cov_lb=options["cov_low"],
+        clip_cov_ub=options["cov_high"],
+        kl_cov_ratio=options["cov_ratio"],
+        ppo_kl_coef=options["cov_kl_coef"],
+    )
+    for kind in ("clip_cov", "kl_cov"):
+        for suffix, old in (("", "old_logprobs"), (", equal log-ratios", "shifted_logprobs")):
+            add_policy_loss(f"{kind}{suffix}", kind, MODES[0], old=old, policy_loss=covariances)
+    log_ratio = case["logprobs"] - case["wide_logprobs"]
+    add_policy_loss(
+        "vanilla, tokens rejected",
+        "vanilla",
+        MODES[0],
+        mask=compute_rollout_rejection_mask(log_ratio, mask, "token_k1", "0.5_2.0")[0],
+        importance=log_ratio.exp(),
+    )
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
     answers.add_with_gradient(
         "reinforce, importance weights",
@@ -207,6 +249,29 @@ def divergences(answers, case, options):
                     case["logprobs"] - case[old], mask, level, options["threshold"]
                 )[0],
             )
+    bounds = f"{options['lower']}_{options['threshold']}"
+    for level in ("token", "sequence"):
+        answers.add(
+            f"importance weights, {level}, masked (IcePop)",
+            compute_rollout_correction_weights(
+                case["logprobs"] - case["old_logprobs"], mask, level, bounds
+            )[0],
+        )
+    answers.add(
+        "importance weights, effective sample size",
+        compute_rollout_correction_weights(
+            case["logprobs"] - case["wide_logprobs"], mask, "token", options["threshold"]
+        )[1]["rollout_is_eff_sample_size"],
+    )
+    for kind, old in (
+        ("token_k1", "wide_logprobs"),
+        ("seq_sum_k1", "old_logprobs"),
+        ("seq_mean_k1", "valid_logprobs"),
+    ):
+        answers.add(
+            f"rejection, {kind}",
+            compute_rollout_rejection_mask(case["logprobs"] - case[old], mask, kind, bounds)[0],
+        )
     batch = {
         "rollout_log_probs": case["wide_logprobs"],
         "old_log_probs": case["logprobs"],

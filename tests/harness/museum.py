@@ -1387,6 +1387,18 @@ LOSSES_AND_RATIO = [
         old="jax.lax.stop_gradient(zero_outside(weights, mask))",
         new="zero_outside(weights, mask)",
     ),
+    Exhibit(
+        name="the_bounds_of_a_ratio_are_applied_to_its_inverse",
+        source=(
+            "verl#6377, reproduced in 0.9.1: rollout_rs=token_k1 with the bounds 0.6_1.4 rejects "
+            "by -log(pi / mu), so that a ratio of 1.5 is kept and one of 0.65 is not"
+        ),
+        holds="a token is kept if pi / mu is within the bounds",
+        test="tests/kernels/test_importance.py::test_by_hand",
+        where="importance_weights",
+        old="(weights >= lower) & (weights <= upper)",
+        new="(1 / weights >= lower) & (1 / weights <= upper)",
+    ),
 ]
 
 UPDATES = [
@@ -2005,6 +2017,18 @@ MOMENTS_AND_SHAPING = [
         where="soft_overlong_penalty",
         old="longest - buffer",
         new="longest",
+    ),
+    Exhibit(
+        name="the_soft_penalty_grows_beyond_the_limit",
+        source=(
+            "tunix 0.1.7: DAPO's reward_shaping counts characters, and the penalty of a response "
+            "longer than the limit has no bound"
+        ),
+        holds="the penalty of a response as long as allowed is the largest one",
+        test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
+        where="soft_overlong_penalty",
+        old="jnp.clip(over / buffer, 0.0, 1.0)",
+        new="jnp.maximum(over / buffer, 0.0)",
     ),
     Exhibit(
         name="a_buffer_longer_than_a_response",
