@@ -26,7 +26,7 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks
@@ -163,12 +163,12 @@ class Step:
         )
 
     @functools.cached_property
-    def sampler(self) -> Sampler:
+    def sampler(self):
         endings = tuple(range(2, 2 + self.endings))
         options = SamplingOptions(
             self.response, 1.0, eos_ids=endings, slots=self.slots, n=self.responses
         )
-        return Sampler(self.decoder, options, split_rows)
+        return sampler_program(self.decoder, options, split_rows)
 
     def state(self) -> TrainState:
         return StateBuilder.from_config(self.config, self.nets, self.mesh).shapes()
@@ -280,7 +280,7 @@ class Step:
         """
         batches, (kind, *critic) = self.packing(), program.split()
         if kind == "sample":
-            parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
+            parts = [(self.sampler, (self.decode_params(), self.prompts(), self.key()))]
         elif kind == "score":
             rows = sharding.rows(self.mesh, 1)
             first = jax.tree.map(
@@ -301,8 +301,7 @@ class Step:
                 100,
                 self.state(),
                 self.experience(),
-                batches,
-                batches,
+                {"actor": batches, "critic": batches},
             )
             functions = (update.update_actor, update.update_critic)
             parts = list(zip(functions, by_role.values(), strict=True))
@@ -315,7 +314,8 @@ class Step:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the metrics after the update of both roles."""
         options = update.UpdateOptions.from_config(self.config)
-        return update.update_state(options, self.nets, 100, state, experience, batches, batches)
+        by_role = {"actor": batches, "critic": batches}
+        return update.update_state(options, self.nets, 100, state, experience, by_role)
 
     def random_state(self) -> TrainState:
         def build(key):

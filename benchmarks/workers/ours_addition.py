@@ -139,8 +139,7 @@ class Training:
             run.total_steps,
             state,
             experience,
-            packed.actor,
-            packed.critic,
+            packed.mini_batches,
         )
         self.steps_done += 1
 

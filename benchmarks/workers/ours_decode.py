@@ -15,7 +15,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import meshes
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 
@@ -39,7 +39,7 @@ def main(settings: dict) -> None:
     options = SamplingOptions(
         settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"]
     )
-    sample, seeds = Sampler(model, options), itertools.count()
+    sample, seeds = sampler_program(model, options), itertools.count()
 
     def turn() -> dict:
         seed = next(seeds)

@@ -17,7 +17,7 @@ from jax_ppo.config import loading, schema
 from jax_ppo.data import prompt_batches
 from jax_ppo.ppo import forward_passes, rewarding, step
 from jax_ppo.run import parts, ppo_training
-from jax_ppo.sampler import generate
+from jax_ppo.sampler import built_in
 
 PROMPTS = 1024
 
@@ -99,7 +99,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     sample_lengths, step.sample_lengths = step.sample_lengths, lengths
     original_update, step.update_state = turnstile.phase("update", step.update_state), update
     for owner, name, phase in (
-        (generate.Sampler, "__call__", "rollout"),
+        (built_in.BuiltInEngine, "generate", "rollout"),
         (step, "run_forward_passes", "scoring"),
         (rewarding.RuleScorer, "score", "reward"),
         (forward_passes, "reward_model_scores", "reward"),

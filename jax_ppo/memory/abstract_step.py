@@ -7,30 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Create
+from jax_ppo.config.schema import Config
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
-from jax_ppo.ppo.programs import StepPrograms
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
-from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.sampler.drawing import constrains_logits
 from jax_ppo.sampler.stages import cache_bytes_per_device
+from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.types import Params, Prompts
@@ -47,19 +43,19 @@ class Role:
     """A model of a step.
 
     Attributes:
-      net: the model.
+      net: the model, a `Transformer` or a `Deberta`.
       params: all parameters that it computes with.
       trained: its part of the train state; with adapters less than `params`.
       has_logits: whether it computes logits over the vocabulary.
     """
 
-    net: Transformer | Deberta
+    net: Any
     params: Params
     trained: Params
     has_logits: bool
 
     @property
-    def architecture(self) -> Architecture | DebertaArchitecture:
+    def architecture(self) -> Any:
         """Return the architecture of the model."""
         return self.net.architecture
 
@@ -73,18 +69,12 @@ class Role:
         """Return the bytes of a stored number; trained parameters are float32, frozen ones not."""
         return int(self.params["embed"]["embedding"].dtype.itemsize)
 
-    @property
-    def elements(self) -> int:
-        """Return the number of parameters, over all devices."""
-        return sum(x.size for x in jax.tree.leaves(self.params))
 
-
-@dataclasses.dataclass(frozen=True)
-class AbstractStep:
-    """The programs of a step and the shapes and shardings of their arguments.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractStep(ProgramInputs):
+    """What the programs of a step depend on, and the shapes and shardings of their arguments.
 
     Attributes:
-      programs: what the programs depend on.
       state: the train state.
       prompts: the longest prompts that a step can have.
       key: the base key of a step's samples.
@@ -96,7 +86,6 @@ class AbstractStep:
       least: bytes of weights, as the check at the start of a run adds them up.
     """
 
-    programs: StepPrograms
     state: TrainState
     prompts: Prompts
     key: Any
@@ -110,30 +99,28 @@ class AbstractStep:
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
         role = find_role(name)
-        nets = self.programs.nets
         own = self.state.models[name]
         if name == "actor":
-            params = policy_params(nets, self.state)
+            params = policy_params(self.nets, self.state)
         elif role.holds_base:
             params = own
         else:
-            params = self.state.role_params(name, nets)
-        net = role.model(nets)
-        return Role(net=net, params=params, trained=own, has_logits=role.has_logits)
+            params = self.state.role_params(name, self.nets)
+        return Role(role.model(self.nets), params, trained=own, has_logits=role.has_logits)
 
     @property
     def queue(self) -> int:
         """Return the number of samples in the queue of each shard of rows."""
         prompts = self.prompts.tokens.shape[0]
-        samples_per_prompt = self.programs.samples // prompts
-        if self.programs.options.max_staleness > 1:
+        samples_per_prompt = self.samples // prompts
+        if self.step_options.rollout.max_staleness > 1:
             prompts *= BATCHES_IN_POOL
         return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
 
     @property
     def slots(self) -> int:
         """Return the number of samples that each shard of rows decodes at a time."""
-        return min(self.programs.sampling.slots or self.queue, self.queue)
+        return min(self.sampling.slots or self.queue, self.queue)
 
     @property
     def cache_bytes(self) -> int:
@@ -154,86 +141,71 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
             f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
             "engine can be planned"
         )
-    roles = resolve_roles(config)
-    create = config.model.create
-    with tempfile.TemporaryDirectory() as folder:
-        folders = resolve_role_folders(
-            roles,
-            config.model,
-            Path(folder),
-            describe_model=lambda actor: _describe_small_model(create, actor),
-            files=DESCRIPTIONS,
-        )
-        nets = read_networks(config, folders, needs_weights=False)
+    nets = _read_networks(config)
     for net in nets.values():
         if not isinstance(net, Deberta):
             meshes.validate_architecture(mesh, net.architecture)
+    architecture = nets.actor.architecture
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
-    meshes.validate_architecture(
-        rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
-    )
+    meshes.validate_architecture(rollout_mesh, architecture, option="config.rollout.mesh")
+    data, rollout = config.data, config.rollout
     sampling = dataclasses.replace(
-        sampling_options(
-            config.rollout,
-            config.rollout,
-            config.data.max_response_length,
-            nets.actor.architecture.eos_ids,
-        ),
+        sampling_options(rollout, rollout, data.max_response_length, architecture.eos_ids),
         returns_routed_experts=config.actor.router_replay.mode == "R3",
     )
     state = StateBuilder.from_config(config, nets, mesh).shapes()
-    programs = StepPrograms(
-        options=StepOptions.from_config(config),
-        mesh=mesh,
-        nets=nets,
-        engine=make_engine(
-            BuiltInEngine, nets.actor, policy_params(nets, state), mesh, rollout_mesh
-        ),
-        sampling=sampling,
-        total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
-        # An encoder reads its own tokens.
-        reads_rollout=not isinstance(nets.reward, Deberta),
-    )
-    count = config.data.train_batch_size
-    rows = sharding.batch_rows(mesh, count)
-    prompts = Prompts(
-        tokens=jax.ShapeDtypeStruct(
-            (count, config.data.max_prompt_length), jnp.int32, sharding=rows
-        ),
-        lengths=jax.ShapeDtypeStruct((count,), jnp.int32, sharding=rows),
-    )
+    sampled_params = policy_params(nets, state)
+    # An encoder reads its own tokens.
+    reads_rollout = not isinstance(nets.reward, Deberta)
     packer = dataclasses.replace(
         make_packer(
             config,
             mesh,
             has_critic=nets.critic is not None,
-            has_reward_model=nets.reward is not None and programs.reads_rollout,
+            has_reward_model=nets.reward is not None and reads_rollout,
         ),
         place=placement.abstract,
     )
+    step_options = StepOptions.from_config(config)
+    count = step_options.prompts_per_step
+    samples = count * step_options.responses_per_prompt
+    prompts = Prompts(
+        tokens=np.zeros((count, data.max_prompt_length), np.int32), lengths=np.ones(count, np.int32)
+    )
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     return AbstractStep(
-        programs=programs,
+        step_options=step_options,
+        mesh=mesh,
+        nets=nets,
+        engine=make_engine(BuiltInEngine, nets.actor, sampled_params, mesh, rollout_mesh),
+        sampling=sampling,
+        total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
+        reads_rollout=reads_rollout,
         state=state,
-        prompts=prompts,
-        key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding.replicated(mesh)),
+        prompts=placement.abstract(prompts, sharding.batch_rows(mesh, count)),
+        key=key.update(sharding=sharding.replicated(mesh)),
         # Plans have one shape for all lengths.
-        packed=packer.pack(0, np.ones(programs.samples, np.int32), np.ones(count, np.int32)),
+        packed=packer.pack(0, np.ones(samples, np.int32), prompts.lengths),
         rollout_mesh=rollout_mesh,
-        decoding_weights=shape_decoding_weights(
-            rollout_mesh, nets.actor, policy_params(nets, state)
-        ),
-        caches=queue_cache_shapes(
-            config.data, config.rollout, nets.actor, rollout_mesh, programs.sampling
-        ),
+        decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
+        caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),
         # Forbidden strings are found with a tokenizer, which a plan does not have.
-        constrains_logits=bool(config.rollout.bad_words) or constrains_logits(programs.sampling),
+        constrains_logits=bool(rollout.bad_words) or constrains_logits(sampling),
         least=PPOMemory(config, nets, mesh).measure(),
     )
 
 
-def _describe_small_model(create: Create, folder: Path) -> None:
-    """Write the config.json of the small model that a run creates, with its largest vocabulary."""
-    folder.mkdir(parents=True)
-    description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
-    (folder / "config.json").write_text(json.dumps(description))
+def _read_networks(config: Config) -> Networks:
+    """Return each role's model by its config.json; of a model that a run creates, its largest."""
+
+    def describe_model(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        create = config.model.create
+        description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
+        (folder / "config.json").write_text(json.dumps(description))
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = resolve_role_folders(
+            resolve_roles(config), config.model, Path(folder), describe_model, DESCRIPTIONS
+        )
+        return read_networks(config, folders, needs_weights=False)

@@ -32,16 +32,14 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     Raises:
       UserError: the compiler failed for another reason than memory.
     """
-    programs = step.programs
-    state = step.state
-    recorder = _Recorder(programs.mesh, step.decoding_weights)
+    recorder = _Recorder(step.mesh, step.decoding_weights)
     # Arrays that have a column of their own, by identity: each program gets the shapes that the one
     # before it returned.
-    counted = {id(x) for x in jax.tree.leaves(state)}
+    counted = {id(x) for x in jax.tree.leaves(step.state)}
     phases: dict[str, PhaseMemory] = {}
     refused = set()
-    names = compile_programs(programs, state, step.prompts, step.key, step.packed)
-    with jax.set_mesh(programs.mesh), compilation.compile_programs_with(recorder):
+    names = compile_programs(step, step.state, step.prompts, step.key, step.packed)
+    with jax.set_mesh(step.mesh), compilation.compile_programs_with(recorder):
         for name in names:
             kind = find_step_program(name).kind
             compiled = recorder.take()

@@ -14,14 +14,10 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
-from jax_ppo.memory.remedies import (
-    PossibleChanges,
-    Remedy,
-    SupervisedChanges,
-    rank_remedies,
-)
+from jax_ppo.memory.remedies import PossibleChanges, Remedy, SupervisedChanges, rank_remedies
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
+from jax_ppo.ppo.programs import StepProgram
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.devices import bytes_per_device, read_memory_limit
@@ -93,7 +89,7 @@ class PPOMemory:
             rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
             weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
             decoding = bytes_per_device(weights)
-        fetched = fetched_by_phase(StepOptions.from_config(config), state)
+        step_options = StepOptions.from_config(config)
         phases = []
         for program in programs.PROGRAMS:
             gradients = 0
@@ -101,7 +97,8 @@ class PPOMemory:
                 options: Actor | Critic = getattr(config, find_role(program.role).section)
                 params = state.models[program.role]
                 gradients = bytes_per_device(gradient_shapes(params, options.optim.gradient_dtype))
-            phases.append((gradients, sum(vars(fetched[program.name]).values())))
+            fetched = fetched_memory(program, step_options, state)
+            phases.append((gradients, sum(vars(fetched).values())))
         largest_gradients, largest_fetched = max(phases, key=sum)
         return LeastMemory(
             parameters=_resident_bytes({name: state.models[name] for name in state.optimizers}),
@@ -186,8 +183,7 @@ def explain_out_of_memory(run: PPOMemory) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise UserError(
-            f"a device ran out of memory: {first_line}",
-            details="\n".join(_describe_memory(run)),
+            f"a device ran out of memory: {first_line}", details="\n".join(_describe_memory(run))
         ) from error
 
 
@@ -195,9 +191,7 @@ def _describe_memory(run: PPOMemory) -> Iterator[str]:
     """Yield lines: what a device holds, and the changes of options that take less."""
     least = run.measure()
     limit = read_memory_limit()
-    of_limit = ""
-    if limit is not None:
-        of_limit = f" of {limit / GIB:.1f} GiB"
+    of_limit = "" if limit is None else f" of {limit / GIB:.1f} GiB"
     yield (
         f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
         "is temporary: activations, logits and the decoding cache"
@@ -220,24 +214,21 @@ class Fetched:
     frozen: int = 0
 
 
-def fetched_by_phase(options: StepOptions, state: TrainState) -> dict[str, Fetched]:
-    """Return what the phases of a step copy from the host's memory, by their programs' names.
+def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState) -> Fetched:
+    """Return what a program's phase copies from the host's memory.
 
     `state` has shapes, as `StateBuilder.shapes` returns them.
     """
-    fetched = {}
-    for program in programs.PROGRAMS:
-        read = {program.role, *program.reads(options)} & state.models.keys()
-        if program.kind == "sampling":
-            read = set()  # it reads the decoding copy
-        trained = read & state.optimizers.keys()
-        updated = trained if program.kind == "update" else ()
-        fetched[program.name] = Fetched(
-            parameters=_fetched_bytes([state.models[name] for name in trained]),
-            optimizer=_fetched_bytes([state.optimizers[name] for name in updated]),
-            frozen=_fetched_bytes([state.models[name] for name in read - trained]),
-        )
-    return fetched
+    read = {program.role, *program.reads(options)} & state.models.keys()
+    if program.kind == "sampling":
+        read = set()  # it reads the decoding copy
+    trained = read & state.optimizers.keys()
+    updated = trained if program.kind == "update" else ()
+    return Fetched(
+        parameters=_fetched_bytes([state.models[name] for name in trained]),
+        optimizer=_fetched_bytes([state.optimizers[name] for name in updated]),
+        frozen=_fetched_bytes([state.models[name] for name in read - trained]),
+    )
 
 
 def _fetched_bytes(shapes: Any) -> int:

@@ -10,8 +10,8 @@ from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.kernels.delta_rule import CHUNK
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
-from jax_ppo.memory.memory_check import Fetched, fetched_by_phase
-from jax_ppo.memory.step_work import multiplied_elements, schedule_rows, tokens_at_experts
+from jax_ppo.memory.memory_check import fetched_memory
+from jax_ppo.memory.step_work import multiplied_elements, schedule_pass, tokens_at_experts
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -75,9 +75,8 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
 
     The sums of weights are those that the check at the start of a run computes.
     """
-    least = step.least
-    fetched = fetched_by_phase(step.programs.options, step.state).get(name, Fetched())
-    program = find_step_program(name)
+    least, program = step.least, find_step_program(name)
+    fetched = fetched_memory(program, step.step_options, step.state)
     decodes = program.kind in ("sampling", "verification")
     gradients = 0
     if program.kind == "update":
@@ -113,26 +112,25 @@ def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
 
 def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     """Return the bytes per device in each phase of a step, by the name of its program."""
-    temporaries = {
-        program.name: _estimate_temporaries(step, program)
-        for program in planned_programs(step.programs)
-    }
     packed = step.packed
-    batch = bytes_per_device((step.prompts, packed.forward, packed.actor, packed.critic))
+    batch = bytes_per_device((step.prompts, packed.forward, packed.mini_batches))
     if packed.whole is not packed.forward:
         batch += bytes_per_device(packed.whole)
-    record = _record_bytes(step)
+    # Routed experts and kept tokens; during sampling those of the step before, too.
+    record = record_bytes(
+        step.nets.actor.architecture,
+        step.sampling,
+        samples=step.samples // meshes.row_shards(step.mesh),
+        prompt_length=step.prompts.tokens.shape[1],
+    )
     phases = {
-        name: dataclasses.replace(
-            resident_memory(step, name), batch=batch + record, temporaries=value
+        program.name: dataclasses.replace(
+            resident_memory(step, program.name),
+            batch=batch + record * (2 if program.kind == "sampling" else 1),
+            temporaries=_estimate_temporaries(step, program),
         )
-        for name, value in temporaries.items()
+        for program in planned_programs(step)
     }
-    # During sampling, the record of the step before is in memory, too.
-    for program in planned_programs(step.programs):
-        if program.kind == "sampling":
-            phase = phases[program.name]
-            phases[program.name] = dataclasses.replace(phase, batch=phase.batch + record)
     return overlap_phases(phases)
 
 
@@ -145,15 +143,15 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _sampling_temporaries(step)
         case "verification":
             # Each sample has its own prompt, with all of its draft but the last token.
-            longest = step.programs.sampling.max_response_length
+            longest = step.sampling.max_response_length
             return _sampling_temporaries(step, appended=longest - 1)
         case "forward pass":
             rows, _ = step.packed.read_by(program.role)
             return _scoring_temporaries(step, step.role(program.role), rows)
         case "update":
             role = step.role(program.role)
-            batches = step.packed.of_role(program.role)
-            others = [step.role(name) for name in program.reads(step.programs.options)]
+            batches = step.packed.mini_batches[program.role]
+            others = [step.role(name) for name in program.reads(step.step_options)]
             return _update_temporaries(step, role, batches) + sum(
                 _other_policy_temporaries(step, other, batches) for other in others
             )
@@ -161,34 +159,22 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return 0
 
 
-def _record_bytes(step: AbstractStep) -> int:
-    """Return the bytes of the routed experts and kept tokens that are recorded of a step."""
-    programs = step.programs
-    samples = programs.samples // meshes.row_shards(programs.mesh)
-    architecture = programs.nets.actor.architecture
-    longest = step.prompts.tokens.shape[1]
-    return record_bytes(architecture, programs.sampling, samples, longest)
-
-
 def _gathered_kept_bytes(step: AbstractStep, tokens: int) -> int:
     """Return the bytes of the record of kept tokens of a micro-batch of this many tokens."""
-    if not step.programs.sampling.returns_kept_tokens:
+    if not step.sampling.returns_kept_tokens:
         return 0
-    return tokens * kept_tokens_width(step.programs.nets.actor.architecture.vocab_size)
+    return tokens * kept_tokens_width(step.nets.actor.architecture.vocab_size)
 
 
 def _resharding_temporaries(step: AbstractStep) -> int:
     """Return the bytes, besides the result, that laying out weights for decoding takes."""
-    programs = step.programs
-    if target_platform() != "tpu" or not meshes.gathers_weights(programs.mesh):
+    if target_platform() != "tpu" or not meshes.gathers_weights(step.mesh):
         return 0
     # Layers are laid out one after another. The compiler for TPUs holds a second copy of an
     # embedding, which it transposes, and three copies if devices also divide the result.
     tables = [x for name, x in step.decoding_weights.items() if not name.startswith("layer_")]
     table = max(bytes_per_device(x) for x in tables)
-    if step.rollout_mesh == programs.mesh:
-        return table
-    return 3 * table
+    return table if step.rollout_mesh == step.mesh else 3 * table
 
 
 def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
@@ -199,10 +185,9 @@ def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
     role = step.role("actor")
     architecture = role.architecture
     mesh = step.rollout_mesh
-    assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
     parts = mesh.shape["model"]
     prompt = step.prompts.tokens.shape[1] + appended
-    rows = step.queue if appended else step.queue // step.programs.sampling.n
+    rows = step.queue if appended else step.queue // step.sampling.n
     prompts = max(1, min(PREFILL_TOKENS // prompt, rows))
     scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
@@ -224,20 +209,17 @@ def _scoring_temporaries(step: AbstractStep, role: Role, packing: Packing) -> in
     layers = forward_bytes(step, role, shape)
     head = 0
     if role.has_logits:
-        head = logit_chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
+        head = logit_chunk_bytes(role, tokens, step.mesh.shape["model"])
         head += head_weight_bytes(step, role) + _gathered_kept_bytes(step, tokens)
     return cast_weight_bytes(step, role) + _join(step, layers, head)
 
 
 def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
     """Return the bytes that an optimizer step needs besides the sum of gradients."""
-    architecture = role.architecture
-    mesh = step.programs.mesh
-    parts = mesh.shape["model"]
-    assert isinstance(role.net, Transformer), "encoders are not trained"
+    mesh = step.mesh
     shape = _rows_at_once(batches.packing)
     tokens = device_tokens(step, shape)
-    schedule = schedule_rows(mesh, shape[0])
+    schedule = schedule_pass(step, role, shape[0])
     # Gradients are added to the sum as they are computed (training/learner.py), except in stages,
     # which have the gradients of a micro-batch and of a tick, and for adapters.
     gradients = 0
@@ -246,27 +228,24 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     # In stages, for a device's part of the layers in each tick.
     saved_per_layer = round(saved_bytes(step, role, shape) * schedule.slowdown)
     layers = backward_bytes(step, role, shape)
-    head = 0
-    gathered_head = 0
+    head = gathered_head = 0
     if role.has_logits:
-        head = logit_chunk_bytes(role, tokens, parts) * 3 // 2
+        head = logit_chunk_bytes(role, tokens, mesh.shape["model"]) * 3 // 2
         gathered_head = head_weight_bytes(step, role) + _gathered_kept_bytes(step, tokens)
         # The whole output embedding has a gradient in float32, unless only adapters are trained.
         if role.net.lora is None:
             exchanged = _exchanged_gradient_bytes(role, mesh)
             head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
-    fixed = cast_weight_bytes(step, role) + architecture.num_layers * saved_per_layer
+    fixed = cast_weight_bytes(step, role) + role.architecture.num_layers * saved_per_layer
     if replicas := batches.packing.replicas:
         # A sum for each level of the tree that is on a device.
         levels = (replicas // mesh.size).bit_length() - 1
         fixed += levels * bytes_per_device(role.trained)
     if target_platform() == "tpu":
-        sums_in_float32 = step.programs.options.update.actor.actor.optim.gradient_dtype == "float32"
+        optim = step.step_options.update.actor.actor.optim
         trains_head = role.has_logits and role.net.lora is None
-        is_exchanged_once = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(
-            role, mesh
-        )
-        if trains_head and sums_in_float32 and is_exchanged_once:
+        is_exchanged = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(role, mesh)
+        if trains_head and optim.gradient_dtype == "float32" and is_exchanged:
             # Each device has a whole sum of the output embedding's gradients: devices add theirs
             # up once per mini-batch.
             fixed += _num_head_elements(role, mesh) * FLOAT32_BYTES
@@ -300,15 +279,13 @@ def _join(step: AbstractStep, layers: int, head: int) -> int:
 
     Gathered weights of the head arrive while the layers run, so that both are in memory.
     """
-    if meshes.gathers_weights(step.programs.mesh):
-        return layers + head
-    return max(layers, head)
+    return layers + head if meshes.gathers_weights(step.mesh) else max(layers, head)
 
 
 def forward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes that the current layer of a forward pass over [R, L] needs."""
     return (
-        output_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
+        output_bytes(role, _layer_tokens(step, role, shape), step.mesh)
         + gathered_bytes(step, role)
         + _pipeline_bytes(step, role, shape)
         + _row_bytes(step, role, shape)
@@ -318,7 +295,7 @@ def forward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int
 
 def backward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes that the current layer of a backward pass over [R, L] needs."""
-    outputs = output_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
+    outputs = output_bytes(role, _layer_tokens(step, role, shape), step.mesh)
     # Hidden states between stages, keys and values of whole rows, each with their gradients.
     hidden_states = 2 * _pipeline_bytes(step, role, shape)
     rows = 2 * _row_bytes(step, role, shape)
@@ -353,9 +330,8 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
         widest = max(copies * architecture.active_width, architecture.dense_size)
         mlp = len(architecture.mlp_projections) * widest // parts
     # The steps of a gelu are in float32; the steps of a silu are fused into the products.
-    mlp_itemsize = FLOAT32_BYTES
-    if getattr(architecture, "activation", "") == "silu":
-        mlp_itemsize = role.itemsize
+    is_fused = getattr(architecture, "activation", "") == "silu"
+    mlp_itemsize = role.itemsize if is_fused else FLOAT32_BYTES
     return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, score_bytes)
 
 
@@ -367,11 +343,7 @@ def num_scores(architecture: Architecture, rows: int, block: int, keys: int, par
 
 def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes that the forward pass over [R, L] keeps of a layer for the backward pass."""
-    net = role.net
-    architecture = role.architecture
-    assert isinstance(net, Transformer), "encoders are not trained"
-    assert not isinstance(architecture, DebertaArchitecture)
-    mesh = step.programs.mesh
+    net, architecture, mesh = role.net, role.architecture, step.mesh
     parts = mesh.shape["model"]
     tokens = device_tokens(step, shape)
     scores = 0
@@ -400,9 +372,9 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
 
 def gathered_bytes(step: AbstractStep, role: Role) -> int:
     """Return the bytes of gathered layers; compilers gather and round them in different orders."""
-    if not meshes.gathers_weights(step.programs.mesh):
+    if not meshes.gathers_weights(step.mesh):
         return 0
-    mesh = step.programs.mesh
+    mesh = step.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
     elements = layers // role.architecture.num_layers // mesh.shape["model"]
     # For TPUs a layer is rounded first, and each of its matrices arrives, or its gradient leaves,
@@ -433,7 +405,7 @@ def _rows_at_once(packing: Packing) -> tuple[int, int]:
 
 def device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
     """Return a device's number of tokens in a micro-batch of [R, L]."""
-    return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
+    return int(np.prod(shape)) // meshes.row_shards(step.mesh)
 
 
 def _pair_bytes(
@@ -445,8 +417,7 @@ def _pair_bytes(
     has scores in float32 and weights in the type of the computation, of each head for a block of
     queries at once; with gradients there are four arrays in float32. Splash has none of these.
     """
-    mesh = step.programs.mesh
-    net = role.net
+    mesh, net = step.mesh, role.net
     if not isinstance(net, Transformer) or net.attention == "splash":
         return 0
     queries = shape[-1]
@@ -455,9 +426,7 @@ def _pair_bytes(
     keys = queries * row_parts
     if net.attention == "cudnn":
         return rows * queries * keys * role.itemsize
-    block = queries // 2
-    if row_parts == 1:
-        block = query_block_size(queries)
+    block = query_block_size(queries) if row_parts == 1 else queries // 2
     scores = num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
     if with_gradient:
         return 4 * scores * FLOAT32_BYTES
@@ -483,8 +452,7 @@ def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Me
 
 def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes of the keys and values of whole rows, if devices hold parts of them."""
-    mesh = step.programs.mesh
-    architecture = role.architecture
+    mesh, architecture = step.mesh, role.architecture
     row_parts = meshes.row_parts(mesh)
     if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
         return 0
@@ -496,8 +464,8 @@ def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
 
 def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes of the hidden states that enter and leave a stage, of rows [R, L]."""
-    schedule = schedule_rows(step.programs.mesh, shape[0])
-    if schedule.stages == 1 or isinstance(role.architecture, DebertaArchitecture):
+    schedule = schedule_pass(step, role, shape[0])
+    if schedule.stages == 1:
         return 0
     # Gathered rows, the input of each tick and its output.
     hidden_rows = schedule.micro_batches + 2 * schedule.ticks
@@ -509,15 +477,14 @@ def _layer_tokens(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int
 
     In stages these are the tokens of one row.
     """
-    is_encoder = isinstance(role.architecture, DebertaArchitecture)
-    if step.programs.mesh.shape["stage"] == 1 or is_encoder:
+    if schedule_pass(step, role, shape[0]).stages == 1:
         return device_tokens(step, shape)
     return shape[-1]
 
 
 def head_weight_bytes(step: AbstractStep, role: Role) -> int:
     """Return the bytes of the output embedding in the type of the computation."""
-    mesh = step.programs.mesh
+    mesh = step.mesh
     elements = _num_head_elements(role, mesh)
     # For GPUs trained weights are gathered as they are stored, in float32, and then rounded. For
     # TPUs they are rounded first.
@@ -542,13 +509,11 @@ def _exchanged_gradient_bytes(role: Role, mesh: Mesh) -> int:
 def _num_head_elements(role: Role, mesh: Mesh) -> int:
     """Return a device's number of elements of the gathered output embedding."""
     architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
     return architecture.vocab_size * architecture.hidden_size // int(mesh.shape["model"])
 
 
 def logit_chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     """Return the bytes of a chunk of the logits of `tokens`, in float32."""
-    architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
-    chunk = vocabulary_chunks.default_chunk_size(architecture.vocab_size, target_platform())
-    return min(chunk, tokens) * architecture.vocab_size * FLOAT32_BYTES // parts
+    vocab_size = role.architecture.vocab_size
+    chunk = vocabulary_chunks.default_chunk_size(vocab_size, target_platform())
+    return min(chunk, tokens) * vocab_size * FLOAT32_BYTES // parts

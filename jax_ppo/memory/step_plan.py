@@ -194,8 +194,8 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             is_compiled=devices is not None,
             source=" ".join(source.split()),
             phases=phases,
-            tokens=step.programs.samples * config.sequence_length,
-            response_tokens=step.programs.samples * config.data.max_response_length,
+            tokens=step.samples * config.sequence_length,
+            response_tokens=step.samples * config.data.max_response_length,
         )
         if plan.fits is False:
             remedies = rank_remedies(

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ppo.memory.abstract_step import AbstractStep, Role
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import StepProgram, planned_programs
@@ -91,17 +90,24 @@ def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
     return StageSchedule(stages=stages, micro_batches=stages * rows // meshes.row_shards(mesh))
 
 
+def schedule_pass(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
+    """Return the schedule of the stages in a pass; an encoder has a single stage."""
+    if isinstance(role.architecture, DebertaArchitecture):
+        return StageSchedule(stages=1, micro_batches=1)
+    return schedule_rows(step.mesh, rows)
+
+
 def count_bubbles(step: AbstractStep) -> dict[str, float]:
     """Return the bubble of each phase that runs a model's layers, by the name of its program."""
     bubbles = {}
-    for program in planned_programs(step.programs):
+    for program in planned_programs(step):
         if program.kind == "forward pass":
             rows = step.packed.read_by(program.role)[0].sample.shape[1]
         elif program.kind == "update":
-            rows = step.packed.of_role(program.role).packing.sample.shape[2]
+            rows = step.packed.mini_batches[program.role].packing.sample.shape[2]
         else:
             continue
-        bubbles[program.name] = _schedule(step, step.role(program.role), rows).bubble
+        bubbles[program.name] = schedule_pass(step, step.role(program.role), rows).bubble
     return bubbles
 
 
@@ -171,19 +177,16 @@ _SUMS_PER_LAYER = 2
 
 def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
     """Return the work of one device in each phase, by the program's name."""
-    return {
-        program.name: _count_program_work(step, program)
-        for program in planned_programs(step.programs)
-    }
+    return {program.name: _count_program_work(step, program) for program in planned_programs(step)}
 
 
 def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
-    passes = program.passes(step.programs.options, step.programs.nets)
+    passes = program.passes(step.step_options, step.nets)
     match program.kind:
         case "resharding":
             return _prepare_weights(step)
         case "sampling":
-            return _sample(step) * (passes / step.programs.sampling.n)
+            return _sample(step) * (passes / step.sampling.n)
         case "verification":
             return _verify(step)
         case "forward pass":
@@ -192,9 +195,9 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             # A few passes over arrays of one number per token.
             return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
         case "update":
-            batches = step.packed.of_role(program.role)
+            batches = step.packed.mini_batches[program.role]
             work = _update(step, step.role(program.role), batches, passes)
-            for name in program.reads(step.programs.options):
+            for name in program.reads(step.step_options):
                 work += _score(step, name) * passes
             return work
 
@@ -221,7 +224,7 @@ def predict_seconds(
 
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
     weights = bytes_per_device(step.decoding_weights)
-    received = weights * received_share(step.decoding_weights, step.programs.mesh)
+    received = weights * received_share(step.decoding_weights, step.mesh)
     return PhaseWork(
         memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
         link_bytes=received,
@@ -232,14 +235,14 @@ def _prepare_weights(step: AbstractStep) -> PhaseWork:
 def _sample(step: AbstractStep) -> PhaseWork:
     """Return the work of prefill and decoding, stage by stage."""
     mesh = step.rollout_mesh
-    architecture = step.programs.nets.actor.architecture
+    architecture = step.nets.actor.architecture
     num_prompts, prompt = step.prompts.tokens.shape
-    samples = step.programs.samples
+    samples = step.samples
     weights = bytes_per_device(step.decoding_weights)
-    sampling = step.programs.sampling
+    sampling = step.sampling
     limits = stage_limits(sampling)
     queue = step.queue
-    continues = step.programs.options.max_staleness > 1
+    continues = step.step_options.rollout.max_staleness > 1
     if continues:
         assert sampling.stage_length is not None
         longest = sampling.max_response_length
@@ -262,7 +265,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
         flops -= count_forward_flops(architecture, np.full(samples, prompt + start))
         tokens = prompts * (prompt + start) / meshes.row_shards(mesh) + steps * width
         total += PhaseWork(
-            flops=flops / step.programs.mesh.size,
+            flops=flops / step.mesh.size,
             # Each step reads all weights and the whole cache; cuDNN reads only its used part.
             memory_bytes=steps * float(weights + step.cache_bytes),
             link_bytes=(
@@ -277,14 +280,14 @@ def _sample(step: AbstractStep) -> PhaseWork:
 def _verify(step: AbstractStep) -> PhaseWork:
     """Return the work of a pass over all drafts, of which each is accepted."""
     role = step.role("actor")
-    architecture = step.programs.nets.actor.architecture
-    longest = step.programs.sampling.max_response_length
-    lengths = np.full(step.programs.samples, step.prompts.tokens.shape[1] + longest - 1)
+    architecture = step.nets.actor.architecture
+    longest = step.sampling.max_response_length
+    lengths = np.full(step.samples, step.prompts.tokens.shape[1] + longest - 1)
     tokens = float(lengths.sum()) / meshes.row_shards(step.rollout_mesh)
-    flops = count_forward_flops(architecture, lengths, step.programs.samples * longest)
+    flops = count_forward_flops(architecture, lengths, step.samples * longest)
     exchanged = exchanged_bytes(architecture, tokens, role.itemsize, step.rollout_mesh)
     return PhaseWork(
-        flops=flops / step.programs.mesh.size,
+        flops=flops / step.mesh.size,
         # Each group of drafts reads all weights.
         memory_bytes=bytes_per_device(step.decoding_weights) * -(-tokens // PREFILL_TOKENS),
         link_bytes=exchanged
@@ -303,7 +306,6 @@ def _score(step: AbstractStep, name: str) -> PhaseWork:
 
 def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -> PhaseWork:
     """Return the work of all optimizer steps of a role."""
-    assert isinstance(role.net, Transformer), "encoders are not trained"
     steps, micro_batches, rows, length = batches.packing.sample.shape
     forward = _pass_work(step, role, rows, length)
     # The backward pass has products for the gradients of inputs and, unless only adapters are
@@ -321,7 +323,7 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     )
     gradient = bytes_per_device(role.trained)
     elements = gradient / _GRADIENT_ITEMSIZE
-    summed = _gradient_link_bytes(step, role, gradient, _schedule(step, role, rows))
+    summed = _gradient_link_bytes(step, role, gradient, schedule_pass(step, role, rows))
     sums = PhaseWork(
         memory_bytes=elements * _ACCUMULATION_BYTES, link_bytes=summed, row_bytes=summed
     )
@@ -334,60 +336,33 @@ def _rollout_flops(
 ) -> float:
     """Return the operations per device of a forward pass over all samples.
 
-    A stage without a micro-batch counts as if it had one.
-
-    The parts of the rollout, `mini_batches` many, do not share prompts with each other.
+    A stage without a micro-batch counts as if it had one. The U = `mini_batches` parts of the
+    rollout do not share prompts with each other.
     """
-    programs = step.programs
-    lengths = np.full(programs.samples, programs.options.sequence_length)
-    num_logits = 0
-    if role.has_logits:
-        num_logits = programs.samples * programs.sampling.max_response_length
+    samples, longest = step.samples, step.sampling.max_response_length
+    lengths = np.full(samples, step.step_options.sequence_length)
+    num_logits = samples * longest if role.has_logits else 0
     layers = count_forward_flops(role.architecture, lengths)
     logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
-    if packing.samples_per_prompt:
-        prompt = programs.options.sequence_length - programs.sampling.max_response_length
-        copies = _prompt_copies(
-            packing.samples_per_prompt,
-            (packing.sample.shape[-1] - prompt + 1) // (programs.sampling.max_response_length + 1),
-            programs.samples,
-            mini_batches,
-        )
-        copy = count_forward_flops(role.architecture, np.array([prompt - 1]))
+    if n := packing.samples_per_prompt:
+        prompt = step.step_options.sequence_length - longest
+        # Mini-batches draw their samples one by one: one of U is expected to have samples of a
+        # share 1 - (1 - 1 / U)^n of all prompts. Each row has its own copy.
+        drawn = mini_batches * (samples / n) * (1 - (1 - 1 / mini_batches) ** n)
+        responses_per_row = (packing.sample.shape[-1] - prompt + 1) // (longest + 1)
+        copies = max(drawn, samples / responses_per_row)
         # All but the last token of a prompt are computed once for the samples that share it.
-        layers -= (programs.samples - copies) * copy
-    layers *= _schedule(step, role, packing.sample.shape[-2]).slowdown
-    return (layers + logits) / step.programs.mesh.size
-
-
-def _prompt_copies(n: int, responses_per_row: int, samples: int, mini_batches: int) -> float:
-    """Return the expected number of copies of prompts in rows where samples share them.
-
-    Mini-batches draw their samples one by one: one of U is expected to have samples of a share
-    1 - (1 - 1 / U)^n of all prompts.
-
-    Args:
-      n: samples of each prompt.
-      responses_per_row: number of them that fit a row.
-      samples: number of samples of the rollout.
-      mini_batches: U.
-    """
-    drawn = mini_batches * (samples / n) * (1 - (1 - 1 / mini_batches) ** n)
-    return max(drawn, samples / responses_per_row)
-
-
-def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
-    """Return the schedule of the stages in a pass; an encoder has a single stage."""
-    if isinstance(role.architecture, DebertaArchitecture):
-        return StageSchedule(stages=1, micro_batches=1)
-    return schedule_rows(step.programs.mesh, rows)
+        copy = count_forward_flops(role.architecture, np.array([prompt - 1]))
+        layers -= (samples - copies) * copy
+    layers *= schedule_pass(step, role, packing.sample.shape[-2]).slowdown
+    return (layers + logits) / step.mesh.size
 
 
 def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseWork:
     """Return memory traffic and exchanges of a device in a forward pass over all `rows`."""
-    mesh = step.programs.mesh
+    mesh = step.mesh
     architecture = role.architecture
-    schedule = _schedule(step, role, rows)
+    schedule = schedule_pass(step, role, rows)
     weights = _gathered_bytes(step, role, schedule)
     if isinstance(architecture, DebertaArchitecture):
         return PhaseWork(memory_bytes=weights)
@@ -418,7 +393,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
 
 def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> float:
     """Return the bytes of weights that a device reads in a pass; each tick reads its layers."""
-    mesh = step.programs.mesh
+    mesh = step.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
     others = multiplied_elements(role.params, mesh) - layers
     elements = others + layers / schedule.stages * schedule.ticks
@@ -428,8 +403,6 @@ def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> 
 def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
     """Return the bytes that a device sends to sum the outputs of split products."""
     architecture = role.architecture
-    if parts == 1:
-        return 0.0
     hidden = tokens * architecture.hidden_size * role.itemsize
     # A ring sends each part once to sum it and once to spread the sum.
     return architecture.num_layers * _SUMS_PER_LAYER * hidden * 2 * (parts - 1) / parts
@@ -438,7 +411,6 @@ def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
 def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) -> float:
     """Return the bytes of keys and values that a device receives of the other parts of its rows."""
     architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders read whole rows"
     # If there are fewer key heads than devices that split them, each device has a copy.
     heads = max(architecture.num_kv_heads / parts, 1)
     own = 2 * tokens * heads * architecture.attended_width * role.itemsize
@@ -449,7 +421,7 @@ def _gradient_link_bytes(
     step: AbstractStep, role: Role, gradient: int, schedule: StageSchedule
 ) -> float:
     """Return the bytes that a device sends to sum the gradient of a micro-batch."""
-    mesh = step.programs.mesh
+    mesh = step.mesh
     copies = mesh.shape["data"]
     scattered = 0.0
     # Adapters are too small to matter.
@@ -485,7 +457,7 @@ def count_step_flops(
     flops = policy_pass
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
-    if options.verify_drafts and step:
+    if options.rollout.verify_drafts and step:
         flops += policy_pass
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
@@ -508,22 +480,13 @@ def count_step_flops(
         if program.kind == "forward pass":
             flops += passes * role_passes(role, 1, "forward")
         elif program.kind == "update" and (role.name != "actor" or actor_learns):
-            trained = role_passes(role, passes, role.name)
-            flops += _training_passes(role.model(nets)) * trained
+            # The backward pass has a product for the gradient of each product's input and, unless
+            # only adapters are trained, one for that of its weights.
+            training_passes = 3 if role.model(nets).lora is None else 2
+            flops += training_passes * role_passes(role, passes, role.name)
             for name in program.reads(options):
                 flops += role_passes(find_role(name), passes, role.name)
     return flops
-
-
-def _training_passes(model: Transformer) -> int:
-    """Return the cost of forward and backward pass in forward passes.
-
-    The backward pass has a product for the gradient of each product's input and, unless only
-    adapters are trained, one for that of its weights.
-    """
-    if model.lora is None:
-        return 3
-    return 2
 
 
 def count_forward_flops(

@@ -35,29 +35,28 @@ def estimate_advantages(
     outputs: ForwardOutputs,
     return_moments: Moments | None,
     extra_scores: jax.Array | None = None,
-) -> tuple[Estimates, Metrics]:
-    """Return raw advantages, and returns in units of reward if there is a critic.
+) -> tuple[Estimates, Moments | None, Metrics]:
+    """Return advantages and returns, the moments that normalize the next step's, and metrics.
 
     `extra_scores` is what `estimate_experience` gets, shaped like the scores.
     """
-    metrics: Metrics = {}
     if options.has_critic:
         values, final_values = critic_values(options, sequences, outputs, return_moments)
-        advantages, returns = generalized_advantages(
-            options.algorithm, token_rewards, values, final_values, masks
-        )
-        estimates = Estimates(advantages=advantages, returns=returns)
-        metrics = critic_metrics(values, returns, masks.values)
+        raw = generalized_advantages(options.algorithm, token_rewards, values, final_values, masks)
+        assert raw.returns is not None
+        metrics = critic_metrics(values, raw.returns, masks.values)
     else:
         advantages, metrics = critic_free_advantages(
             options, token_rewards, masks.actions, extra_scores
         )
-        estimates = Estimates(advantages=advantages, returns=None)
+        raw = Estimates(advantages, returns=None)
     metrics |= {
-        "advantages/mean": masked.masked_mean(estimates.advantages, masks.loss),
-        "advantages/std": jnp.sqrt(masked.masked_variance(estimates.advantages, masks.loss)),
+        "advantages/mean": masked.masked_mean(raw.advantages, masks.loss),
+        "advantages/std": jnp.sqrt(masked.masked_variance(raw.advantages, masks.loss)),
     }
-    return estimates, metrics
+    # Raw advantages have given the critic's targets; only now are they whitened.
+    estimates = whiten_advantages(options, raw, masks)
+    return *normalize_returns(options, estimates, masks, return_moments), metrics
 
 
 def critic_values(
@@ -94,7 +93,7 @@ def generalized_advantages(
     values: Tokens,
     final_values: Float32[Array, " B"],
     masks: Masks,
-) -> tuple[Tokens, Tokens]:
+) -> Estimates:
     """Return advantages and returns by GAE; the returns may have other lambdas.
 
     Steps are actions or turns: tokens that the policy did not choose neither discount nor end an
@@ -116,7 +115,7 @@ def generalized_advantages(
         if name in arguments:
             lams[name] = jnp.full(len(values), arguments.pop(name))
 
-    def gae(lams: dict[str, jax.Array]) -> tuple[Tokens, Tokens]:
+    def gae(lams: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return jax.vmap(lambda sample: entry.function(**sample, **arguments))(arrays | lams)
 
     actor_lams = critic_lams = lams
@@ -129,7 +128,7 @@ def generalized_advantages(
     if critic_lams is not actor_lams:
         # Decoupled GAE: the critic's targets with another lambda.
         _, returns = gae(critic_lams)
-    return advantages, returns
+    return Estimates(advantages, returns)
 
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
@@ -192,10 +191,7 @@ def plugin_advantages(
 
 
 def critic_free_advantages(
-    options: ExperienceOptions,
-    token_rewards: Tokens,
-    actions: Mask,
-    extra_scores: jax.Array | None,
+    options: ExperienceOptions, token_rewards: Tokens, actions: Mask, extra_scores: jax.Array | None
 ) -> tuple[Tokens, Metrics]:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm

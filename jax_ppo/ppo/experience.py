@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Algorithm, KLControl
 from jax_ppo.kernels import importance, masked
-from jax_ppo.kernels.moments import Moments
+from jax_ppo.kernels.moments import Moments, update_moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Metrics, Tokens
@@ -37,35 +37,29 @@ def estimate_experience(
         r_t = [t is the last action] * score + step reward - kl_coef * KL_t
 
     (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`. A
-    teacher adds further rewards (`reward_shaping.add_teacher_rewards`). Returns are computed from
-    the raw advantages, before these are whitened over the whole rollout.
+    teacher adds further rewards (`reward_shaping.add_teacher_rewards`).
 
-    Args:
-      options: see `ExperienceOptions`.
-      control: the control of this step.
-      sequences: the rollout.
-      sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `outputs` has none. If it
-        has, metrics compare the two, which differ by rounding, or by older weights of the sampler.
-      outputs: see `ForwardOutputs`.
-      rewards: the reward of each sample.
-      step_rewards: rewards earned within the responses; `None` if there are none.
-      extra_scores: what else the estimator reads: the scores of the greedy responses [prompts], or
-        the `reward.components` of the samples [B, K]; `None` if it reads neither.
+    The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
+    two, which differ by rounding, or by older weights of the sampler. `step_rewards` are earned
+    within the responses; `None` if there are none. `extra_scores` are what else the estimator
+    reads: the scores of the greedy responses [prompts], or the `reward.components` of the samples
+    [B, K].
 
     Returns:
       The experience, and metrics: scalars on the mesh.
     """
     algorithm = options.algorithm
-    moments = control.moments
     masks = select_tokens(algorithm, sequences)
     old_logprobs = outputs.old_logprobs
     if old_logprobs is None:
         old_logprobs = sampled_logprobs
-
     # Running moments include this rollout before they normalize it.
-    reward_moments = reward_shaping.update_reward_moments(
-        options.reward, moments.get("rewards"), rewards
-    )
+    reward_moments = control.moments.get("rewards")
+    if options.reward.normalize == "running":
+        assert reward_moments is not None, "running moments start with the first step's control"
+        everywhere = jnp.ones(rewards.shape, bool)
+        reward_moments = update_moments(reward_moments, rewards, everywhere)
+
     # Rewards per token: the score on the last action, step rewards, and the KL penalty.
     token_rewards, metrics = reward_shaping.shape_rewards(
         options, reward_moments, sequences, masks, rewards, step_rewards
@@ -85,20 +79,16 @@ def estimate_experience(
         # as if they had length 0 and were not truncated.
         zeros = jnp.zeros(len(extra_scores), jnp.int32)
         extra_scores = reward_shaping.shape_scores(
-            options.reward,
-            options.max_response_length,
-            reward_moments,
-            extra_scores,
-            zeros,
-            zeros > 0,
+            options, reward_moments, extra_scores, zeros, zeros > 0
         )
-    # Raw advantages give the critic's targets; only then are they whitened.
-    raw, advantage_metrics = advantages.estimate_advantages(
-        options, token_rewards, sequences, masks, outputs, moments.get("returns"), extra_scores
-    )
-    whitened = advantages.whiten_advantages(options, raw, masks)
-    estimates, return_moments = advantages.normalize_returns(
-        options, whitened, masks, moments.get("returns")
+    estimates, return_moments, advantage_metrics = advantages.estimate_advantages(
+        options,
+        token_rewards,
+        sequences,
+        masks,
+        outputs,
+        control.moments.get("returns"),
+        extra_scores,
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(

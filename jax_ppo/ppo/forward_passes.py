@@ -98,6 +98,21 @@ class ForwardOptions:
             parts.append("teacher")
         return tuple(parts)
 
+    def fields(self, part: Part) -> list[str]:
+        """Return the fields of `ForwardOutputs` that a part computes."""
+        is_policy = part == "policy"
+        has_values = self.values and part == ("policy" if self.shared_trunk else "critic")
+        computed = {
+            "old_logprobs": is_policy and self.old_logprobs,
+            "entropy": is_policy and self.entropy,
+            "ref_logprobs": is_policy and self.reference,
+            "kl": is_policy and self.full_kl,
+            "values": has_values,
+            "last_values": has_values and self.last_values,
+            "teacher_logprobs": part == "teacher",
+        }
+        return [name for name, is_computed in computed.items() if is_computed]
+
 
 @pytree
 class ForwardOutputs:
@@ -246,25 +261,32 @@ def forward_part(
     "critic" for the values otherwise; "teacher" for the teacher's log-probs. Takes the other
     arguments of `run_forward_passes`.
     """
-    empty = _empty_outputs(options, part, len(sequences.lengths))
+    samples = len(sequences.lengths)
+    shapes = {"last_values": (samples,)}
+    empty = ForwardOutputs(
+        **{
+            name: jnp.zeros(shapes.get(name, (samples, options.max_response_length)), jnp.float32)
+            for name in options.fields(part)
+        }
+    )
     # Once, before the loop over micro-batches.
     state = state.on_device()
 
-    def run_micro_batch(rows: Rows, outputs: ForwardOutputs) -> ForwardOutputs:
-        if part == "policy":
-            return _run_policy(options, nets, state, sequences, rows, outputs)
-        if part == "teacher":
-            net, params = nets["teacher"], state.role_params("teacher", nets)
-            hidden = forward.hidden_states(net, params, rows)
-            return _write_logprobs("teacher_logprobs", net, params, hidden, rows, options, outputs)
-        assert nets.critic is not None, "there is no critic to score"
-        critic = state.role_params("critic", nets)
-        values = forward.scalar_outputs(nets.critic, critic, rows)
-        return _write_values(values, sequences, rows, outputs)
-
     def run_rows(plan: Packing) -> ForwardOutputs:
         def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-            return run_micro_batch(gather_micro_batch(sequences, plan, i), outputs)
+            rows = gather_micro_batch(sequences, plan, i)
+            computed = _compute_rows(options, nets, part, state, rows)
+            written = {
+                name: packing.to_samples(x, rows, getattr(outputs, name))
+                for name, x in computed.items()
+            }
+            if outputs.last_values is not None:
+                # The last token may not be an action: its value is read by position, not by mask.
+                last_B = sequences.prompt_lengths + sequences.lengths - 1
+                written["last_values"] = forward.write_values_at(
+                    computed["values"], rows, last_B, outputs.last_values
+                )
+            return dataclasses.replace(outputs, **written)
 
         return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
 
@@ -274,99 +296,48 @@ def forward_part(
     return sum_over_replicas(run_rows, parts_of_replicas(plan))
 
 
-def _empty_outputs(options: ForwardOptions, part: Part, samples: int) -> ForwardOutputs:
-    """Return zeros for the fields that a part computes, and `None` for the others."""
-    is_policy = part == "policy"
-    has_values = options.values and part == ("policy" if options.shared_trunk else "critic")
-    length = options.max_response_length
+def _compute_rows(
+    options: ForwardOptions, nets: Networks, part: Part, state: TrainState, rows: Rows
+) -> dict[str, Float[Array, "R L"]]:
+    """Return what a part computes for the tokens of some rows, by its field of the outputs."""
+    computed: dict[str, jax.Array] = {}
 
-    # The program computes the fields that are not `None` here.
-    def zeros_if(is_computed: bool, *shape: int) -> jax.Array | None:
-        if not is_computed:
-            return None
-        return jnp.zeros(shape, jnp.float32)
+    def add_logprobs(
+        name: str, net: Transformer, params: Params, hidden: jax.Array, with_entropy: bool = False
+    ) -> None:
+        # All models are divided by the same temperature: equal policies have a KL of exactly 0.
+        computed[name], entropy = forward.token_logprobs(
+            net, params, hidden, rows, options.temperature, with_entropy=with_entropy
+        )
+        if entropy is not None:
+            computed["entropy"] = entropy
 
-    return ForwardOutputs(
-        old_logprobs=zeros_if(is_policy and options.old_logprobs, samples, length),
-        entropy=zeros_if(is_policy and options.entropy, samples, length),
-        ref_logprobs=zeros_if(is_policy and options.reference, samples, length),
-        kl=zeros_if(is_policy and options.full_kl, samples, length),
-        values=zeros_if(has_values, samples, length),
-        last_values=zeros_if(has_values and options.last_values, samples),
-        teacher_logprobs=zeros_if(part == "teacher", samples, length),
-    )
-
-
-def _run_policy(
-    options: ForwardOptions,
-    nets: Networks,
-    state: TrainState,
-    sequences: Sequences,
-    rows: Rows,
-    outputs: ForwardOutputs,
-) -> ForwardOutputs:
-    """Return `outputs` with the policy's and the reference's numbers of these rows."""
-    net = nets.actor
-    actor = state.role_params("actor", nets)
-
+    if part == "teacher":
+        net, params = nets["teacher"], state.role_params("teacher", nets)
+        add_logprobs("teacher_logprobs", net, params, forward.hidden_states(net, params, rows))
+        return computed
+    if part == "critic":
+        assert nets.critic is not None, "there is no critic to score"
+        critic = state.role_params("critic", nets)
+        return {"values": forward.scalar_outputs(nets.critic, critic, rows)}
+    net, actor = nets.actor, state.role_params("actor", nets)
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if options.runs_policy:
         hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
-    if outputs.old_logprobs is not None:
-        outputs = _write_logprobs("old_logprobs", net, actor, hidden, rows, options, outputs)
-    if outputs.ref_logprobs is not None:
+    if options.old_logprobs:
+        add_logprobs("old_logprobs", net, actor, hidden, with_entropy=options.entropy)
+    if options.reference:
         ref_net, reference = reference_policy(nets, state)
         # The frozen reference routes by itself: no routing is replayed.
         ref_hidden = forward.hidden_states(ref_net, reference, rows)
-        outputs = _write_logprobs(
-            "ref_logprobs", ref_net, reference, ref_hidden, rows, options, outputs
-        )
-    if outputs.kl is not None:
-        kl = forward.reference_kl(
+        add_logprobs("ref_logprobs", ref_net, reference, ref_hidden)
+    if options.full_kl:
+        computed["kl"] = forward.reference_kl(
             net, actor, hidden, ref_net, reference, ref_hidden, rows, options.temperature
         )
-        outputs = dataclasses.replace(outputs, kl=packing.to_samples(kl, rows, outputs.kl))
     if options.shared_trunk:
-        outputs = _write_values(compute_scalars(actor, hidden), sequences, rows, outputs)
-    return outputs
-
-
-def _write_logprobs(
-    field: str,
-    net: Transformer,
-    params: Params,
-    hidden: Float[Array, "R L D"],
-    rows: Rows,
-    options: ForwardOptions,
-    outputs: ForwardOutputs,
-) -> ForwardOutputs:
-    """Return `outputs` with a model's log-probs of these rows in one of the fields."""
-    # All models are divided by the same temperature: equal policies have a KL of exactly 0.
-    with_entropy = field == "old_logprobs" and outputs.entropy is not None
-    logprobs, entropy = forward.token_logprobs(
-        net, params, hidden, rows, options.temperature, with_entropy=with_entropy
-    )
-    written = packing.to_samples(logprobs, rows, getattr(outputs, field))
-    outputs = dataclasses.replace(outputs, **{field: written})
-    if entropy is None:
-        return outputs
-    assert outputs.entropy is not None, "the entropy has been asked for"
-    return dataclasses.replace(outputs, entropy=packing.to_samples(entropy, rows, outputs.entropy))
-
-
-def _write_values(
-    values: Float[Array, "R L"], sequences: Sequences, rows: Rows, outputs: ForwardOutputs
-) -> ForwardOutputs:
-    """Return `outputs` with the values of these rows."""
-    assert outputs.values is not None, "outputs without room for values"
-    written = packing.to_samples(values, rows, outputs.values)
-    outputs = dataclasses.replace(outputs, values=written)
-    if outputs.last_values is not None:
-        # The last token may not be an action, so its value is read by position, not by mask.
-        last_B = sequences.prompt_lengths + sequences.lengths - 1
-        last_values = forward.write_values_at(values, rows, last_B, outputs.last_values)
-        outputs = dataclasses.replace(outputs, last_values=last_values)
-    return outputs
+        computed["values"] = compute_scalars(actor, hidden)
+    return computed
 
 
 @functools.partial(jax.jit, static_argnames=("model", "position"))

@@ -1,6 +1,7 @@
 """Packing of a rollout: rows for forward passes, and shuffled mini-batches for each role."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,7 @@ class RolloutPacking:
       forward: rows of all samples, for the passes that only read.
       whole: rows of all samples that share nothing, for a reward model; `forward` if those do not
         share either, or if nothing reads them.
-      actor: the actor's mini-batches.
-      critic: the critic's mini-batches; `None` without a separate critic.
+      mini_batches: those of the actor and of a separate critic, by role.
       padding: share of the places in the actor's rows that hold no token, 0..1.
       lengths: int [B] on the host, tokens of each sample's prompt and response.
       whole_prompts: where samples share prompts, for "forward" and each trained role: int [B] on
@@ -37,8 +37,7 @@ class RolloutPacking:
 
     forward: PackedRows
     whole: PackedRows
-    actor: MiniBatches
-    critic: MiniBatches | None
+    mini_batches: dict[str, MiniBatches]
     padding: float
     lengths: np.ndarray
     whole_prompts: dict[str, np.ndarray] | None = None
@@ -46,12 +45,6 @@ class RolloutPacking:
     def read_by(self, role: str) -> PackedRows:
         """Return the rows of all samples that a role's forward pass reads."""
         return self.whole if role == "reward" else self.forward
-
-    def of_role(self, role: str) -> MiniBatches:
-        """Return the mini-batches of a trained role."""
-        batches: MiniBatches | None = getattr(self, role)
-        assert batches is not None, f"there is no separate {role}"
-        return batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +74,7 @@ class RolloutPacker:
       row_length: L, tokens of a packed row.
       packed: False gives each sample a row of its own.
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
-      actor: how a rollout is divided for the actor.
-      critic: how it is divided for the critic; `None` without a separate critic.
+      partitions: how a rollout is divided for the actor and for a separate critic, by role.
       replicas: virtual replicas, among which the rows of each micro-batch are divided as among
         devices; 0 without any.
       responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
@@ -97,8 +89,7 @@ class RolloutPacker:
     row_length: int
     packed: bool
     scoring_rows_per_device: int | None
-    actor: Partition
-    critic: Partition | None
+    partitions: dict[str, Partition]
     replicas: int = 0
     responses_per_row: int = 0
     has_reward_model: bool = False
@@ -121,27 +112,22 @@ class RolloutPacker:
             assert prompt_lengths is not None, "samples that share prompts need their lengths"
             n = len(lengths) // len(prompt_lengths)
             shared = SharedPrompts(np.repeat(prompt_lengths, n), n, self.responses_per_row)
-        actor, places, rows = self._mini_batches(step, lengths, self.actor, shared)
-        trained = {"actor": rows}
         # Roles that divide a rollout in the same way share one plan, which is made and sent once.
-        critic = None
-        if self.critic == self.actor:
-            critic = actor
-            trained["critic"] = rows
-        elif self.critic is not None:
-            critic, _, trained["critic"] = self._mini_batches(step, lengths, self.critic, shared)
+        divide = functools.cache(lambda x: self._mini_batches(step, lengths, x, shared))
+        divided = {role: divide(partition) for role, partition in self.partitions.items()}
+        _, places, rows = divided["actor"]
         forward, scored = self._pack_all(lengths, shared)
         whole, whole_prompts = forward, None
         if shared is not None:
-            plans = trained | {"forward": scored}
+            plans = {role: packed for role, (_, _, packed) in divided.items()}
+            plans["forward"] = scored
             whole_prompts = {x: packing.count_starts(p, len(lengths)) for x, p in plans.items()}
             if self.has_reward_model:
                 whole = self.pack_rows(lengths)
         return RolloutPacking(
             forward=forward,
             whole=whole,
-            actor=actor,
-            critic=critic,
+            mini_batches={role: batches for role, (batches, _, _) in divided.items()},
             padding=1 - int((rows.sample >= 0).sum()) / places,
             lengths=lengths,
             whole_prompts=whole_prompts,
@@ -229,21 +215,18 @@ def make_packer(
     The critic's options default to the actor's. `has_critic` is about a separate critic,
     `has_reward_model` about one that reads the sampled tokens.
     """
-    actor_options = config.actor
-    critic_options = config.critic
     actor = Partition(
-        epochs=actor_options.ppo_epochs,
-        prompts_per_mini_batch=actor_options.ppo_mini_batch_size,
-        rows_per_device=actor_options.ppo_micro_batch_size_per_device,
+        epochs=config.actor.ppo_epochs,
+        prompts_per_mini_batch=config.actor.ppo_mini_batch_size,
+        rows_per_device=config.actor.ppo_micro_batch_size_per_device,
     )
-    critic = None
+    partitions = {"actor": actor}
     if has_critic:
-        # What the critic's section leaves unset follows the actor's.
-        mini_batch_size = critic_options.ppo_mini_batch_size
-        critic = Partition(
-            epochs=critic_options.ppo_epochs or actor.epochs,
-            prompts_per_mini_batch=mini_batch_size or actor.prompts_per_mini_batch,
-            rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
+        critic = config.critic
+        partitions["critic"] = Partition(
+            epochs=critic.ppo_epochs or actor.epochs,
+            prompts_per_mini_batch=critic.ppo_mini_batch_size or actor.prompts_per_mini_batch,
+            rows_per_device=critic.ppo_micro_batch_size_per_device or actor.rows_per_device,
         )
     row_length = packed_row_length(
         config.packing, config.model.attention, config.row_tokens, config.mesh.context
@@ -263,8 +246,7 @@ def make_packer(
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
         ),
-        actor=actor,
-        critic=critic,
+        partitions=partitions,
         replicas=config.mesh.virtual_replicas,
     )
 

@@ -233,11 +233,7 @@ class ActorObjective(RolloutObjective):
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.reference)
         hidden, router_loss = forward.run_decoder(
-            net,
-            params,
-            rows,
-            with_router_loss=actor.router_aux_loss_coef > 0,
-            replays_routing=True,
+            net, params, rows, with_router_loss=actor.router_aux_loss_coef > 0, replays_routing=True
         )
         # One pass over the vocabulary gives log-probs and entropy.
         logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
@@ -314,14 +310,7 @@ class ActorObjective(RolloutObjective):
         """Return KL(actor || other) of each token, with another frozen policy."""
         other_hidden = forward.hidden_states(other_net, other, rows)
         return forward.reference_kl(
-            self.net,
-            params,
-            hidden,
-            other_net,
-            other,
-            other_hidden,
-            rows,
-            self.options.temperature,
+            self.net, params, hidden, other_net, other, other_hidden, rows, self.options.temperature
         )
 
 

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
-from jax_ppo.ppo.response_sampling import newest_weights, take_rows
+from jax_ppo.ppo.response_sampling import newest_weights, rows_of_groups, take_on_mesh, take_rows
 from jax_ppo.ppo.step_parts import (
+    ProgramInputs,
     ResponsePool,
     SampledBatch,
     StepObserver,
-    StepOptions,
     StepParts,
     TrainingBatches,
 )
@@ -34,7 +34,6 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -90,16 +89,10 @@ def sample_partial_batch(
 ) -> SampledBatch:
     """Continue the responses of the pool until those of a step are complete; return these.
 
-    Args:
-      parts: what the step computes with.
-      state: holds the policy.
-      batches: yields the prompts.
-      step: the step, from 0.
-      observer: follows what the host does.
-      pool: what the previous step left; `None` fills a new one.
+    `pool` is what the previous step left; `None` fills a new one.
     """
     options = parts.step_options
-    n, count = options.sampled_per_prompt, options.prompts_per_step
+    n, count = options.rollout.n, options.prompts_per_step
     pool = _fill(parts, pool, batches, step)
     version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
     rollout, draws = pool.rollout, pool.draws
@@ -113,15 +106,15 @@ def sample_partial_batch(
             )
             slot_steps += int(placement.to_host(taken).sum())
             ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
-            choice = choose_prompts(ended, pool.batches, step, count, options.max_staleness)
+            choice = choose_prompts(ended, pool.batches, step, count, options.rollout.max_staleness)
             if choice.enough:
                 break
     drawn = placement.to_host(rollout.lengths).sum() - drawn_before
     left = pool.prompts.copy()
     left[choice.places] = EMPTY
     leaving = pool.prompts[choice.places]
-    rows = _rows_of(choice.places, n)
-    selected = _take(parts, ({"rollout": rollout},), rows)
+    rows = rows_of_groups(choice.places, n)
+    selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
     offsets = np.arange(len(rows)) % n
     return SampledBatch(
         batch=make_batch(parts.training, leaving[:, 0], count, parts.training.max_prompt_length),
@@ -149,10 +142,10 @@ def _fill(
     if pool is not None:
         places[pool.batches < 0] = len(places) + np.arange(count)
         pools.insert(0, pool)
-    arrays = _take(
-        parts,
+    arrays = take_on_mesh(
+        parts.mesh,
         tuple({"rollout": x.rollout, "draws": x.draws} for x in pools),
-        _rows_of(places, parts.step_options.sampled_per_prompt),
+        rows_of_groups(places, parts.step_options.rollout.n),
     )
     prompts = np.concatenate([x.prompts for x in pools])[places]
     return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
@@ -160,7 +153,7 @@ def _fill(
 
 def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
     """Return a batch of prompts without a token of a response, on the mesh."""
-    n = parts.step_options.sampled_per_prompt
+    n = parts.step_options.rollout.n
     rows = len(batch.indices) * n
     layout = sharding.batch_rows(parts.mesh, rows)
     # One width for all batches: the pool's shapes never change.
@@ -188,37 +181,14 @@ def _begin_draws(key: jax.Array, rows: int, layout: NamedSharding) -> DrawStates
 _has_ended = jax.jit(has_ended)
 
 
-def _rows_of(places: np.ndarray, n: int) -> np.ndarray:
-    """Return the rows of the n samples of each prompt."""
-    return (places[:, None] * n + np.arange(n)).ravel()
-
-
-def _take(parts: StepParts, pools: tuple[dict[str, Any], ...], rows: np.ndarray) -> dict[str, Any]:
-    placed = placement.place(rows.astype(np.int32), sharding.replicated(parts.mesh))
-    return take_rows(pools, placed, sharding.batch_rows(parts.mesh, len(rows)))
-
-
 def compile_partial_sampling(
-    options: StepOptions,
-    mesh: Mesh,
-    engine: RolloutEngine,
-    params: Params,
-    key: jax.Array,
-    sampling: SamplingOptions,
+    step: ProgramInputs, params: Params, key: jax.Array
 ) -> Generator[str, None, Rollout]:
-    """Compile what `sample_partial_batch` runs, as `RolloutEngine.precompile` does.
-
-    Args:
-      options: the options of a step.
-      mesh: the run's mesh.
-      engine: generates responses.
-      params: shapes and shardings of the actor's parameters.
-      key: the base key of a step's samples, or its shape.
-      sampling: how to sample for training.
-    """
+    """Compile what `sample_partial_batch` runs, as `RolloutEngine.precompile` does."""
+    engine, mesh, sampling, options = step.engine, step.mesh, step.sampling, step.step_options
     assert isinstance(engine, BuiltInEngine), "the options require it"
     longest = sampling.max_response_length
-    batch = options.prompts_per_step * options.sampled_per_prompt
+    batch = options.prompts_per_step * options.rollout.n
     layout = sharding.batch_rows(mesh, batch)
     width = options.sequence_length - longest
     prompts = Prompts(np.zeros((batch, width), np.int32), np.ones(batch, np.int32))

@@ -7,7 +7,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jax_ppo.config import parsing
 from jax_ppo.ppo import forward_passes, update
@@ -16,49 +15,14 @@ from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
 from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
-from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
-
-
-@dataclasses.dataclass(frozen=True)
-class StepPrograms:
-    """The inputs that determine the programs of a step: no data, tokenizer or weights.
-
-    Attributes:
-      options: the options of a step.
-      mesh: the mesh to compile for.
-      nets: each role's model.
-      engine: generates responses.
-      sampling: how it samples for training.
-      total_steps: number of steps of the whole run.
-      reads_rollout: whether the reward model, if there is one, reads the sampled tokens; the shapes
-        of its own tokens depend on the texts.
-    """
-
-    options: StepOptions
-    mesh: Mesh
-    nets: Networks
-    engine: RolloutEngine
-    sampling: SamplingOptions
-    total_steps: int
-    reads_rollout: bool
-
-    @property
-    def samples(self) -> int:
-        """Return the number of samples that a step learns from."""
-        return self.options.prompts_per_step * self.options.responses_per_prompt
-
-    def runs(self, program: "StepProgram") -> bool:
-        """Return whether a step runs a program whose shapes are known before it."""
-        is_known = self.reads_rollout or program.role != "reward"
-        return is_known and program.passes(self.options, self.nets) > 0
 
 
 @dataclasses.dataclass
@@ -89,7 +53,7 @@ class StepShapes:
 Kind = Literal["resharding", "sampling", "verification", "forward pass", "elementwise", "update"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProgram:
     """A compiled program of a step.
 
@@ -107,17 +71,17 @@ class StepProgram:
     """
 
     name: str
-    label: str
+    label: str = ""
     kind: Kind
-    role: str
+    role: str = ""
     passes: Callable[[StepOptions, Networks], int]
-    compile: Callable[[StepPrograms, StepShapes], None] | None
+    compile: Callable[[ProgramInputs, StepShapes], None] | None = None
     reads: Callable[[StepOptions], tuple[str, ...]] = lambda options: ()
     group: str = ""
 
 
 def compile_programs(
-    step: StepPrograms,
+    step: ProgramInputs,
     state: TrainState,
     prompts: Prompts,
     key: jax.Array,
@@ -132,50 +96,36 @@ def compile_programs(
     `rollout` holds given responses to the prompts; `None` if they are sampled.
     """
     shapes = StepShapes(state, packed, rollout)
-    if rollout is None and step.options.max_staleness > 1:
-        shapes.rollout = yield from compile_partial_sampling(
-            step.options,
-            step.mesh,
-            step.engine,
-            policy_params(step.nets, state),
-            key,
-            step.sampling,
-        )
+    params = policy_params(step.nets, state)
+    if rollout is None and step.step_options.rollout.max_staleness > 1:
+        shapes.rollout = yield from compile_partial_sampling(step, params, key)
     elif rollout is None:
-        params = policy_params(step.nets, state)
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
-        if step.options.verify_drafts:
+        if step.step_options.rollout.verify_drafts:
             assert isinstance(step.engine, BuiltInEngine), "the options require it"
             shapes.rollout = step.engine.precompile_drafts(
                 params, shapes.rollout, key, step.sampling
             )
             yield "verify"
-        if step.options.needs_greedy:
+        if step.step_options.needs_greedy:
             greedy = greedy_sampling(step.sampling)
             for name in step.engine.precompile(params, prompts, key, greedy):
                 if name == "sample":  # the weights are laid out once for both
                     yield "sample_greedy"
     for program in PROGRAMS:
-        if program.compile is not None and step.runs(program):
+        if program.compile is not None and _runs(step, program):
             program.compile(step, shapes)
             yield program.name
 
 
-def _compile_selection(step: StepPrograms, shapes: StepShapes) -> None:
+def _compile_selection(step: ProgramInputs, shapes: StepShapes) -> None:
     assert shapes.rollout is not None, "sampling comes first"
-    options = step.options
-    shapes.rollout = compile_selection(
-        step.mesh,
-        step.samples,
-        options.has_step_rewards,
-        options.filter_groups.enable,
-        shapes.rollout,
-    )
+    shapes.rollout = compile_selection(step, shapes.rollout)
 
 
-def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: StepShapes) -> None:
-    options = step.options.forward
+def _compile_forward(part: forward_passes.Part, step: ProgramInputs, shapes: StepShapes) -> None:
+    options = step.step_options.forward
     sequences = _join_sequences(step, shapes)
     programs = forward_passes.forward_programs(
         options, step.nets, shapes.state, sequences, *shapes.packed.forward
@@ -184,7 +134,7 @@ def _compile_forward(part: forward_passes.Part, step: StepPrograms, shapes: Step
     shapes.outputs.append(compile_ahead(function, *arguments))
 
 
-def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
+def _compile_reward_model(step: ProgramInputs, shapes: StepShapes) -> None:
     net = step.nets.reward
     assert net is not None, "there is no reward model"
     compile_ahead(
@@ -193,11 +143,11 @@ def _compile_reward_model(step: StepPrograms, shapes: StepShapes) -> None:
         shapes.state.role_params("reward", step.nets),
         _join_sequences(step, shapes),
         *shapes.packed.whole,
-        step.options.score_position,
+        step.step_options.experience.reward.score_position,
     )
 
 
-def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
+def _compile_experience(step: ProgramInputs, shapes: StepShapes) -> None:
     """Compile the estimation of advantages."""
     assert shapes.rollout is not None, "sampling comes first"
     # Rewards arrive from the host, so no program's result has their shape.
@@ -205,12 +155,12 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     step_rewards = None
     logprobs = shapes.rollout.logprobs
-    if step.options.has_step_rewards or shapes.rollout.turn_rewards is not None:
+    if step.step_options.has_step_rewards or shapes.rollout.turn_rewards is not None:
         step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
     extra_scores = None
-    options = step.options.experience
-    if step.options.needs_greedy:
-        prompts = step.options.prompts_per_step
+    options = step.step_options.experience
+    if step.step_options.needs_greedy:
+        prompts = step.step_options.prompts_per_step
         layout = sharding.batch_rows(step.mesh, prompts)
         extra_scores = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
     if ADVANTAGE_ESTIMATORS.lookup(options.algorithm.adv_estimator).needs_components:
@@ -229,27 +179,26 @@ def _compile_experience(step: StepPrograms, shapes: StepShapes) -> None:
     )
 
 
-def _join_sequences(step: StepPrograms, shapes: StepShapes) -> Sequences:
+def _join_sequences(step: ProgramInputs, shapes: StepShapes) -> Sequences:
     """Return the shapes of the sequences; the first program that reads them compiles the join."""
     if shapes.sequences is None:
-        length = step.options.sequence_length
+        length = step.step_options.sequence_length
         shapes.sequences = compile_ahead(forward_passes.join_sequences, shapes.rollout, length)
     assert shapes.sequences is not None
     return shapes.sequences
 
 
-def _compile_update(role: str, step: StepPrograms, shapes: StepShapes) -> None:
+def _compile_update(role: str, step: ProgramInputs, shapes: StepShapes) -> None:
     """Compile the update of the actor, or of a separate critic."""
     assert shapes.experience is not None, "advantages come first"
     function = {"actor": update.update_actor, "critic": update.update_critic}[role]
     arguments = update.update_arguments(
-        step.options.update,
+        step.step_options.update,
         step.nets,
         step.total_steps,
         shapes.state,
         shapes.experience,
-        shapes.packed.actor,
-        shapes.packed.critic,
+        shapes.packed.mini_batches,
     )
     compile_ahead(function, *arguments[role])
 
@@ -262,15 +211,13 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="resharding",
         role="actor",
         passes=lambda options, nets: int(not options.reads_responses),
-        compile=None,
     ),
     StepProgram(
         name="sample",
         label="sampling",
         kind="sampling",
         role="actor",
-        passes=lambda options, nets: 0 if options.reads_responses else options.sampled_per_prompt,
-        compile=None,
+        passes=lambda options, nets: 0 if options.reads_responses else options.rollout.n,
     ),
     StepProgram(
         name="sample_greedy",
@@ -278,21 +225,19 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="sampling",
         role="actor",
         passes=lambda options, nets: int(options.needs_greedy),
-        compile=None,
     ),
     StepProgram(
         name="verify",
         label="verifying drafts",
         kind="verification",
         role="actor",
-        passes=lambda options, nets: int(options.verify_drafts and not options.reads_responses),
-        compile=None,
+        passes=lambda options, nets: int(
+            options.rollout.verify_drafts and not options.reads_responses
+        ),
     ),
     StepProgram(
         name="select",
-        label="",
         kind="elementwise",
-        role="",
         passes=lambda options, nets: int(options.selects_samples),
         compile=_compile_selection,
     ),
@@ -336,7 +281,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         name="estimate",
         label="advantages",
         kind="elementwise",
-        role="",
         passes=lambda options, nets: 1,
         compile=_compile_experience,
     ),
@@ -368,9 +312,15 @@ PROGRAMS: tuple[StepProgram, ...] = (
 )
 
 
-def planned_programs(step: StepPrograms) -> tuple[StepProgram, ...]:
+def _runs(step: ProgramInputs, program: StepProgram) -> bool:
+    """Return whether a step runs a program whose shapes are known before it."""
+    is_known = step.reads_rollout or program.role != "reward"
+    return is_known and program.passes(step.step_options, step.nets) > 0
+
+
+def planned_programs(step: ProgramInputs) -> tuple[StepProgram, ...]:
     """Return the programs of a step that a plan shows."""
-    return tuple(x for x in PROGRAMS if x.label and step.runs(x))
+    return tuple(x for x in PROGRAMS if x.label and _runs(step, x))
 
 
 def find_step_program(name: str) -> StepProgram:

@@ -8,6 +8,7 @@ A step draws batches of prompts until it has enough of them. What it selects alw
 shapes, so that no number of draws compiles anything.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +25,13 @@ from jax_ppo.data.prompt_batches import PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
-from jax_ppo.ppo.step_parts import SampledBatch, StepObserver, StepParts, TrainingBatches
+from jax_ppo.ppo.step_parts import (
+    ProgramInputs,
+    SampledBatch,
+    StepObserver,
+    StepParts,
+    TrainingBatches,
+)
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
@@ -50,13 +57,7 @@ def sample_batch(
     beside it.) When sampling one step ahead, that is the update of the step before the current one,
     and its row includes what the host waited for in between.
 
-    Args:
-      parts: what the step computes with.
-      state: holds the policy.
-      batches: yields the prompts.
-      step: the step, from 0.
-      observer: follows what the host does.
-      draw: which of the step's batches, from 0.
+    `draw` says which of the step's batches it is, from 0.
     """
     batch = next(batches)
     with newest_weights(parts, state, observer) as engine:
@@ -98,15 +99,7 @@ def newest_weights(
 def complete_drafted_batch(
     parts: StepParts, state: TrainState, drafted: SampledBatch, step: int, observer: StepObserver
 ) -> SampledBatch:
-    """Return what `sample_batch` would return, from drafts of the step's responses.
-
-    Args:
-      parts: what the step computes with.
-      state: holds the policy.
-      drafted: what the previous step sampled ahead.
-      step: the step, from 0.
-      observer: follows what the host does.
-    """
+    """Return what `sample_batch` would return, from drafts that the previous step has sampled."""
     with newest_weights(parts, state, observer) as engine:
         assert isinstance(engine, BuiltInEngine), "the options require it"
         key = parts.sample_keys(training_stream(0), step)
@@ -117,11 +110,7 @@ def complete_drafted_batch(
 def greedy_sampling(sampling: SamplingOptions) -> SamplingOptions:
     """Return how the greedy response to a prompt is sampled, of which only the score is read."""
     return dataclasses.replace(
-        sampling,
-        n=1,
-        temperature=0.0,
-        returns_routed_experts=False,
-        returns_kept_tokens=False,
+        sampling, n=1, temperature=0.0, returns_routed_experts=False, returns_kept_tokens=False
     )
 
 
@@ -136,8 +125,9 @@ def take_given_batch(
     rule_rewards = None
     if dataset.has_rewards:
         rule_rewards = given_rewards(parts.mesh, dataset, batch, rollout)
-    given = {"rollout/given": 1.0}
-    return SampledBatch(batch, rollout, batches.position, rule_rewards, metrics=given)
+    return SampledBatch(
+        batch, rollout, batches.position, rule_rewards, metrics={"rollout/given": 1.0}
+    )
 
 
 def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:
@@ -167,34 +157,15 @@ class Selected(NamedTuple):
     prompts: np.ndarray
 
 
-class DrawStatistics(NamedTuple):
-    """Statistics of a draw before the selection.
-
-    Attributes:
-      rule_rewards: the rewards of all its samples.
-      uniform: number of groups with equal rewards.
-      tokens: number of sampled tokens.
-      slot_steps: number of tokens that the slots could have sampled; `None` if the engine does not
-        count them.
-    """
-
-    rule_rewards: RuleRewards
-    uniform: int
-    tokens: int
-    slot_steps: int | None
-
-
 def sample_selected_batch(
-    parts: StepParts,
-    state: TrainState,
-    batches: TrainingBatches,
-    step: int,
-    observer: StepObserver,
+    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
 ) -> SampledBatch:
     """Sample and score responses until a step has its samples; return them with their rewards."""
-    filters = parts.step_options.filter_groups
+    filters = parts.step_options.experience.algorithm.filter_groups
     selected: Selected | None = None
-    statistics: list[DrawStatistics] = []
+    draws: list[RuleRewards] = []
+    # Of all draws: groups with equal rewards, sampled tokens, and those that slots could sample.
+    counts: collections.Counter[str] = collections.Counter()
     filled = 0
     max_draws = filters.max_num_gen_batches if filters.enable else 1
     for draw in range(max_draws):
@@ -205,7 +176,11 @@ def sample_selected_batch(
             rewards = parts.rules.score(sampled.batch, sampled.rollout)
             observe_solve_rates(batches, sampled.batch, rewards)
         drawn, differs = _select_responses(parts, sampled, rewards, draw)
-        statistics.append(_describe_draw(sampled.rollout, rewards, differs))
+        draws.append(rewards)
+        counts["uniform groups"] += int((~differs).sum())
+        counts["tokens"] += int(placement.to_host(sampled.rollout.action_mask).sum())
+        if sampled.rollout.slot_steps is not None:
+            counts["slot steps"] += int(placement.to_host(sampled.rollout.slot_steps).sum())
         if not filters.enable:
             selected = drawn
             break
@@ -217,19 +192,13 @@ def sample_selected_batch(
         if filled == len(groups):
             break
     assert selected is not None, "there is at least one draw"
-    return _as_batch(parts, selected, statistics, batches.position)
-
-
-def _describe_draw(rollout: Rollout, rewards: RuleRewards, differs: np.ndarray) -> DrawStatistics:
-    slot_steps = None
-    if rollout.slot_steps is not None:
-        slot_steps = int(placement.to_host(rollout.slot_steps).sum())
-    return DrawStatistics(
-        rule_rewards=rewards,
-        uniform=int((~differs).sum()),
-        tokens=int(placement.to_host(rollout.action_mask).sum()),
-        slot_steps=slot_steps,
-    )
+    metrics = {
+        "rollout/draws": len(draws),
+        "rollout/uniform_groups": (counts["uniform groups"] / (len(draws) * len(selected.prompts))),
+    }
+    if counts["slot steps"]:
+        metrics["rollout/slot_use"] = counts["tokens"] / counts["slot steps"]
+    return _as_batch(parts, selected, draws, metrics, batches.position)
 
 
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
@@ -292,13 +261,12 @@ def take_rows(
     return jax.tree.map(take, *pools)
 
 
-def compile_selection(
-    mesh: Mesh, samples: int, has_step_rewards: bool, replaces_groups: bool, rollout: Rollout
-) -> Rollout:
+def compile_selection(step: ProgramInputs, rollout: Rollout) -> Rollout:
     """Compile the programs of the selection; return the shapes of a selected rollout.
 
-    Each draw has the shapes of `rollout`; the update learns from `samples` samples.
+    Each draw has the shapes of `rollout`.
     """
+    mesh, samples = step.mesh, step.samples
     everywhere = sharding.replicated(mesh)
     layout = sharding.batch_rows(mesh, samples)
     draw_layout = sharding.batch_rows(mesh, rollout.lengths.shape[0])
@@ -306,12 +274,12 @@ def compile_selection(
     drawn = _rollout_arrays(rollout)
     per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=draw_layout)
     drawn |= {"scores": per_sample, "correct": per_sample}
-    if has_step_rewards:
+    if step.step_options.has_step_rewards:
         drawn["steps"] = jax.ShapeDtypeStruct(
             rollout.logprobs.shape, jnp.float32, sharding=draw_layout
         )
     selected = compile_ahead(take_rows, (drawn,), rows, layout)
-    if replaces_groups:
+    if step.step_options.experience.algorithm.filter_groups.enable:
         selected = compile_ahead(take_rows, (selected, selected), rows, layout)
     prompts = Prompts(
         tokens=jax.ShapeDtypeStruct(
@@ -344,49 +312,54 @@ def _select_responses(
         arrays["steps"] = rewards.steps
         scores = scores + placement.to_host(rewards.steps).sum(axis=1)
     figures = scores
-    if options.filter_groups.metric == "accuracy":
+    if options.experience.algorithm.filter_groups.metric == "accuracy":
         figures = placement.to_host(rewards.correct)
-        _require_correctness(figures)
+        if np.isnan(figures).all():
+            raise UserError(
+                "config.algorithm.filter_groups.metric='accuracy': the rule does not define "
+                "correctness; set it to 'score'"
+            )
     scores_Gxn = scores.reshape(len(prompts), -1)
-    responses_Gxk = choose_responses(scores_Gxn, options.responses_per_prompt, options.keep_by)
+    responses_Gxk = choose_responses(
+        scores_Gxn, options.responses_per_prompt, options.rollout.keep_by
+    )
     figures_Gxk = np.take_along_axis(figures.reshape(scores_Gxn.shape), responses_Gxk, axis=1)
     rows = (responses_Gxk + np.arange(len(prompts))[:, None] * scores_Gxn.shape[1]).ravel()
     selected = Selected(
-        arrays=_take_on_mesh(parts.mesh, (arrays,), rows),
+        arrays=take_on_mesh(parts.mesh, (arrays,), rows),
         addresses=np.stack([np.full_like(rows, draw), rows], axis=1),
         prompts=prompts,
     )
     return selected, ~is_uniform(figures_Gxk)
 
 
-def _require_correctness(correct_B: np.ndarray) -> None:
-    if np.isnan(correct_B).all():
-        raise UserError(
-            "config.algorithm.filter_groups.metric='accuracy': the rule does not define "
-            "correctness; set it to 'score'"
-        )
-
-
 def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) -> Selected:
     """Return the groups with these indices, counted through `selected` and then `drawn`."""
-    responses = len(drawn.addresses) // len(groups)
-    rows = (groups[:, None] * responses + np.arange(responses)).ravel()
+    rows = rows_of_groups(groups, len(drawn.addresses) // len(groups))
     return Selected(
-        arrays=_take_on_mesh(mesh, (selected.arrays, drawn.arrays), rows),
+        arrays=take_on_mesh(mesh, (selected.arrays, drawn.arrays), rows),
         addresses=np.concatenate([selected.addresses, drawn.addresses])[rows],
         prompts=np.concatenate([selected.prompts, drawn.prompts])[groups],
     )
 
 
-def _take_on_mesh(
-    mesh: Mesh, pools: tuple[dict[str, Any], ...], rows: np.ndarray
-) -> dict[str, Any]:
+def rows_of_groups(groups: np.ndarray, n: int) -> np.ndarray:
+    """Return the rows of the n samples of each group."""
+    return (groups[:, None] * n + np.arange(n)).ravel()
+
+
+def take_on_mesh(mesh: Mesh, pools: tuple[dict[str, Any], ...], rows: np.ndarray) -> dict[str, Any]:
+    """Return what `take_rows` does, for rows on the host."""
     placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
     return take_rows(pools, placed, sharding.batch_rows(mesh, len(rows)))
 
 
 def _as_batch(
-    parts: StepParts, selected: Selected, statistics: list[DrawStatistics], position: int
+    parts: StepParts,
+    selected: Selected,
+    draws: list[RuleRewards],
+    metrics: dict[str, float],
+    position: int,
 ) -> SampledBatch:
     """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
@@ -396,7 +369,6 @@ def _as_batch(
         tokens=np.repeat(batch.prompts.tokens, responses, axis=0),
         lengths=np.repeat(batch.prompts.lengths, responses),
     )
-    draws = [draw.rule_rewards for draw in statistics]
     rewards = RuleRewards(
         scores=arrays.pop("scores"),
         correct=arrays.pop("correct"),
@@ -412,15 +384,6 @@ def _as_batch(
         },
         misses=draws[-1].misses,
     )
-    metrics = {
-        "rollout/draws": len(statistics),
-        "rollout/uniform_groups": (
-            sum(draw.uniform for draw in statistics) / (len(statistics) * len(selected.prompts))
-        ),
-    }
-    slot_steps = [draw.slot_steps for draw in statistics if draw.slot_steps is not None]
-    if slot_steps:
-        metrics["rollout/slot_use"] = sum(draw.tokens for draw in statistics) / sum(slot_steps)
     return SampledBatch(
         batch=batch,
         rollout=Rollout(prompts=parts.place_prompts(prompts), **arrays),

@@ -54,39 +54,41 @@ def make_reward_inputs(
       UserError: the model cannot read its input in the form that the options ask for.
     """
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
-    if isinstance(net, Deberta) and options.score_position != "auto":
+    is_encoder = isinstance(net, Deberta)
+    if is_encoder and options.score_position != "auto":
         raise UserError(
             f"config.reward.score_position={options.score_position!r}: is not read: this reward "
             "model is an encoder, whose score is that of its first token; leave it unset"
         )
     # A model with the actor's tokenizer scores the rollout itself: no input is made.
-    if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
-        assert not isinstance(net, Deberta), "encoders do not read sampled tokens"
-        _refuse_unread_options(options)
-        _explain_score_position(
-            options, net, (*net.architecture.eos_ids, tokenizer.eos_token_id), report
-        )
+    may_match = options.model_input == "auto" and not isinstance(net, Deberta)
+    if may_match and model_inputs.tokenizers_match(tokenizer, actor_tokenizer):
+        for name in ("max_length", "micro_batch_size_per_device"):
+            if getattr(options, name):
+                raise UserError(
+                    f"config.reward.{name}={getattr(options, name)}: is not read: this reward "
+                    "model takes the sampled tokens as they are; leave it unset, or set "
+                    "config.reward.model_input"
+                )
+        ends = (*net.architecture.eos_ids, tokenizer.eos_token_id)
+        _explain_score_position(options, net, ends, report)
         return None
     # From here on the model reads texts in its own tokens.
     reader = _make_reader(options, net, tokenizer, prompts_are_chats)
-    is_encoder = isinstance(net, Deberta)
     meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
     report(
         f"the reward model reads prompt and response as {reader.form}, in tokens of its own, at "
         f"most {reader.max_length}"
     )
     _explain_score_position(options, net, reader.ends, report)
-    # An encoder reads whole rows: context devices take rows of their own.
-    row_parts = 1
-    if not is_encoder:
-        row_parts = meshes.row_parts(mesh)
     return RewardInputs(
         mesh=mesh,
         reader=reader,
         actor_tokenizer=actor_tokenizer,
         rows_per_device=options.micro_batch_size_per_device,
         packed=packed,
-        row_parts=row_parts,
+        # An encoder reads whole rows: context devices take rows of their own.
+        row_parts=1 if is_encoder else meshes.row_parts(mesh),
     )
 
 
@@ -112,7 +114,8 @@ def _make_reader(
     # The form says how prompt and response are joined.
     form = options.model_input
     if form == "auto":
-        form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
+        is_chat = tokenizer.chat_template and prompts_are_chats
+        form = "pair" if is_encoder else "chat" if is_chat else "text"
     max_length = _max_length(options, net.architecture)
     # JAX raises no error for token ids past the embedding.
     if len(tokenizer) > net.architecture.vocab_size:
@@ -130,14 +133,6 @@ def _make_reader(
         ) from None
 
 
-def _reads_sampled_tokens(
-    options: Reward, net: Transformer | Deberta, tokenizer: Any, actor_tokenizer: Any
-) -> bool:
-    if options.model_input != "auto" or isinstance(net, Deberta):
-        return False
-    return model_inputs.tokenizers_match(tokenizer, actor_tokenizer)
-
-
 def _explain_score_position(
     options: Reward,
     net: Transformer | Deberta,
@@ -153,24 +148,6 @@ def _explain_score_position(
             "pad token: right for a model of jax_ppo.reward_model or of transformers; "
             "config.reward.score_position=last_token is for one that was trained at the EOS"
         )
-
-
-def _refuse_unread_options(options: Reward) -> None:
-    for name in ("max_length", "micro_batch_size_per_device"):
-        if getattr(options, name):
-            raise UserError(
-                f"config.reward.{name}={getattr(options, name)}: is not read: this reward model "
-                "takes the sampled tokens as they are; leave it unset, or set "
-                "config.reward.model_input"
-            )
-
-
-def _automatic_form(is_encoder: bool, tokenizer: Any, prompts_are_chats: bool) -> str:
-    if is_encoder:
-        return "pair"
-    if tokenizer.chat_template and prompts_are_chats:
-        return "chat"
-    return "text"
 
 
 def _max_length(options: Reward, architecture: Architecture | DebertaArchitecture) -> int:
@@ -221,15 +198,10 @@ class RewardInputs:
         indices: np.ndarray,
         total: int,
     ) -> tuple[ModelInputs, list[bool]]:
-        """Tokenize and pack the responses.
+        """Tokenize and pack the responses of this process, `indices` of all B = `total`.
 
-        Args:
-          examples: the example of each response of this process.
-          last_tokens: the last token of each response's prompt, by the actor's tokenizer.
-          responses: the actor's tokens, int [length] each.
-          texts: the decoded responses.
-          indices: their rows among all samples.
-          total: B, the number of samples of all processes.
+        `last_tokens` are the last ones of their prompts, by the actor's tokenizer, `responses` the
+        actor's tokens, int [length] each, and `texts` the decoded responses.
 
         Returns:
           The model's input, on the mesh, and for each response whether its input was too long.

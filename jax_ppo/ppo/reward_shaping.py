@@ -15,7 +15,6 @@ from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, masked, shaping
-from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import KL_CONTROLLERS
@@ -91,16 +90,6 @@ class Estimates(NamedTuple):
     returns: Tokens | None
 
 
-def update_reward_moments(
-    options: Reward, moments: Moments | None, rewards: Float32[Array, " B"]
-) -> Moments | None:
-    """Return the moments that normalize scores, with this rollout's rewards if they are running."""
-    if options.normalize != "running":
-        return moments
-    assert moments is not None, "running moments start with the first step's control"
-    return running_moments.update_moments(moments, rewards, jnp.ones(rewards.shape, bool))
-
-
 def shape_rewards(
     options: ExperienceOptions,
     moments: Moments | None,
@@ -110,9 +99,7 @@ def shape_rewards(
     step_rewards: Tokens | None,
 ) -> tuple[Tokens, Metrics]:
     """Return the reward of each token before the KL penalty, [B, T]."""
-    earned = rewards
-    if step_rewards is not None:
-        earned = rewards + step_rewards.sum(1)
+    earned = rewards if step_rewards is None else rewards + step_rewards.sum(1)
     lengths = sequences.lengths
     # Metrics describe what was earned, before any shaping.
     metrics = {
@@ -126,9 +113,7 @@ def shape_rewards(
     }
     if options.algorithm.mask_truncated:
         metrics["response_length/masked_share"] = 1 - masks.samples.mean(dtype=jnp.float32)
-    scores = shape_scores(
-        options.reward, options.max_response_length, moments, rewards, lengths, sequences.truncated
-    )
+    scores = shape_scores(options, moments, rewards, lengths, sequences.truncated)
     # The score is earned by the last chosen token, not by a tool's output after it.
     token_rewards = jnp.where(last_actions(masks.actions), scores[:, None], 0.0)
     if step_rewards is not None:
@@ -137,8 +122,7 @@ def shape_rewards(
 
 
 def shape_scores(
-    options: Reward,
-    max_response_length: int,
+    options: ExperienceOptions,
     moments: Moments | None,
     rewards_B: Float32[Array, " B"],
     lengths_B: Int32[Array, " B"],
@@ -149,22 +133,21 @@ def shape_scores(
     Lengths count all tokens of a response, including those that the policy did not choose: a
     penalty for length is about the cost of the whole response.
     """
+    reward = options.reward
     if moments is not None:
         # Normalize before clipping: the clip then counts standard deviations.
-        rewards_B = shaping.normalize_scores(rewards_B, moments, options.normalize_shift)
-    if options.clip is not None:
-        rewards_B = jnp.clip(rewards_B, -options.clip, options.clip)
-    if options.overlong_buffer_len:
+        rewards_B = shaping.normalize_scores(rewards_B, moments, reward.normalize_shift)
+    if reward.clip is not None:
+        rewards_B = jnp.clip(rewards_B, -reward.clip, reward.clip)
+    if reward.overlong_buffer_len:
         # Penalties come after normalization, which would change their size relative to a score.
         rewards_B += shaping.soft_overlong_penalty(
             lengths_B,
-            max_response_length,
-            options.overlong_buffer_len,
-            options.overlong_penalty_factor,
+            options.max_response_length,
+            reward.overlong_buffer_len,
+            reward.overlong_penalty_factor,
         )
-    return (
-        rewards_B - options.missing_eos_penalty * truncated_B - options.length_penalty * lengths_B
-    )
+    return rewards_B - reward.missing_eos_penalty * truncated_B - reward.length_penalty * lengths_B
 
 
 def last_actions(mask_BxT: Mask) -> Mask:

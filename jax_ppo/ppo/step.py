@@ -86,12 +86,12 @@ def take_step(
     nets = parts.nets
 
     # 1. Sample responses.
-    if options.max_staleness > 1:
+    if options.rollout.max_staleness > 1:
         assert not isinstance(sampled, SampledBatch), "its responses continue from step to step"
         sampled = sample_partial_batch(parts, state, batches, step, observer, sampled)
     elif sampled is None:
         sampled = sample_responses(parts, state, batches, step, observer)
-    elif options.verify_drafts:
+    elif options.rollout.verify_drafts:
         assert isinstance(sampled, SampledBatch), "nothing continues from step to step"
         sampled = complete_drafted_batch(parts, state, sampled, step, observer)
     assert isinstance(sampled, SampledBatch)
@@ -107,7 +107,7 @@ def take_step(
     # Sample the next step, or drafts for it, with the weights from before this step's update. The
     # options rule out that rewards select the samples of such a run.
     next_sampled: SampledBatch | ResponsePool | None = sampled.pool
-    if options.max_staleness == 1 and step + 1 < parts.total_steps:
+    if options.rollout.max_staleness == 1 and step + 1 < parts.total_steps:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
         next_sampled = ahead._replace(weights_step=step)
     observer.flush()  # does nothing if `sample_batch` has just flushed
@@ -120,7 +120,7 @@ def take_step(
         state,
         rule_rewards.scores,
         rule_rewards.model_inputs or (sequences, *packed.whole),
-        options.score_position,
+        options.experience.reward.score_position,
         parts.rules.model_weight,
     )
 
@@ -139,13 +139,7 @@ def take_step(
     # 5. Update actor and critic. This donates the buffers of `state`.
     with observer.phase("update"):
         state, update_metrics = update_state(
-            options.update,
-            nets,
-            parts.total_steps,
-            state,
-            experience,
-            packed.actor,
-            packed.critic,
+            options.update, nets, parts.total_steps, state, experience, packed.mini_batches
         )
     # The update is already dispatched, so waiting for the forward passes does not idle the mesh.
     with observer.phase("score"):
@@ -165,11 +159,7 @@ def take_step(
 
 
 def sample_responses(
-    parts: StepParts,
-    state: TrainState,
-    batches: TrainingBatches,
-    step: int,
-    observer: StepObserver,
+    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
 ) -> SampledBatch:
     """Return the samples of a step: given ones, or selected by their rewards if so configured."""
     training, options = parts.training, parts.step_options

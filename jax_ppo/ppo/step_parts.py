@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, FilterGroups
+from jax_ppo.config.schema import Config, RolloutOptions
 from jax_ppo.data.curriculum import CurriculumBatches
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
@@ -41,14 +41,9 @@ class StepOptions:
       update: see `UpdateOptions`.
       prompts_per_step: how many prompts a step takes.
       sequence_length: S, tokens of the longest prompt and response together.
-      sampled_per_prompt: how many responses to each prompt are sampled.
+      rollout: the section of the config.
       responses_per_prompt: how many responses to each prompt the update learns from.
       selects_samples: whether rewards decide which samples the update learns from.
-      filter_groups: the section of the config.
-      keep_by: `rollout.keep_by`.
-      max_staleness: `rollout.max_staleness`.
-      verify_drafts: `rollout.verify_drafts`.
-      score_position: `reward.score_position`.
       needs_greedy: the advantage estimator compares with a greedy response to each prompt.
       has_step_rewards: rewards are also earned within responses.
       reads_responses: responses are read from files, and none is sampled for training.
@@ -62,14 +57,9 @@ class StepOptions:
     update: UpdateOptions
     prompts_per_step: int
     sequence_length: int
-    sampled_per_prompt: int
+    rollout: RolloutOptions
     responses_per_prompt: int
     selects_samples: bool
-    filter_groups: FilterGroups
-    keep_by: str
-    max_staleness: int
-    verify_drafts: bool
-    score_position: str
     needs_greedy: bool
     has_step_rewards: bool
     reads_responses: bool
@@ -86,14 +76,9 @@ class StepOptions:
             update=UpdateOptions.from_config(config),
             prompts_per_step=config.data.train_batch_size,
             sequence_length=config.sequence_length,
-            sampled_per_prompt=config.rollout.n,
+            rollout=config.rollout,
             responses_per_prompt=config.responses_per_prompt,
             selects_samples=config.selects_samples,
-            filter_groups=config.algorithm.filter_groups,
-            keep_by=config.rollout.keep_by,
-            max_staleness=config.rollout.max_staleness,
-            verify_drafts=config.rollout.verify_drafts,
-            score_position=config.reward.score_position,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
             reads_responses=config.samples_nothing,
@@ -112,29 +97,46 @@ class StepOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepParts:
-    """The parts of a step that stay the same from step to step; what changes is in `TrainState`.
+class ProgramInputs:
+    """What determines the programs of a step: no data, tokenizer or weights.
 
     Attributes:
       step_options: the options of a step.
       mesh: the run's mesh.
       nets: each role's model.
-      training: the prompts that the actor is trained on.
-      total_steps: number of steps of the whole run; 0 where nothing is trained.
       engine: generates responses, with the parameters that `policy_params` returns.
       sampling: how it samples for training (`rollout`).
-      sample_keys: the random keys of samples.
-      packer: packs rollouts.
-      rules: scores responses.
+      total_steps: number of steps of the whole run; 0 where nothing is trained.
+      reads_rollout: whether the reward model, if there is one, reads the sampled tokens; the shapes
+        of its own tokens depend on the texts.
     """
 
     step_options: StepOptions
     mesh: Mesh
     nets: Networks
-    training: PromptDataset
-    total_steps: int
     engine: RolloutEngine
     sampling: SamplingOptions
+    total_steps: int
+    reads_rollout: bool
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples that a step learns from."""
+        return self.step_options.prompts_per_step * self.step_options.responses_per_prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParts(ProgramInputs):
+    """The parts of a step that stay the same from step to step; what changes is in `TrainState`.
+
+    Attributes:
+      training: the prompts that the actor is trained on.
+      sample_keys: the random keys of samples.
+      packer: packs rollouts.
+      rules: scores responses.
+    """
+
+    training: PromptDataset
     sample_keys: SampleKeys
     packer: RolloutPacker
     rules: RuleScorer

@@ -7,6 +7,7 @@ mini-batch is split into micro-batches or over devices, so neither split changes
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -82,13 +83,12 @@ def update_state(
     total_steps: int,
     state: TrainState,
     experience: Experience,
-    actor_batches: MiniBatches,
-    critic_batches: MiniBatches | None,
+    batches: Mapping[str, MiniBatches],
 ) -> tuple[TrainState, Metrics]:
-    """Train actor and critic on one rollout.
+    """Train the actor and a separate critic, if there is one, on one rollout.
 
     The trained trees of `state` are donated. Learning rate schedules end at `total_steps`.
-    `critic_batches` is `None` without a separate critic.
+    `batches` are the mini-batches of each role.
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
@@ -96,15 +96,13 @@ def update_state(
       warm-up the actor's metrics are computed, but its parameters stay unchanged. Values of each
       optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
     """
-    arguments = update_arguments(
-        options, nets, total_steps, state, experience, actor_batches, critic_batches
-    )
+    arguments = update_arguments(options, nets, total_steps, state, experience, batches)
     models, optimizers = dict(state.models), {}
     if "actor" in arguments:
         step, models["actor"], optimizers["actor"], metrics = update_actor(*arguments["actor"])
     else:
         step, metrics = next_step(state.step), {}
-    if critic_batches is not None:
+    if "critic" in arguments:
         # The critic's update does not depend on the actor's, so both may run at once.
         models["critic"], optimizers["critic"], critic_metrics = dispatch.beside(
             update_critic, *arguments["critic"]
@@ -120,20 +118,25 @@ def update_arguments(
     total_steps: int,
     state: TrainState,
     experience: Experience,
-    actor_batches: MiniBatches,
-    critic_batches: MiniBatches | None,
+    batches: Mapping[str, MiniBatches],
 ) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of `update_actor` and `update_critic`, where the run trains them."""
     # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
-    shared_args = (state.without_trained(), experience)
-    arguments: dict[str, tuple[Any, ...]] = {}
-    if "actor" in state.optimizers:
-        actor_args = (state.actor, state.optimizers["actor"], *shared_args, actor_batches)
-        arguments["actor"] = (options.actor, nets, total_steps, *actor_args)
-    if critic_batches is not None:
-        critic_args = (state.critic, state.optimizers["critic"], *shared_args, critic_batches)
-        arguments["critic"] = (options.critic, nets, total_steps, *critic_args)
-    return arguments
+    fixed_state = state.without_trained()
+    return {
+        role: (
+            getattr(options, role),
+            nets,
+            total_steps,
+            state.models[role],
+            state.optimizers[role],
+            fixed_state,
+            experience,
+            batches[role],
+        )
+        for role in batches
+        if role in state.optimizers
+    }
 
 
 @jax.jit
@@ -299,11 +302,7 @@ def critic_learner(
         rounding_stream=Stream.CRITIC_ROUNDING,
         prefix="critic/",
         objective=CriticObjective(
-            options=options,
-            metrics=metrics,
-            net=net,
-            reference=reference,
-            experience=experience,
+            options=options, metrics=metrics, net=net, reference=reference, experience=experience
         ),
         optim=options.critic.optim,
         grad_clip=options.critic.grad_clip,

@@ -165,6 +165,7 @@ def set_up_run(
         total_steps=total_steps,
         engine=make_engine(engine_class, models.nets.actor, sampled_params, mesh, rollout_mesh),
         sampling=sampling,
+        reads_rollout=models.reward_inputs is None,
         held_out_sampling=held_out_sampling,
         sample_keys=SampleKeys(config.seed, mesh),
         packer=make_packer(

@@ -20,7 +20,7 @@ from jax_ppo.kernels.moments import Moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
-from jax_ppo.ppo.programs import StepPrograms, compile_programs
+from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_step
@@ -127,15 +127,6 @@ class PPOTraining:
         batch = next(run.batches(progress.position, progress.solve_rates))
         prompts = run.place_prompts(batch.prompts)
         key = run.sample_keys(Stream.TRAINING, 0)
-        step = StepPrograms(
-            options=run.step_options,
-            mesh=run.mesh,
-            nets=run.nets,
-            engine=run.engine,
-            sampling=run.sampling,
-            total_steps=run.total_steps,
-            reads_rollout=run.rules.reward_inputs is None,
-        )
         rollout = None
         if run.config.samples_nothing:
             assert isinstance(run.training, GivenResponses), "the responses are given"
@@ -143,9 +134,9 @@ class PPOTraining:
                 run, run.training, run.batches(progress.position, progress.solve_rates)
             ).rollout
         # A packing has the same shape for all lengths, so any lengths will do.
-        ones = np.ones(step.samples, np.int32)
-        packed = run.packer.pack(0, ones, ones[: step.options.prompts_per_step])
-        return compile_programs(step, run.states.shapes(), prompts, key, packed, rollout)
+        ones = np.ones(run.samples, np.int32)
+        packed = run.packer.pack(0, ones, ones[: run.step_options.prompts_per_step])
+        return compile_programs(run, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from; first train the actor if the run creates its own."""

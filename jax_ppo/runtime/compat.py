@@ -88,14 +88,6 @@ def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
         setattr(_jax, name, original)
 
 
-def num_compiled(program: Any) -> int:
-    """Return the number of shapes that a jitted function was compiled for, for tests.
-
-    Tried with jax 0.10.2 and 0.12.0; otherwise an `AttributeError`.
-    """
-    return program._cache_size()
-
-
 def take_metadata_store(temporary_path: Any) -> Any:
     """Return what writes an Orbax checkpoint's last metadata, and keep Orbax from using it.
 

@@ -11,12 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.runtime.meshes import (
-    EXPERT_WEIGHTS,
-    ROWS,
-    WEIGHTS,
-    row_shards,
-)
+from jax_ppo.runtime.meshes import EXPERT_WEIGHTS, ROWS, WEIGHTS, row_shards
 
 Rules = tuple[tuple[str, P], ...]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.continuation import Continuation, DrawStates
+from jax_ppo.sampler.continuation import DrawStates, continuation_program
 from jax_ppo.sampler.decoding_weights import WeightPreparation
-from jax_ppo.sampler.drafts import DraftCompletion
+from jax_ppo.sampler.drafts import draft_program
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.types import Params, Prompts, Rollout
-
-_Kind = TypeVar("_Kind", Sampler, Continuation, DraftCompletion)
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
@@ -46,10 +44,8 @@ class BuiltInEngine:
     def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
         """Prepare the programs; nothing is compiled yet.
 
-        Args:
-          mesh: the run's mesh.
-          actor: the policy's model, as it is trained.
-          params: shapes of the tree that `update_weights` will get.
+        `actor` is the policy's model as it is trained, `params` the shapes that `update_weights`
+        will get.
         """
         self._mesh = mesh
         # The actor's model in the form that decodes: layers unrolled, with a cache.
@@ -62,7 +58,7 @@ class BuiltInEngine:
             lora=actor.lora,
         )
         self._prepare_weights = WeightPreparation(mesh, actor, params)
-        self._programs: dict[tuple[type, SamplingOptions], Any] = {}
+        self._programs: dict[tuple[Callable[..., Any], SamplingOptions], Any] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None
 
@@ -83,25 +79,23 @@ class BuiltInEngine:
         """Dispatch the decode loop and return its rollout. See `RolloutEngine.generate`."""
         if self._weights is None:
             raise RuntimeError("generate was called before update_weights")
-        return self._program(Sampler, options)(self._weights, prompts, key, first_sample_index)
+        # Without an index, 0 is a constant of the program: nothing is sent from the host.
+        index = () if first_sample_index is None else (first_sample_index,)
+        return self._program(sampler_program, options)(self._weights, prompts, key, *index)
 
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, DrawStates, jax.Array]:
         """Dispatch `continue_responses` with the weights of the last update.
 
-        Args:
-          rollout: the responses so far, as returned here or by `begin_responses`.
-          draws: the states of their draws.
-          version: int32, the step that began with these weights.
-          options: how to sample.
+        `rollout` has the responses so far, as returned here or by `begin_responses`.
 
         Returns:
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
         """
         if self._weights is None:
             raise RuntimeError("continue_responses was called before update_weights")
-        program = self._program(Continuation, options).program
+        program = self._program(continuation_program, options)
         continued, draws = program(self._weights, rollout, draws, version)
         assert continued.slot_steps is not None
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
@@ -111,10 +105,7 @@ class BuiltInEngine:
     ) -> tuple[Rollout, jax.Array]:
         """Dispatch `complete_drafts` with the weights of the last update.
 
-        Args:
-          drafts: what `generate` returned for the same key and options, with other weights.
-          key: the base key of this batch's random numbers.
-          options: how to sample.
+        `drafts` are what `generate` returned for the same key and options, with other weights.
 
         Returns:
           (what `generate` would return; int32 [B], the tokens of each that its draft had).
@@ -122,7 +113,7 @@ class BuiltInEngine:
         if self._weights is None:
             raise RuntimeError("complete_drafts was called before update_weights")
         drafts = dataclasses.replace(drafts, slot_steps=None)
-        return self._program(DraftCompletion, options).program(self._weights, drafts, key)
+        return self._program(draft_program, options)(self._weights, drafts, key)
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
@@ -138,7 +129,7 @@ class BuiltInEngine:
         """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
         weights = self._prepare_weights.compile(params)
         yield "prepare_weights"
-        program = self._program(Sampler, options).program
+        program = self._program(sampler_program, options)
         rollout: Rollout = compilation.compile_ahead(program, weights, prompts, key)
         yield "sample"
         return rollout
@@ -150,7 +141,7 @@ class BuiltInEngine:
         weights = self._prepare_weights.compile(params)
         yield "prepare_weights"
         version = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self._mesh))
-        program = self._program(Continuation, options).program
+        program = self._program(continuation_program, options)
         continued, _ = compilation.compile_ahead(program, weights, rollout, draws, version)
         yield "sample"
         return dataclasses.replace(continued, slot_steps=None)
@@ -161,14 +152,13 @@ class BuiltInEngine:
         """Compile `complete_drafts` for what `precompile` returned; return the rollout's shapes."""
         weights = self._prepare_weights.compile(params)
         drafts = dataclasses.replace(drafts, slot_steps=None)
-        program = self._program(DraftCompletion, options).program
+        program = self._program(draft_program, options)
         rollout, _ = compilation.compile_ahead(program, weights, drafts, key)
         return rollout
 
-    def _program(self, kind: type[_Kind], options: SamplingOptions) -> _Kind:
-        """Return the program of this kind and these options, the same one to every caller."""
+    def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:
+        """Return what `build` makes for these options, the same program to every caller."""
         with self._lock:
-            if (kind, options) not in self._programs:
-                self._programs[kind, options] = kind(self._model, options, split_rows)
-            program: _Kind = self._programs[kind, options]
-            return program
+            if (build, options) not in self._programs:
+                self._programs[build, options] = build(self._model, options, split_rows)
+            return self._programs[build, options]

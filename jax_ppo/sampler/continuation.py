@@ -40,12 +40,7 @@ class DrawStates(NamedTuple):
 
 
 def begin_responses(prompts: Prompts, longest: int) -> Rollout:
-    """Return empty responses to prompts [N, P], NumPy arrays with room for `longest` tokens each.
-
-    Args:
-      prompts: the prompt of each sample.
-      longest: T.
-    """
+    """Return empty responses to prompts [N, P], with room for `longest` tokens each."""
     shape = (len(prompts.lengths), longest)
     return Rollout(
         prompts=prompts,
@@ -81,16 +76,9 @@ def continue_responses(
     """Draw up to `options.stage_length` tokens of each response that has not ended. Pure.
 
     With unchanged weights, the tokens are those of `generate_responses`, up to the rounding of
-    logits, however the calls divide them.
-
-    Args:
-      model: with `unrolled=True`.
-      options: how to sample; `n` has no effect, since each sample has its own prompt here.
-      params: as for `generate_responses`.
-      rollout: N responses so far, with versions if weights may differ from call to call.
-      draws: the states of their draws.
-      version: int32, the step that began with these weights.
-      any_shard: see `DecodeJob`.
+    logits, however the calls divide them. Takes its arguments; `options.n` has no effect, since
+    each sample has its own prompt here. `rollout` has versions if weights may differ from call to
+    call, and `version` is the step that began with these.
     """
     assert options.stage_length is not None, "the options require it"
     assert options.environment is None and not options.returns_routed_experts
@@ -131,24 +119,20 @@ def continue_responses(
     return continued, DrawStates(draws.keys, state.stop_states, state.forbidden_states)
 
 
-class Continuation:
-    """`continue_responses`, compiled once for each number of samples."""
+def continuation_program(
+    model: Transformer,
+    options: SamplingOptions,
+    split_rows: Callable[[Callable], Callable] = lambda function: function,
+) -> Any:
+    """Return the jitted `continue_responses`; takes the arguments of `sampler_program`."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        options: SamplingOptions,
-        split_rows: Callable[[Callable], Callable] = lambda function: function,
-    ) -> None:
-        """Prepare the program; nothing is compiled yet. Takes the same arguments as `Sampler`."""
+    def resume(
+        params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
+    ) -> tuple[Rollout, DrawStates]:
+        program = split_rows(functools.partial(continue_responses, model, options))
+        return run_on_rows(program, params, rollout, draws, version)
 
-        def resume(
-            params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
-        ) -> tuple[Rollout, DrawStates]:
-            program = split_rows(functools.partial(continue_responses, model, options))
-            return run_on_rows(program, params, rollout, draws, version)
-
-        self.program = jax.jit(resume)
+    return jax.jit(resume)
 
 
 def run_on_rows(
@@ -158,14 +142,10 @@ def run_on_rows(
     per_sample: Any,
     replicated: jax.Array,
 ) -> tuple[Rollout, Any]:
-    """Run a program that `split_rows` made on responses, padded to a multiple of the devices.
+    """Run a program that `split_rows` made on N responses, padded to a multiple of the devices.
 
-    Args:
-      program: called with the other arguments; returns N responses and further arrays [N, ...].
-      params: the actor's.
-      rollout: N responses.
-      per_sample: further arrays [N, ...].
-      replicated: an array that all devices have.
+    It takes the other arguments: parameters, responses, further arrays [N, ...], and an array that
+    all devices have. It returns N responses and further arrays [N, ...].
     """
     count = len(rollout.lengths)
     missing = num_padded_rows(count) - count

@@ -112,11 +112,7 @@ def _first_state(
 ) -> DecodeState:
     """Return the state before the first token, with dialogues if there is an environment.
 
-    Args:
-      job: the job of the first stage.
-      prompts: [N, P], the prompt of each sample.
-      indices_N: int32, the samples' addresses; `PADDING` where there is no sample.
-      has_padding: whether some of `indices_N` may be `PADDING`.
+    Takes the job of the first stage and the prompt of each sample, [N, P].
     """
     state = initial_state(job)
     if has_padding:
@@ -156,10 +152,7 @@ def _needs_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array
 def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> DecodeState:
     """Fill idle slots from the queue; decode until `job.refill` are idle again, or fewer suffice.
 
-    Args:
-      job: inputs that the loops do not change.
-      narrower: the number of slots of the next loop.
-      state: what the decode loop carries.
+    The next loop has `narrower` slots.
     """
 
     # Prefill once all samples of the prefilled prompts have entered slots.

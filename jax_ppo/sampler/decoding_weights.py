@@ -13,12 +13,9 @@ from jax_ppo.types import Params
 
 
 def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
-    """Return shapes and shardings of the copy of the weights that decoding reads.
+    """Return shapes and shardings of the copy of the weights that decoding on a mesh reads.
 
-    Args:
-      mesh: the mesh to decode on.
-      actor: the policy's model, as it is trained.
-      params: its parameters, or their shapes.
+    `params` are the parameters, or their shapes, of the policy's model as it is trained.
     """
 
     def make_weights(params: Params) -> Params:

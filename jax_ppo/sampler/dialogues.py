@@ -20,14 +20,7 @@ from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots
 def start_dialogues(
     options: SamplingOptions, keys_N: jax.Array, rows_N: jax.Array, samples_N: jax.Array
 ) -> Dialogues:
-    """Return the dialogues before their first turn.
-
-    Args:
-      options: how to sample; with an environment.
-      keys_N: one random key per sample.
-      rows_N: int32, the row of the data that each sample's prompt is from.
-      samples_N: int32, the samples' indices.
-    """
+    """Return the dialogues before their first turn; `rows_N` are the prompts' rows of the data."""
     assert options.environment is not None, "dialogues have an environment"
     N = len(keys_N)
     T = options.max_response_length
@@ -63,10 +56,7 @@ def context_positions(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the position of each slot's token in its context; whether it is the context's first.
 
-    Args:
-      state: with dialogues whose contexts may be replaced.
-      sample_B: the samples of the slots.
-      positions_B: the positions in the whole sequences.
+    `positions_B` are those in the whole sequences.
     """
     assert state.dialogues is not None and state.dialogues.contexts is not None
     columns_T = jnp.arange(state.responses.shape[1])
@@ -88,12 +78,9 @@ def end_turns(
 ) -> DecodeState:
     """Record who chose the tokens of a decode step, and let the turns that they end wait.
 
-    Args:
-      job: inputs that the loops do not change.
-      before: the slots before the step.
-      recorded: the state after it, with its tokens.
-      is_observed_B: which tokens belong to an observation.
-      finishes_B: which tokens would end a turn, by an EOS or a stop string.
+    `before` are the slots before the step, `recorded` is the state after it. `is_observed_B` says
+    which tokens belong to an observation, `finishes_B` which would end a turn, by an EOS or a stop
+    string.
     """
     slots = recorded.slots
     dialogues = recorded.dialogues

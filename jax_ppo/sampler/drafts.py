@@ -37,14 +37,8 @@ def complete_drafts(
 ) -> tuple[Rollout, jax.Array]:
     """Return the responses that `generate_responses` would return, from drafts of them. Pure.
 
-    Args:
-      model: with `unrolled=True`.
-      options: how to sample, as for the drafts; `n` has no effect, since each has its prompt here.
-      params: as for `generate_responses`.
-      drafts: N responses of 1 to `max_response_length` tokens.
-      indices_N: int32, the samples' addresses for random numbers.
-      key: the base key of the step.
-      any_shard: see `DecodeJob`.
+    Takes its arguments; `options.n` has no effect, since each draft has its own prompt here.
+    `drafts` are N responses of 1 to `max_response_length` tokens.
 
     Returns:
       (the responses; int32 [N], the tokens of each that its draft had).
@@ -61,9 +55,7 @@ def complete_drafts(
 def continuation_options(options: SamplingOptions, prompt_length: int) -> SamplingOptions:
     """Return how drafts continue: at once to their ends, in the memory of the slots that drew them.
 
-    Args:
-      options: how the drafts were sampled.
-      prompt_length: P.
+    `options` say how the drafts were sampled, to prompts [N, P = `prompt_length`].
     """
     T = options.max_response_length
     slots = options.slots
@@ -73,20 +65,11 @@ def continuation_options(options: SamplingOptions, prompt_length: int) -> Sampli
 
 
 def accept_drafts(
-    model: Transformer,
-    options: SamplingOptions,
-    params: Params,
-    drafts: Rollout,
-    draws: DrawStates,
+    model: Transformer, options: SamplingOptions, params: Params, drafts: Rollout, draws: DrawStates
 ) -> tuple[Rollout, DrawStates]:
     """Cut drafts before the first token that these weights would not draw there. Pure.
 
-    Args:
-      model: with `unrolled=True`.
-      options: how to sample.
-      params: as for `generate_responses`.
-      drafts: N responses of at least one token.
-      draws: the states of their draws before the first token.
+    Takes the arguments of `complete_drafts`, and the states of the draws before the first token.
 
     Returns:
       (the drafts' first tokens, with log-probs under these weights; the states of the draws after
@@ -108,9 +91,7 @@ def accept_drafts(
 
     # The states before each token, and whether it finishes the response.
     _, walk = jax.lax.scan(
-        advance,
-        (draws.stop_states, draws.forbidden_states),
-        (drafts.responses.T, jnp.arange(T)),
+        advance, (draws.stop_states, draws.forbidden_states), (drafts.responses.T, jnp.arange(T))
     )
     stop_NxT, forbidden_NxT, finishes_NxT = (x.T for x in walk)
     group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
@@ -185,20 +166,16 @@ def _map_parts(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], parts)
 
 
-class DraftCompletion:
-    """`complete_drafts`, compiled once for each number of samples and prompt width."""
+def draft_program(
+    model: Transformer,
+    options: SamplingOptions,
+    split_rows: Callable[[Callable], Callable] = lambda function: function,
+) -> Any:
+    """Return the jitted `complete_drafts`; takes the arguments of `sampler_program`."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        options: SamplingOptions,
-        split_rows: Callable[[Callable], Callable] = lambda function: function,
-    ) -> None:
-        """Prepare the program; nothing is compiled yet. Takes the same arguments as `Sampler`."""
+    def complete(params: Params, drafts: Rollout, key: jax.Array) -> tuple[Rollout, jax.Array]:
+        indices_N = jnp.arange(len(drafts.lengths))
+        program = split_rows(functools.partial(complete_drafts, model, options))
+        return run_on_rows(program, params, drafts, indices_N, key)
 
-        def complete(params: Params, drafts: Rollout, key: jax.Array) -> tuple[Rollout, jax.Array]:
-            indices_N = jnp.arange(len(drafts.lengths))
-            program = split_rows(functools.partial(complete_drafts, model, options))
-            return run_on_rows(program, params, drafts, indices_N, key)
-
-        self.program = jax.jit(complete)
+    return jax.jit(complete)

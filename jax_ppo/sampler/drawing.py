@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling, text_search
-from jax_ppo.sampler.constraints import constrain_logits
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.types import Params
 
@@ -23,14 +23,8 @@ def draw_next_tokens(
 ) -> sampling.Draws:
     """Draw the next token of each response; logits stay split over devices.
 
-    Args:
-      architecture: the actor's.
-      options: how to sample.
-      params: the actor's.
-      hidden_BxD: hidden states of the tokens before.
-      keys_B: one random key per sample.
-      drawn_B: int32, tokens of each response so far.
-      forbidden_B: int32, the states of the search for forbidden strings.
+    `hidden_BxD` are the hidden states of the tokens before; see `constrain_logits` for the last two
+    arguments.
     """
     # Only one token per row, so these are logits [B, V], never [B, T, V].
     logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
@@ -40,10 +34,7 @@ def draw_next_tokens(
         arrays.append(added_BxV)
 
     def sample(
-        logits_BxV: jax.Array,
-        uniforms_Bx2: jax.Array,
-        *added_BxV: jax.Array,
-        axis: str | None,
+        logits_BxV: jax.Array, uniforms_Bx2: jax.Array, *added_BxV: jax.Array, axis: str | None
     ) -> sampling.Draws:
         return sampling.sample_tokens(
             logits_BxV,
@@ -60,6 +51,38 @@ def draw_next_tokens(
     return split_vocabulary(sample)(*arrays)
 
 
+def constrains_logits(options: SamplingOptions) -> bool:
+    """Return whether `constrain_logits` makes an array."""
+    return bool(options.logit_bias or options.min_new_tokens or options.forbidden is not None)
+
+
+def constrain_logits(
+    options: SamplingOptions, vocab_size: int, drawn_B: jax.Array, forbidden_B: jax.Array
+) -> jax.Array | None:
+    """Return what to add to the logits before a draw, float32 [B, V]; `None` if unconstrained.
+
+    It changes what is drawn, not the log-probs that are recorded: those stay the policy's own, as
+    with top-k. `drawn_B` counts the tokens of each response so far, `forbidden_B` are the states of
+    the search for forbidden strings.
+    """
+    added: list[jax.Array] = []
+    if options.logit_bias:
+        bias_V = np.zeros(vocab_size, np.float32)
+        for token, bias in options.logit_bias:
+            bias_V[token] += bias
+        added.append(jnp.asarray(bias_V))
+    if options.min_new_tokens:
+        is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
+        is_early_B = drawn_B < options.min_new_tokens
+        added.append(jnp.where(is_early_B[:, None] & is_end_V, -jnp.inf, 0.0))
+    if options.forbidden is not None:
+        completes_BxV = options.forbidden.completing_tokens(forbidden_B)
+        added.append(jnp.where(completes_BxV, -jnp.inf, 0.0))
+    if not added:
+        return None
+    return sum(added, jnp.zeros((len(drawn_B), vocab_size)))
+
+
 def advance_searches(
     options: SamplingOptions,
     stop_B: jax.Array,
@@ -69,12 +92,7 @@ def advance_searches(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the states of the searches for stop strings and forbidden ones after a token each.
 
-    Args:
-      options: how to sample.
-      stop_B: int32, the states of the search for stop strings before the token.
-      forbidden_B: int32, those of the search for forbidden strings.
-      tokens_B: int32, the tokens.
-      drawn_B: int32, scalar or [B], tokens of each response, these included.
+    `drawn_B`, a scalar or [B], counts the tokens of each response, these included.
     """
     if options.stop is not None:
         stop_B = options.stop.advance(stop_B, tokens_B)

@@ -153,13 +153,7 @@ def running(engine: RolloutEngine) -> Iterator[RolloutEngine]:
 def rollout_shapes(
     prompts: Prompts, options: SamplingOptions, rows: jax.sharding.Sharding
 ) -> Rollout:
-    """Return the shapes of `generate`'s rollout, each array split by `rows`, without slot counts.
-
-    Args:
-      prompts: [B / n, P], arrays or shapes.
-      options: as for `generate`.
-      rows: the sharding of arrays whose first axis counts samples.
-    """
+    """Return the shapes of `generate`'s rollout, split by `rows`, without slot counts."""
     prompt_count, P = prompts.tokens.shape
     B = prompt_count * options.n
     T = options.max_response_length

@@ -21,13 +21,10 @@ class OtherMeshEngine:
     """`RolloutEngine` that runs another engine with that engine's mesh in the context."""
 
     def __init__(self, engine: RolloutEngine, mesh: Mesh, run_mesh: Mesh) -> None:
-        """Wrap an engine.
+        """Wrap an engine that was made for `mesh`.
 
-        Args:
-          engine: made for `mesh`.
-          mesh: the mesh to decode on.
-          run_mesh: the mesh that arguments come from and rollouts return to, with the same devices
-            in the same order.
+        Arguments come from `run_mesh`, which has the same devices in the same order, and rollouts
+        return to it.
         """
         self._engine = engine
         self._mesh = mesh

@@ -28,15 +28,7 @@ class RoutingRecord(NamedTuple):
 def empty_record(
     architecture: Architecture, prompts: int, prompt_length: int, samples: int, length: int
 ) -> RoutingRecord:
-    """Return the record before anything has been run.
-
-    Args:
-      architecture: the architecture of a model with experts.
-      prompts: G.
-      prompt_length: P.
-      samples: N.
-      length: S.
-    """
+    """Return the record of G prompts [P] and N samples [S] before anything has been run."""
     a = architecture
 
     def empty(rows: int, columns: int) -> jax.Array:
@@ -72,10 +64,7 @@ def record_entries(
 ) -> RoutingRecord:
     """Return the record with the prompts of samples that enter slots.
 
-    Args:
-      record: with the prompts in the buffer.
-      sample_g: the samples; N for none.
-      buffer_g: the row of the buffer that holds the prompt of each.
+    `sample_g` are the samples, N for none; `buffer_g` the rows of the buffer with their prompts.
     """
     P = record.buffer.shape[1]
     sequences = record.sequences.at[sample_g, :P].set(record.buffer[buffer_g], mode="drop")
@@ -90,11 +79,7 @@ def record_tokens(
 ) -> RoutingRecord:
     """Return the record with the tokens that a decode step has run, one per slot.
 
-    Args:
-      record: the record of the earlier tokens.
-      routed_experts_LxBx1xk: what the model returned.
-      sample_B: the slots' samples; N for idle slots.
-      positions_B: the position of each token in its sequence.
+    `sample_B` are the slots' samples, N for idle slots; `positions_B` the tokens' positions.
     """
     routed_BxLxk = jnp.swapaxes(routed_experts_LxBx1xk[:, :, 0], 0, 1)
     sequences = record.sequences.at[sample_B, positions_B].set(routed_BxLxk, mode="drop")
@@ -104,11 +89,8 @@ def record_tokens(
 def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
     """Return the recorded experts of the next prompts to be prefilled, [G, P, layers, k].
 
-    Each of the prompts must have one sample.
-
-    Args:
-      record: with the samples in the order of the queue.
-      first: the first of the samples; those past the end have no meaning.
+    Each of them must have one sample. `first` is the first of these in the order of the queue;
+    those past the end have no meaning.
     """
     G, P = record.buffer.shape[:2]
     rows_G = jnp.minimum(first + jnp.arange(G), len(record.sequences) - 1)

@@ -31,27 +31,19 @@ class VocabularyShards:
 
     def start(self, width: int) -> jax.Array | int:
         """Return the id of the first of this device's `width` tokens."""
-        if self.axis is None:
-            return 0
-        return jax.lax.axis_index(self.axis) * width
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * width
 
     def total(self, width: int) -> int:
         """Return V, the number of tokens of all devices, each of which has `width`."""
-        if self.axis is None:
-            return width
-        return width * jax.lax.axis_size(self.axis)
+        return width if self.axis is None else width * jax.lax.axis_size(self.axis)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum over devices."""
-        if self.axis is None:
-            return x
-        return jax.lax.psum(x, self.axis)
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the maximum over devices."""
-        if self.axis is None:
-            return x
-        return jax.lax.pmax(x, self.axis)
+        return x if self.axis is None else jax.lax.pmax(x, self.axis)
 
     def gather(self, x_BxV: jax.Array) -> jax.Array:
         """Return the columns of all devices."""
@@ -61,9 +53,7 @@ class VocabularyShards:
 
     def min(self, x: jax.Array) -> jax.Array:
         """Return the minimum over devices."""
-        if self.axis is None:
-            return x
-        return jax.lax.pmin(x, self.axis)
+        return x if self.axis is None else jax.lax.pmin(x, self.axis)
 
 
 WHOLE = VocabularyShards()
@@ -87,21 +77,14 @@ class Draws(NamedTuple):
 
 
 def sample_keys(step_key: jax.Array, samples_B: jax.Array) -> jax.Array:
-    """Return one key per sample.
-
-    Args:
-      step_key: the step's key.
-      samples_B: int32, the samples' indices in the step's batch.
-    """
+    """Return one key per sample; `samples_B` are their indices in the step's batch."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, samples_B)
 
 
 def token_uniforms(keys_B: jax.Array, positions: jax.Array | int) -> jax.Array:
     """Return the random numbers that `draw_tokens` takes, float32 [B, 2] in [0, 1).
 
-    Args:
-      keys_B: one key per sample.
-      positions: int32, scalar or [B], the tokens' positions in their responses.
+    `positions`, a scalar or [B], are the tokens' positions in their responses.
     """
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, jnp.broadcast_to(positions, keys_B.shape[:1]))
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys_B)
@@ -177,12 +160,7 @@ def token_logprob(
 ) -> jax.Array:
     """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
 
-    Args:
-      logits_BxV: float32.
-      tokens_B: int32.
-      sums_B: the sums that `draw_tokens` returned for these logits, which saves one pass through
-        them.
-      shards: the devices that split the vocabulary.
+    `sums_B`, which `draw_tokens` returned for these logits, save one pass through them.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
     drawn_B = shards.sum(_take_local(logits_BxV, index_B))
@@ -295,12 +273,10 @@ def draw_tokens(
 def _split_into_blocks(
     weights_BxV: jax.Array, start: jax.Array | int, size: int
 ) -> tuple[jax.Array | int, jax.Array]:
-    """Return this device's weights in blocks of the whole vocabulary, 0 where it has none.
+    """Return this device's weights in blocks of W = `size` tokens of the whole vocabulary.
 
-    Args:
-      weights_BxV: the weights of tokens `start` to `start + V`.
-      start: the first token's id; an int if the vocabulary is not split.
-      size: W, tokens per block.
+    Where it has none they are 0. `start`, the first token's id, is an int if the vocabulary is not
+    split.
 
     Returns:
       (index of the first block; weights, [B, M, W]).

@@ -26,12 +26,7 @@ from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.routing import (
-    RoutingRecord,
-    empty_record,
-    record_entries,
-    routing_bytes,
-)
+from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries, routing_bytes
 from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
@@ -256,12 +251,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
             whole_cache.empty_state(architecture, rows, job.model.dtype)
             if is_linear
             else layout.empty_cache(
-                job.model.decoding,
-                rows,
-                columns,
-                num_split_kv_heads(heads),
-                width,
-                job.model.dtype,
+                job.model.decoding, rows, columns, num_split_kv_heads(heads), width, job.model.dtype
             )
             for is_linear in architecture.layers_are_linear
         )
@@ -299,14 +289,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
 def record_bytes(
     architecture: Architecture, options: SamplingOptions, samples: int, prompt_length: int
 ) -> int:
-    """Return the bytes of what is recorded of draws besides tokens, for this many samples.
-
-    Args:
-      architecture: the actor's.
-      options: how to sample; they say whether routed experts and kept tokens are recorded.
-      samples: N.
-      prompt_length: P.
-    """
+    """Return the bytes of the routed experts and kept tokens of N samples, if they are recorded."""
     T = options.max_response_length
     size = 0
     if options.returns_routed_experts:
@@ -332,11 +315,7 @@ def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
     """Return the numbers of slots that the loop passes through, widest first.
 
     They are `width`, three quarters, half and a quarter of it; only the first may be below
-    `MIN_SLOTS`. For responses of few tokens it is the only one.
-
-    Args:
-      width: the number of slots at first.
-      tokens: the most tokens that a slot draws of a response.
+    `MIN_SLOTS`. It is the only one if a slot draws few `tokens` of a response.
     """
     if tokens < MIN_NARROWED_TOKENS:
         return (width,)

@@ -22,6 +22,12 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, plan_job
 from jax_ppo.types import Prompts
 
+# The fields of `DecodeState` with a row per sample, apart from the record of routed experts.
+_RESULTS = (
+    *("responses", "logprobs", "lengths", "finished"),
+    *("stop_states", "forbidden_states", "kept"),
+)
+
 
 class Stage(NamedTuple):
     """A stage that continues the samples that have not ended.
@@ -86,16 +92,8 @@ def plan_next_stage(
         limit=limit if isinstance(limit, int) else limit[order_N],
         count=(~state.finished).sum(),
     )
-    begun = initial_state(job)._replace(
-        responses=state.responses,
-        logprobs=state.logprobs,
-        lengths=state.lengths,
-        finished=state.finished,
-        stop_states=state.stop_states,
-        forbidden_states=state.forbidden_states,
-        slot_steps=state.slot_steps,
-        kept=state.kept,
-    )
+    results = {name: getattr(state, name) for name in _RESULTS}
+    begun = initial_state(job)._replace(**results, slot_steps=state.slot_steps)
     if begun.routing is not None and state.routing is not None:
         # The stage has room for longer prompts.
         routing = begun.routing._replace(sequences=state.routing.sequences)
@@ -108,16 +106,8 @@ def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
     routing = state.routing
     if routing is not None:
         routing = routing._replace(sequences=routing.sequences[order_N])
-    return state._replace(
-        responses=state.responses[order_N],
-        logprobs=state.logprobs[order_N],
-        lengths=state.lengths[order_N],
-        finished=state.finished[order_N],
-        stop_states=state.stop_states[order_N],
-        forbidden_states=state.forbidden_states[order_N],
-        routing=routing,
-        kept=None if state.kept is None else state.kept[order_N],
-    )
+    results = {name: x[order_N] for name in _RESULTS if (x := getattr(state, name)) is not None}
+    return state._replace(routing=routing, **results)
 
 
 def cache_shapes(
@@ -125,10 +115,7 @@ def cache_shapes(
 ) -> list[tuple[Cache, Cache]]:
     """Return the shapes of the caches of slots and prompts, for each stage of one queue.
 
-    Args:
-      model: with `unrolled=True`.
-      options: how to sample.
-      prompts: shapes of the prompts that share the queue.
+    `prompts` has the shapes of the prompts that share the queue.
     """
     limits = stage_limits(options)
 

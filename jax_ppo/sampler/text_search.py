@@ -49,12 +49,10 @@ class TextSearch:
 
 
 def search_for(strings: Sequence[str], tokens: Sequence[bytes], vocab_size: int) -> TextSearch:
-    """Return the search for strings in texts that are made of tokens.
+    """Return the search for strings, at least one and none empty, in texts made of tokens.
 
-    Args:
-      strings: at least one, none of them empty.
-      tokens: the bytes that each token adds to the text.
-      vocab_size: V, at least the number of tokens; ids without a token add nothing.
+    `tokens` are the bytes that each token adds to the text; of the V = `vocab_size` ids, those
+    without a token add nothing.
     """
     assert strings and all(strings), strings
     byte_states_Sx256 = _byte_automaton([string.encode() for string in strings])

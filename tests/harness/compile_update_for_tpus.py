@@ -66,9 +66,7 @@ def compile_update(width: int) -> str:
         with assume_platform("tpu"), jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh)
             with compilation.compile_programs_with(record):
-                list(
-                    compile_programs(step.programs, step.state, step.prompts, step.key, step.packed)
-                )
+                list(compile_programs(step, step.state, step.prompts, step.key, step.packed))
     (text,) = texts
     return text
 

@@ -1010,12 +1010,12 @@ REWARD_AND_KL = [
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
         old=(
-            "return rewards_B - options.missing_eos_penalty * truncated_B - "
-            "options.length_penalty * lengths_B"
+            "return rewards_B - reward.missing_eos_penalty * truncated_B - "
+            "reward.length_penalty * lengths_B"
         ),
         new=(
-            "rewards_B = jnp.where(truncated_B, -options.missing_eos_penalty, rewards_B)\n"
-            "return rewards_B - options.length_penalty * lengths_B"
+            "rewards_B = jnp.where(truncated_B, -reward.missing_eos_penalty, rewards_B)\n"
+            "return rewards_B - reward.length_penalty * lengths_B"
         ),
     ),
     Exhibit(
@@ -1024,8 +1024,8 @@ REWARD_AND_KL = [
         holds="the sampler reports which responses were truncated, and those are penalized",
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
-        old="options.missing_eos_penalty * truncated_B",
-        new="options.missing_eos_penalty * (lengths_B > max_response_length)",
+        old="reward.missing_eos_penalty * truncated_B",
+        new="reward.missing_eos_penalty * (lengths_B > options.max_response_length)",
     ),
     Exhibit(
         name="the_kl_is_averaged_over_padding",
@@ -1067,7 +1067,7 @@ REWARD_AND_KL = [
             "tests/ppo/test_teacher.py::"
             "test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature"
         ),
-        where="forward_part",
+        where="_compute_rows",
         old="forward.hidden_states(net, params, rows)",
         new="jnp.roll(forward.hidden_states(net, params, rows), 1, axis=1)",
     ),
@@ -1082,14 +1082,14 @@ REWARD_AND_KL = [
             "every estimator"
         ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
-        where="_run_policy",
+        where="_compute_rows",
         old=(
-            "_write_logprobs('ref_logprobs', ref_net, reference, ref_hidden, rows, options, "
-            "outputs)"
+            "forward.token_logprobs(net, params, hidden, rows, options.temperature, "
+            "with_entropy=with_entropy)"
         ),
         new=(
-            "_write_logprobs('ref_logprobs', ref_net, reference, ref_hidden, rows, "
-            "dataclasses.replace(options, temperature=1.0), outputs)"
+            "forward.token_logprobs(net, params, hidden, rows, "
+            "1.0 if name == 'ref_logprobs' else options.temperature, with_entropy=with_entropy)"
         ),
     ),
     Exhibit(
@@ -1263,9 +1263,15 @@ LOSSES_AND_RATIO = [
         source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
         holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
-        where="_write_logprobs",
-        old="options.temperature",
-        new="1.0",
+        where="_compute_rows",
+        old=(
+            "forward.token_logprobs(net, params, hidden, rows, options.temperature, "
+            "with_entropy=with_entropy)"
+        ),
+        new=(
+            "forward.token_logprobs(net, params, hidden, rows, "
+            "1.0 if name == 'old_logprobs' else options.temperature, with_entropy=with_entropy)"
+        ),
     ),
     Exhibit(
         name="the_ratio_is_always_1",

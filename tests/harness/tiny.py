@@ -274,15 +274,26 @@ def estimate_experience(config, *arguments):
 
 
 def update_state(config, *arguments):
-    """Call `update.update_state` with the config's options."""
-    return update.update_state(update.UpdateOptions.from_config(config), *arguments)
+    """Call `update.update_state` with the config's options and the mini-batches of both roles."""
+    *arguments, actor, critic = arguments
+    return update.update_state(
+        update.UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
+    )
+
+
+def by_role(actor, critic):
+    """Return the mini-batches of the roles; `None` for the critic's without a separate one."""
+    return {"actor": actor} | ({} if critic is None else {"critic": critic})
 
 
 def update_programs(config, *arguments):
     """Return the update of each role and its arguments, with the config's options."""
     functions = {"actor": update.update_actor, "critic": update.update_critic}
-    by_role = update.update_arguments(update.UpdateOptions.from_config(config), *arguments)
-    return [(functions[role], role_arguments) for role, role_arguments in by_role.items()]
+    *arguments, actor, critic = arguments
+    of_roles = update.update_arguments(
+        update.UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
+    )
+    return [(functions[role], role_arguments) for role, role_arguments in of_roles.items()]
 
 
 def actor_learner(config, nets, experience, reference=None, teacher=None):

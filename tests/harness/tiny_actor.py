@@ -8,7 +8,7 @@ import numpy as np
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 ARCHITECTURE = Architecture(
@@ -33,7 +33,7 @@ class Actor:
         self.decoded = Transformer(architecture, unrolled=True)
         self.stacked, self.params = self.init(jax.random.key(0))
         # Tests share programs.
-        self.sampler = functools.cache(lambda options: Sampler(self.decoded, options))
+        self.sampler = functools.cache(lambda options: sampler_program(self.decoded, options))
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key):

@@ -368,7 +368,7 @@ def test_an_update_moves_three_forward_passes_and_a_fourth_to_recompute(folder):
 def test_gathered_weights_of_the_head_are_there_while_the_layers_run():
     def join(**shape):
         mesh = tiny.make_mesh(8, **{"data": 1} | shape)
-        step = types.SimpleNamespace(programs=types.SimpleNamespace(mesh=mesh))
+        step = types.SimpleNamespace(mesh=mesh)
         return memory_formulas._join(step, layers=3, head=5)
 
     assert join(fsdp=8) == 8 and join(data=8) == 5 and join(data=4, model=2) == 5

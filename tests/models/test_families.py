@@ -29,7 +29,7 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row
@@ -788,7 +788,7 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, c
     architecture, params = reference.load(tmp_path)
     prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
     options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
-    rollout = Sampler(Transformer(architecture, unrolled=True), options)(
+    rollout = sampler_program(Transformer(architecture, unrolled=True), options)(
         unroll_params(params, partial_stacks=architecture.partial_stacks),
         *(prompts, jax.random.key(0)),
     )

@@ -18,7 +18,7 @@ from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.types import Prompts
 
 ARCHITECTURE = Architecture(
@@ -142,7 +142,7 @@ def test_the_copy_takes_half_the_bytes_and_no_wide_one_is_made(params):
         model = Transformer(architecture, jnp.bfloat16, unrolled=True, quantized=quantized)
         weights = shape_decoding_weights(mesh, model, shapes)
         prompts = Prompts(jnp.zeros((4, 8), jnp.int32), jnp.ones(4, jnp.int32))
-        program = Sampler(model, SamplingOptions(8, 1.0)).program
+        program = sampler_program(model, SamplingOptions(8, 1.0))
         compiled = program.lower(weights, prompts, jax.random.key(0)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -15,7 +15,7 @@ import tiny
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.training.networks import Folders, full_parameters
 from jax_ppo.training.state import StateBuilder, trained_trees
 
@@ -172,7 +172,7 @@ def test_the_sampler_draws_from_the_policy_that_is_scored():
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
         state = move_adapters(tiny.make_state(config, mesh))
-        sampler = Sampler(
+        sampler = sampler_program(
             Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True, lora=nets.actor.lora),
             SamplingOptions(tiny.T, 1.0, eos_ids=(1,)),
         )

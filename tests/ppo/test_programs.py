@@ -9,14 +9,14 @@ import tiny
 from jax_ppo.memory import step_plan
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo import forward_passes, programs
-from jax_ppo.ppo.programs import PROGRAMS, StepProgram, StepPrograms, compile_programs
-from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.ppo.programs import PROGRAMS, StepProgram, compile_programs
+from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.topologies import parse_topology
 
 
 def compile_second_reading(step, shapes):
-    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.options.sequence_length)
+    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.step_options.sequence_length)
 
 
 SECOND_READING = StepProgram(
@@ -63,8 +63,14 @@ def test_one_entry_has_a_program_compiled(monkeypatch):
             return tiny.make_rollout(mesh)
 
     monkeypatch.setattr(programs, "PROGRAMS", (SECOND_READING,))
-    step = StepPrograms(
-        StepOptions.from_config(config), mesh, tiny.networks(config), Engine(), None, 1, True
+    step = ProgramInputs(
+        step_options=StepOptions.from_config(config),
+        mesh=mesh,
+        nets=tiny.networks(config),
+        engine=Engine(),
+        sampling=None,
+        total_steps=1,
+        reads_rollout=True,
     )
     with jax.set_mesh(mesh):
         names = list(compile_programs(step, tiny.make_state(config, mesh), None, None, None))

@@ -23,7 +23,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_llama
@@ -55,7 +55,7 @@ def sample(params, options, **changes):
     lengths = np.array([3, 8, 1, 5], np.int32)
     tokens = np.random.default_rng(0).integers(2, 32, (4, P)).astype(np.int32)
     prompts = Prompts(tokens, lengths, rows=np.arange(4, dtype=np.int32))
-    rollout = Sampler(model, options)(params, prompts, jax.random.key(0))
+    rollout = sampler_program(model, options)(params, prompts, jax.random.key(0))
     return jax.tree.map(np.asarray, rollout)
 
 

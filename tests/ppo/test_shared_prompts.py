@@ -65,7 +65,13 @@ def take_step(share_prompts, **changes):
             config, state.control, sequences, rollout.logprobs, outputs, rewards, None
         )
         state, metrics = tiny.update_state(
-            config, nets, 10, state, experience, packed.actor, packed.critic
+            config,
+            nets,
+            10,
+            state,
+            experience,
+            packed.mini_batches["actor"],
+            packed.mini_batches["critic"],
         )
     places = int((np.asarray(packed.forward[0].sample) >= 0).sum())
     return jax.device_get((outputs, state.models, metrics)), places

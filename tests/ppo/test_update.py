@@ -15,7 +15,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.runtime import compilation
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.training.control import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 from jax_ppo.training.state import StateBuilder, TrainState, trained_trees
@@ -269,7 +269,7 @@ def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
 def sample_rollout(config, mesh, state):
     """Return a rollout sampled from the actor, with the sampler's log-probs."""
     prompts = tiny.make_rollout(mesh).prompts
-    sampler = Sampler(
+    sampler = sampler_program(
         Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True),
         SamplingOptions(tiny.T, config.rollout.temperature, eos_ids=(1,)),
     )

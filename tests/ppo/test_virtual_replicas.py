@@ -14,7 +14,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from tiny_actor import Actor, make_prompts
 
@@ -43,7 +43,13 @@ def hashes_of_step(devices):
             config, state.control, sequences, rollout.logprobs, outputs, rewards, None
         )
         state, metrics = tiny.update_state(
-            config, nets, 10, state, experience, packed.actor, packed.critic
+            config,
+            nets,
+            10,
+            state,
+            experience,
+            packed.mini_batches["actor"],
+            packed.mini_batches["critic"],
         )
         hashes = {
             "old_logprobs": experience.old_logprobs,
@@ -85,7 +91,7 @@ def test_samples_and_their_log_probs_have_the_same_bits():
     rollouts = []
     for devices in (2, 8):
         with jax.set_mesh(tiny.make_mesh(devices, virtual_replicas=8)):
-            sampler = Sampler(actor.decoded, options, split_rows)
+            sampler = sampler_program(actor.decoded, options, split_rows)
             # Eleven prompts are filled up to two for each replica.
             rollout = sampler(actor.params, make_prompts(range(1, 12)), jax.random.key(0))
             rollouts.append(jax.device_get(rollout))

@@ -11,7 +11,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.sampler.text_search import search_for
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
@@ -147,7 +147,9 @@ def test_devices_that_split_rows_and_vocabulary_constrain_alike():
         "logit_bias": ((5, 2.0), (60, -3.0)),
     }
     with jax.set_mesh(mesh):
-        split = Sampler(actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), split_rows)(
+        split = sampler_program(
+            actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), split_rows
+        )(
             jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
             jax.device_put(prompts, sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),

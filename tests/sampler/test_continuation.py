@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jax_ppo.sampler import sampling
-from jax_ppo.sampler.continuation import Continuation, begin_draws, begin_responses, has_ended
+from jax_ppo.sampler.continuation import (
+    begin_draws,
+    begin_responses,
+    continuation_program,
+    has_ended,
+)
 from jax_ppo.sampler.engine import SamplingOptions
 from tiny_actor import Actor, T, make_prompts
 
@@ -20,7 +25,7 @@ LENGTH = 5  # tokens of a call
 @pytest.fixture(scope="module")
 def continuation(actor):
     options = SamplingOptions(T, 1.0, eos_ids=EOS, slots=3, stage_length=LENGTH)
-    return Continuation(actor.decoded, options).program
+    return continuation_program(actor.decoded, options)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler import drafts as drafts_lib
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.drafts import DraftCompletion, continuation_options
+from jax_ppo.sampler.drafts import continuation_options, draft_program
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.text_search import search_for
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
@@ -53,7 +53,7 @@ def perturb(actor, size, seed=1):
 
 @functools.cache
 def completion(architecture, options):
-    return DraftCompletion(Transformer(architecture, unrolled=True), options).program
+    return draft_program(Transformer(architecture, unrolled=True), options)
 
 
 def complete(actor, drafts, seed=0, temperature=1.0, longest=T, **options):

@@ -80,7 +80,7 @@ def test_the_contract(actor, prompts):
 def test_bfloat16_computes_its_logprobs_in_float32(actor, prompts):
     model = Transformer(ARCHITECTURE, jnp.bfloat16, unrolled=True)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), actor.params)
-    rollout = generate.Sampler(model, generate.SamplingOptions(T, 1.0))(
+    rollout = generate.sampler_program(model, generate.SamplingOptions(T, 1.0))(
         params, prompts, jax.random.key(0)
     )
     logits = actor.full_logits(prompts, np.asarray(rollout.responses))
@@ -201,7 +201,7 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
 
 
 def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
-    sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(4, 1.0))
+    sampler = generate.sampler_program(actor.decoded, generate.SamplingOptions(4, 1.0))
     for lengths, P, programs in [
         ((5, 16), 16, 1),
         ((2, 3), 16, 1),
@@ -211,7 +211,7 @@ def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
     ]:
         for seed in range(2):
             sampler(actor.params, make_prompts(lengths, P), jax.random.key(seed), 100 * seed)
-        assert sampler.compilations == programs
+        assert sampler._cache_size() == programs
     narrow, wide = (
         sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
         for P, pad in ((16, 0), (32, 60))

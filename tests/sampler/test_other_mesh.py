@@ -14,7 +14,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
@@ -90,7 +90,7 @@ def test_decoding_gathers_no_weights(run):
         arguments = run.wrapped._to_mesh(run.prompts, run.key)
     inner = run.wrapped._engine
     with jax.set_mesh(run.wrapped._mesh):
-        program = inner._program(Sampler, SAMPLED).program
+        program = inner._program(sampler_program, SAMPLED)
         text = program.lower(inner._weights, *arguments).compile().as_text()
     collectives = read_collectives(text)
     assert "all-gather" not in {x.kind for x in collectives}

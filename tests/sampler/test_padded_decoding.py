@@ -12,7 +12,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import Sampler
+from jax_ppo.sampler.generate import sampler_program
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 SAMPLED = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=2)
@@ -34,7 +34,7 @@ def test_padded_heads_draw_the_same_samples_and_gather_no_weights():
             engine.update_weights(params)
             rollouts[parts] = jax.tree.map(np.asarray, engine.generate(prompts, key, SAMPLED, None))
             if parts > 1:
-                program = engine._program(Sampler, SAMPLED).program
+                program = engine._program(sampler_program, SAMPLED)
                 text = program.lower(engine._weights, prompts, key).compile().as_text()
     for name in ("responses", "lengths", "action_mask"):
         np.testing.assert_array_equal(getattr(rollouts[4], name), getattr(rollouts[1], name))

@@ -15,7 +15,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 SHAPE_AXES = ("data", "fsdp", "model")
@@ -42,13 +42,13 @@ def split(actor, request):
         jax.device_put(jax.random.key(0), replicated),
     )
     with jax.set_mesh(mesh):
-        sampler = Sampler(actor.decoded, OPTIONS, split_rows)
+        sampler = sampler_program(actor.decoded, OPTIONS, split_rows)
         rollout = sampler(*args)
-        return rollout, sampler.program.lower(*args).compile().as_text()
+        return rollout, sampler.lower(*args).compile().as_text()
 
 
 def test_eight_devices_draw_the_samples_of_one(actor, split):
-    alone = Sampler(actor.decoded, OPTIONS)(
+    alone = sampler_program(actor.decoded, OPTIONS)(
         actor.params, make_prompts(range(1, 17)), jax.random.key(0)
     )
     rollout, _ = split
@@ -70,12 +70,12 @@ def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, sh
     """Thirteen prompts: some devices have padding, which costs no decoding, in no stage."""
     options = dataclasses.replace(OPTIONS, stage_length=5)
     prompts = make_prompts(range(1, 14))
-    alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
+    alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     mesh = meshes.make_mesh(MeshShape(**shape))
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
     with jax.set_mesh(mesh):
-        rollout = Sampler(actor.decoded, options, split_rows)(
+        rollout = sampler_program(actor.decoded, options, split_rows)(
             params,
             placement.place(prompts, sharding.batch_rows(mesh, 13)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
@@ -193,13 +193,13 @@ def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn
     layout = sharding.tree_shardings(mesh, actor.params, rules)
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
-        sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, split_rows)
+        sampler = sampler_program(actor.decoded.clone(decoding="cudnn"), OPTIONS, split_rows)
         rollout = sampler(
             jax.device_put(actor.params, layout),
             jax.device_put(prompts, sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec())),
         )
-    alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
+    alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)
     # Another layout rounds otherwise: by 2.4e-6 of a log-prob, measured.
     np.testing.assert_allclose(rollout.logprobs, alone.logprobs, rtol=5e-6, atol=1e-5)

@@ -27,7 +27,7 @@ def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     """Return a rollout whose slots narrow down to `~least`."""
     monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
     monkeypatch.setattr(slots_lib, "MIN_NARROWED_TOKENS", 1)
-    sampler = generate.Sampler(
+    sampler = generate.sampler_program(
         actor.decoded.clone(decoding=decoding),
         generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
     )
@@ -93,7 +93,7 @@ def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
     # 3 prompts of width 16 per prefill: the last group is one prompt.
     monkeypatch.setattr(slots_lib, "PREFILL_TOKENS", 48)
     options = generate.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
-    cut = generate.Sampler(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
+    cut = generate.sampler_program(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(cut.responses, whole.responses)
     np.testing.assert_array_equal(cut.lengths, whole.lengths)
 
@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
 
     monkeypatch.setattr(decode_loop, "prefill_group", counted)
     options = generate.SamplingOptions(12, 1.0, n=4, eos_ids=EOS, slots=8)
-    generate.Sampler(actor.decoded, options)(
+    generate.sampler_program(actor.decoded, options)(
         actor.params, make_prompts(LENGTHS), jax.random.key(0)
     ).lengths.block_until_ready()
     jax.effects_barrier()
@@ -171,7 +171,7 @@ def verl_rollout(
     prompts = Prompts(np.zeros((samples, 2), np.int32), np.ones(samples, np.int32))
     options = generate.SamplingOptions(512, 1.0, eos_ids=(1,), slots=64)
     # With this key the mean of 256 lengths, whose standard error is 11, is within 12 of 307.
-    rollout = generate.Sampler(model, options)(params, prompts, jax.random.key(4))
+    rollout = generate.sampler_program(model, options)(params, prompts, jax.random.key(4))
     return np.asarray(rollout.lengths), int(rollout.slot_steps[0])
 
 
@@ -268,12 +268,8 @@ def test_a_step_reads_weights_and_cache_once(step):
 def test_no_cache_is_copied(actor):
     """Neither loops nor steps copy a cache: only the initial zeros are copied."""
     options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
-    sampler = generate.Sampler(actor.decoded, options)
-    text = (
-        sampler.program.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0))
-        .compile()
-        .as_text()
-    )
+    sampler = generate.sampler_program(actor.decoded, options)
+    text = sampler.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0)).compile().as_text()
     loops, entry = text.split("\nENTRY ")
     for shape in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
         assert re.search(shape, loops) and re.search(shape, entry)
@@ -288,10 +284,8 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
     copy it, and a GPU would wait for the host.
     """
     options = generate.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
-    sampler = generate.Sampler(actor.decoded.clone(decoding=decoding), options)
-    text = sampler.program.lower(
-        actor.params, make_prompts((3,) * 16, 32), jax.random.key(0)
-    ).as_text()
+    sampler = generate.sampler_program(actor.decoded.clone(decoding=decoding), options)
+    text = sampler.lower(actor.params, make_prompts((3,) * 16, 32), jax.random.key(0)).as_text()
     shapes = ("2x8x256", "2x256x8") if decoding == "gpu" else ("256x2x8",)
     slot_counts = set()
     for line in text.splitlines():

@@ -11,7 +11,7 @@ from hlo import read_collectives
 from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
@@ -34,7 +34,7 @@ def actor():
 
 @pytest.fixture(scope="module")
 def expected(actor):
-    return Sampler(actor.decoded, OPTIONS)(
+    return sampler_program(actor.decoded, OPTIONS)(
         actor.params, make_prompts(range(1, 17)), jax.random.key(0)
     )
 
@@ -59,8 +59,8 @@ def test_devices_that_split_the_cache_draw_the_samples_of_one(
         jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
     )
     with jax.set_mesh(mesh):
-        sampler = Sampler(model, OPTIONS, split_rows)
-        compiled = sampler.program.lower(*arguments).compile()
+        sampler = sampler_program(model, OPTIONS, split_rows)
+        compiled = sampler.lower(*arguments).compile()
         rollout = compiled(*arguments)
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))

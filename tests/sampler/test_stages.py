@@ -11,7 +11,7 @@ from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.sampler.slots import initial_state, plan_job
 from jax_ppo.sampler.stages import plan_next_stage, stage_limits
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
@@ -46,7 +46,7 @@ def alone(actor):
 )
 def test_stages_draw_the_samples_of_one(actor, alone, cudnn_anywhere, stage_length, decoding):
     options = SamplingOptions(12, 1.0, n=3, eos_ids=EOS, slots=5, stage_length=stage_length)
-    sampler = Sampler(actor.decoded.clone(decoding=decoding), options)
+    sampler = sampler_program(actor.decoded.clone(decoding=decoding), options)
     staged = jax.device_get(sampler(actor.params, make_prompts(LENGTHS), jax.random.key(0)))
     for name in ("responses", "lengths", "truncated", "action_mask"):
         np.testing.assert_array_equal(getattr(staged, name), getattr(alone, name))
@@ -64,7 +64,7 @@ def test_eight_devices_decode_stages_like_one():
     prompts = make_prompts(range(1, 17))
     options = SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=3, stage_length=4)
     with jax.set_mesh(mesh):
-        split = Sampler(actor.decoded, options, split_rows)(
+        split = sampler_program(actor.decoded, options, split_rows)(
             jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
             jax.device_put(prompts, sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),

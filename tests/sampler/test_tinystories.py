@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.generate import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
@@ -35,7 +35,7 @@ def test_greedy_story():
     tokens = np.zeros((1, 48), np.int32)
     tokens[0, : len(ids)] = ids
     options = SamplingOptions(48, 0.0, eos_ids=architecture.eos_ids)
-    sampler = Sampler(Transformer(architecture, unrolled=True), options)
+    sampler = sampler_program(Transformer(architecture, unrolled=True), options)
     rollout = sampler(
         unroll_params(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0)
     )

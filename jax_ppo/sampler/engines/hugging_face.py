@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.errors import UserError
-from jax_ppo.sampler import constraints, sampling, text_search
-from jax_ppo.sampler.drawing import advance_searches, finishes_responses
+from jax_ppo.sampler import sampling, text_search
+from jax_ppo.sampler.drawing import advance_searches, constrain_logits, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
 
@@ -127,7 +127,7 @@ def _draw(
     """Return tokens, log-probs, whether rows end, and the searches' states; see decode_loop.py."""
     stop_B, forbidden_B = states_2xB
     drawn_B = jnp.full(stop_B.shape, position, jnp.int32)
-    added = constraints.constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
+    added = constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
     draws = sampling.sample_tokens(
         logits_BxV,
         sampling.token_uniforms(keys_B, position),
