@@ -17,7 +17,7 @@ from jax_ppo.runtime import compat
 _LISTS_PLATFORMS = "from jax.extend import backend; print(*backend.backends(), sep=', ')"
 _LIST_SECONDS = 60
 # The value that has been tried already, for the processes that this one starts.
-TRIED = "JAX_PPOTRIED_XLA_FLAGS"
+TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
 
 
 def start_backends() -> None:

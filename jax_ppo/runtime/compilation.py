@@ -29,11 +29,8 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
 
     Call it before any computation. Several processes, of one run or of several, may use one folder.
     JAX identifies programs by what is computed, on which kind of device and by which version of the
-    compiler, so that an entry is never out of date.
-
-    Args:
-      option: config.trainer.compilation_cache.
-      report: called with a line if the folder cannot be written; the run continues without it.
+    compiler, so that an entry is never out of date. `option` is config.trainer.compilation_cache;
+    `report` is called with a line if the folder cannot be written: the run continues without it.
     """
     # The option comes first, then JAX's own variable, then the user's cache folder.
     folder = (
@@ -44,8 +41,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    is_local = "://" not in folder
-    if is_local:
+    if "://" not in folder:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             # That the folder exists is not enough: it may be read-only.
@@ -110,11 +106,7 @@ def compile_ahead(function: Any, *arguments: Any, **named: Any) -> Any:
     """Compile a jitted function for these arguments without running it.
 
     JAX keeps the program: a later call with arrays of the same shapes and shardings finds it.
-
-    Args:
-      function: what `jax.jit` returned.
-      arguments: arrays, `jax.ShapeDtypeStruct` with shardings, or static values.
-      named: static values by name.
+    `arguments` are arrays, `jax.ShapeDtypeStruct` with shardings, or static values.
 
     Returns:
       The outputs' tree of `jax.ShapeDtypeStruct` with shardings, which can be passed on

@@ -49,10 +49,8 @@ def release_freed_memory(resident: Any) -> None:
     """Return what programs on CPU devices have freed to the system, where malloc keeps it.
 
     glibc keeps up to 64 MiB for each thread that has run a program, and there are dozens. A limit
-    of malloc itself (M_MMAP_THRESHOLD) would have the system clear memory for each product.
-
-    Args:
-      resident: the arrays that stay; if they are small, nothing is done.
+    of malloc itself (M_MMAP_THRESHOLD) would have the system clear memory for each product. If the
+    arrays that stay, `resident`, are small, nothing is done.
     """
     # On accelerators, programs use other memory.
     trim = compat.malloc_trim() if jax.default_backend() == "cpu" else None
@@ -109,11 +107,10 @@ PEAK_RATES = {
 
 def total_peak_flops() -> float | None:
     """Return the peak FLOPs per second of all devices of the run; `None` if one is unknown."""
-    rates = [PEAK_RATES.get(device.device_kind) for device in jax.devices()]
-    known = [rate.flops for rate in rates if rate is not None]
-    if len(known) < len(rates):
+    kinds = [device.device_kind for device in jax.devices()]
+    if not set(kinds) <= PEAK_RATES.keys():
         return None
-    return sum(known)
+    return sum(PEAK_RATES[kind].flops for kind in kinds)
 
 
 LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
@@ -122,17 +119,13 @@ LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
 def resolve_dtype(options: Model, platform: str, compute_capability: str | None = None) -> Model:
     """Return the section with a `dtype` that is no longer `auto`.
 
-    Args:
-      options: the section.
-      platform: JAX's name of the devices' platform; cuda and rocm, if that is known, for gpu.
-      compute_capability: an NVIDIA GPU's, such as "9.0".
+    `platform` is JAX's name of the devices' platform, or cuda and rocm, if that is known, for gpu;
+    `compute_capability` an NVIDIA GPU's, such as "9.0".
     """
     if options.dtype != "auto":
         return options
-    dtype = "float32"
-    if has_bfloat16(platform, compute_capability):
-        dtype = "bfloat16"
-    return dataclasses.replace(options, dtype=dtype)
+    is_fast = has_bfloat16(platform, compute_capability)
+    return dataclasses.replace(options, dtype="bfloat16" if is_fast else "float32")
 
 
 def resolve_dtype_here(options: Model) -> tuple[Model, str]:

@@ -110,12 +110,9 @@ def barrier(name: str) -> None:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Return the values of all processes, in their order.
+    """Return the values of all processes, in their order: of any size that JSON can represent.
 
     Every process must call it, at the same point of its program.
-
-    Args:
-      value: what JSON can represent; it may differ in size from process to process.
     """
     if jax.process_count() == 1:
         return [value]
@@ -133,9 +130,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     Every process must call it equally often, at the same points of its program. The main process
     decides at each point, and the others wait for its decision on the host; the mesh does not wait.
     A signal to another process takes effect at that process's next point or the one after it.
-
-    Args:
-      received: the signal that this process has received.
+    `received` is the signal that this process has received.
     """
     client = compat.distributed_state().client
     if client is None:
@@ -152,9 +147,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     # Without a time limit: the heartbeats end a process whose main process is dead.
     with stragglers.waiting():
         number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
-    if not number:
-        return None
-    return signal.Signals(number)
+    return signal.Signals(number) if number else None
 
 
 def run_on_main(function: Callable[[], object]) -> None:
@@ -322,13 +315,12 @@ def _unless_alone(address: str, count: int | None, process: int | None) -> dict[
 
 def _cluster_size(environ: Mapping[str, str]) -> int:
     """Return the number of processes that Slurm, Open MPI or a TPU pod started, else 1."""
-    if all(name in environ for name in SLURM):
-        tasks = _read_count(environ, "SLURM_NTASKS")
-        if tasks > 1:
-            return tasks
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        processes = _read_count(environ, "OMPI_COMM_WORLD_SIZE")
-        if processes > 1:
+    in_slurm = all(name in environ for name in SLURM)
+    for name, is_set in (
+        ("SLURM_NTASKS", in_slurm),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE" in environ),
+    ):
+        if is_set and (processes := _read_count(environ, name)) > 1:
             return processes
     return _tpu_hosts(environ)
 

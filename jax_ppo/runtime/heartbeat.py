@@ -116,11 +116,7 @@ def describe_activities(now: float) -> str:
 
 @contextlib.contextmanager
 def beating(report: Callable[[str], object]) -> Iterator[None]:
-    """Let the run in the block be heard.
-
-    Args:
-      report: called with each line, in a separate thread.
-    """
+    """Let the run in the block be heard; `report` is called with each line, in another thread."""
     global _active
     if _active is not None:
         yield

@@ -32,10 +32,8 @@ class Lifeline:
     def __init__(self, process: int, on_end: Callable[[int, str, int], None]) -> None:
         """Create it without connections; `listen` or `connect` adds them.
 
-        Args:
-          process: the number of this process.
-          on_end: called in the thread with the number of the process that ended, the reason and the
-            exit code.
+        `process` is the number of this process. `on_end` is called in the thread with the number of
+        the process that ended, the reason and the exit code.
         """
         self._process = process
         self._on_end = on_end
@@ -79,11 +77,9 @@ class Lifeline:
         self._start()
 
     def announce(self, reason: str | None, code: int = 1) -> None:
-        """Tell the others that this process ends.
+        """Tell the others that this process ends, and with it all with this exit code.
 
-        Args:
-          reason: why the run has failed; `None` if this process has finished.
-          code: the exit code of all processes.
+        `reason` says why the run has failed; `None`: this process alone has finished.
         """
         self._is_over.set()
         self._broadcast(self._process, reason, code)

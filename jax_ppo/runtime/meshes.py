@@ -133,9 +133,7 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     if shape.model is None:
         return mesh
     others = shape.context * shape.model
-    data = shape.data
-    if data == -1:
-        data = mesh.size // others
+    data = mesh.size // others if shape.data == -1 else shape.data
     if data * others != mesh.size:
         factors = [f"config.rollout.mesh.data={shape.data}"]
         if shape.context > 1:

@@ -46,9 +46,7 @@ def host_memory_kind(mesh: Mesh) -> str | None:
     if device.platform != "cpu":
         return PINNED_HOST
     kinds = {memory.kind for memory in device.addressable_memories()}
-    if PINNED_HOST in kinds:
-        return PINNED_HOST
-    return None
+    return PINNED_HOST if PINNED_HOST in kinds else None
 
 
 def in_memory(shapes: Any, kind: str | None) -> Any:
@@ -56,11 +54,6 @@ def in_memory(shapes: Any, kind: str | None) -> Any:
     if kind is None:
         return shapes
     return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind(kind)), shapes)
-
-
-def is_in_host_memory(tree: Any) -> bool:
-    """Return whether any array of a compiled function, or any shape, is in the host's memory."""
-    return any(_is_in_host_memory(x) for x in jax.tree.leaves(tree))
 
 
 def only_in_host_memory(shapes: Any) -> list[Any]:
@@ -76,20 +69,14 @@ def _is_in_host_memory(x: Any) -> bool:
 
 def to_device(tree: Any) -> Any:
     """Copy what is in the host's memory to the devices, inside a compiled function."""
-
-    def copy(x: jax.Array) -> jax.Array:
-        if not _is_in_host_memory(x):
-            return x
-        return jax.device_put(x, jax.memory.Space.Device)
-
-    return jax.tree.map(copy, tree)
+    space = jax.memory.Space.Device
+    return jax.tree.map(lambda x: jax.device_put(x, space) if _is_in_host_memory(x) else x, tree)
 
 
 def fetch(tree: Any) -> Any:
     """Copy what is in the host's memory to the devices, outside of a compiled function.
 
-    Args:
-      tree: arrays, or their shapes; those on devices stay as they are.
+    Takes arrays, or their shapes; those on devices stay as they are.
     """
 
     def copy(x: Any) -> Any:
@@ -105,9 +92,8 @@ def fetch(tree: Any) -> Any:
 
 def to_memory_of(tree: Any, like: Any) -> Any:
     """Move `tree` to the memory of `like`, host's or devices', inside a compiled function."""
-    if not is_in_host_memory(like):
-        return tree
-    return jax.device_put(tree, jax.memory.Space.Host)
+    is_in_host = any(map(_is_in_host_memory, jax.tree.leaves(like)))
+    return jax.device_put(tree, jax.memory.Space.Host) if is_in_host else tree
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -137,9 +123,7 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
 def _row_groups(mesh: Mesh, total: int) -> int:
     """Return the number of parts that `total` rows are split into; see `batch_rows`."""
     groups = row_shards(mesh)
-    if total % groups:
-        return 1
-    return groups
+    return 1 if total % groups else groups
 
 
 def _shares_rows(mesh: Mesh, total: int) -> bool:
@@ -230,6 +214,4 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 def _first_row(index: tuple[slice, ...]) -> int:
     """Return the first row of a shard."""
-    if not index:
-        return 0
-    return index[0].start or 0
+    return index[0].start or 0 if index else 0

@@ -132,9 +132,7 @@ def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
     They are whole if they cannot be split evenly. Such arrays hold tokens or numbers per token and
     are small compared with a model; the packed rows that models run are always split.
     """
-    if count % row_shards(mesh):
-        return replicated(mesh)
-    return rows(mesh)
+    return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -145,9 +143,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
     """Return the sharding of [G, N, ...], which splits N over the devices that hold copies of it.
 
-    Args:
-      mesh: the run's mesh.
-      groups: G, the number of parts that rows are split into; 1 if each device holds all.
+    G = `groups` is the number of parts that rows are split into; 1 if each device holds all.
     """
     if groups == 1:
         return NamedSharding(mesh, P(None, mesh.axis_names))
@@ -168,9 +164,7 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 def num_padded_rows(count: int) -> int:
     """Return the smallest number of rows >= `count` that can be split evenly over the devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return count
-    return count + -count % row_shards(mesh)
+    return count if mesh.empty else count + -count % row_shards(mesh)
 
 
 def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:

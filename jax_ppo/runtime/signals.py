@@ -219,9 +219,7 @@ def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
 
 def received_signal() -> signal.Signals | None:
     """Return the signal that asked the run to save and end, or `None`."""
-    if _active is None:
-        return None
-    return _active.received
+    return None if _active is None else _active.received
 
 
 def record_signal(number: signal.Signals) -> None:

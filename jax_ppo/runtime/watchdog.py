@@ -7,6 +7,7 @@ the first watchdog to end its process names the right one.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import sys
 import threading
@@ -19,25 +20,33 @@ from jax_ppo.runtime import compat
 _CHECKS_PER_LIMIT = 20
 
 
-class _Watchdog:
-    """The time of the last progress, and a thread that looks at it."""
+@dataclasses.dataclass
+class _Progress:
+    """The phase in which the run moved last, and when it did."""
 
-    def __init__(self, seconds: float, on_stall: Callable[[str], object]) -> None:
-        self.phase = "starting"
-        self.moved_at = time.monotonic()
-        self._seconds = seconds
-        self._on_stall = on_stall
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+    phase: str
+    moved_at: float
 
-    def stop(self) -> None:
-        self._is_over.set()
-        self._thread.join()
 
-    def _watch(self) -> None:
-        while not self._is_over.wait(self._seconds / _CHECKS_PER_LIMIT):
-            if time.monotonic() - self.moved_at < self._seconds:
+_last: _Progress | None = None
+
+
+@contextlib.contextmanager
+def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
+    """Watch over the block, in which something must move every `seconds`; 0 sets no limit.
+
+    `on_stall` is called with the reason in a separate thread; it should end the process.
+    """
+    global _last
+    if not seconds or _last is not None:
+        yield
+        return
+    last = _last = _Progress("starting", time.monotonic())
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(seconds / _CHECKS_PER_LIMIT):
+            if time.monotonic() - last.moved_at < seconds:
                 continue
             # faulthandler shows the 100 newest threads: the main one is not always among them.
             frame = compat.main_thread_frame()
@@ -45,39 +54,24 @@ class _Watchdog:
                 print("Main thread (most recent call last):", file=sys.__stderr__)
                 traceback.print_stack(frame, file=sys.__stderr__)
             faulthandler.dump_traceback(sys.__stderr__ or 2)
-            self._on_stall(
-                f"nothing has moved for {self._seconds:g} s (config.distributed.stall_seconds) "
-                f"since the phase {self.phase!r}; the stacks are above"
+            on_stall(
+                f"nothing has moved for {seconds:g} s (config.distributed.stall_seconds) "
+                f"since the phase {last.phase!r}; the stacks are above"
             )
             return
 
-
-_active: _Watchdog | None = None
-
-
-@contextlib.contextmanager
-def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
-    """Watch over the block.
-
-    Args:
-      seconds: the longest time without progress; 0 sets no limit.
-      on_stall: called with the reason in a separate thread; it should end the process.
-    """
-    global _active
-    if not seconds or _active is not None:
-        yield
-        return
-    _active = _Watchdog(seconds, on_stall)
+    thread = threading.Thread(target=look, name="watchdog", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        watchdog = _active
-        _active = None
-        watchdog.stop()
+        _last = None
+        is_over.set()
+        thread.join()
 
 
 def report_progress(phase: str) -> None:
     """Record that the run has reached a phase, or makes progress in it."""
-    if _active is not None:
-        _active.phase = phase
-        _active.moved_at = time.monotonic()
+    if _last is not None:
+        _last.phase = phase
+        _last.moved_at = time.monotonic()

@@ -92,9 +92,7 @@ def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
 def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
     """Lock a work directory in a bucket, and yield the local folder that stands for it."""
     staged = staging.StagedFolder(address, jax.process_index())
-    lock = None
-    if distributed.is_main():
-        lock = bucket_lock.BucketLock(address)
+    lock = bucket_lock.BucketLock(address) if distributed.is_main() else None
     with contextlib.ExitStack() as stack:
 
         def take_lock() -> None:
@@ -119,9 +117,7 @@ def checkpoint_directory(folder: Path) -> str:
 
 def shown_path(folder: Path) -> str:
     """Return the work directory as a user knows it, from the folder that a run writes to."""
-    if folder not in _open_buckets:
-        return str(folder)
-    return _open_buckets[folder].staged.address
+    return _open_buckets[folder].staged.address if folder in _open_buckets else str(folder)
 
 
 def has_checkpoints(folder: Path) -> bool:

@@ -13,9 +13,7 @@ from jax_ppo.runtime.parallelism.devices import on_each_device
 def num_cache_parts() -> int:
     """Return the number of devices that split a cache's columns, in a compiled function."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return cache_parts(mesh)
+    return 1 if mesh.empty else cache_parts(mesh)
 
 
 def split_cache(x: jax.Array, heads_axis: int, columns_axis: int) -> jax.Array:

@@ -18,9 +18,7 @@ def num_row_parts() -> int:
     It is 1 inside `split_rows`, where rows are whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or "context" in mesh.manual_axes:
-        return 1
-    return row_parts(mesh)
+    return 1 if mesh.empty or "context" in mesh.manual_axes else row_parts(mesh)
 
 
 def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -> Any:

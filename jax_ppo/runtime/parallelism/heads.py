@@ -44,9 +44,7 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 def num_split_kv_heads(heads: int) -> int:
     """Return the number of key-value heads after `copy_kv_heads`."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return heads
-    return math.lcm(heads, mesh.shape["model"])
+    return heads if mesh.empty else math.lcm(heads, mesh.shape["model"])
 
 
 def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:
@@ -78,11 +76,8 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
     `copy_kv_heads` query head h still reads key head h // (H / K), and each device has whole heads
     with the key heads that they read. Parameters keep their shapes.
 
-    Without a mesh in the context, or if it can split the heads, return the argument.
-
-    Args:
-      q_BxTxHxd: queries.
-      kv_heads: K, before `copy_kv_heads`.
+    Without a mesh in the context, or if it can split the heads, return the argument. K = `kv_heads`
+    counts the key heads before `copy_kv_heads`.
     """
     B, T, H, d = q_BxTxHxd.shape
     padded = num_padded_query_heads(H, kv_heads)
@@ -97,10 +92,7 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
 def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.Array:
     """Drop the heads that `pad_query_heads` added from the output of attention.
 
-    Args:
-      out_BxTxHxd: output of attention for padded queries.
-      heads: number of query heads before `pad_query_heads`.
-      kv_heads: K, before `copy_kv_heads`.
+    `heads` and `kv_heads` are the numbers before `pad_query_heads` and `copy_kv_heads`.
     """
     B, T, padded, d = out_BxTxHxd.shape
     if padded == heads:

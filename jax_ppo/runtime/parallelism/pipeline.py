@@ -27,9 +27,7 @@ _MICRO_BATCHES = P("stage", None, tuple(axis for axis in ROWS if axis != "stage"
 def num_stages() -> int:
     """Return the number of stages of the mesh in the context; 1 without one or inside a stage."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or "stage" in mesh.manual_axes:
-        return 1
-    return mesh.shape["stage"]
+    return 1 if mesh.empty or "stage" in mesh.manual_axes else mesh.shape["stage"]
 
 
 def bubble(stages: int, micro_batches: int) -> float:
@@ -134,10 +132,8 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
 def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
     """Give each of S stages a copy of all rows as micro-batches, [S, M, r, ...].
 
-    A micro-batch has r rows, one on each device of a stage. No stage sees the others' copies.
-
-    Args:
-      x_Rx: rows [R, ...], where R is a multiple of `row_shards`.
+    A micro-batch has r rows, one on each device of a stage. No stage sees the others' copies. R is
+    a multiple of `row_shards`.
     """
 
     def gather(local_rows: jax.Array) -> jax.Array:

@@ -30,9 +30,7 @@ def computed_by_replicas(num_static: int) -> Callable[[Function], Function]:
     """Make each device run a function as a whole, on arrays that all of them hold.
 
     `sum_over_replicas` inside it divides work. Without virtual replicas the function is unchanged.
-
-    Args:
-      num_static: how many of the first arguments are no arrays.
+    The first `num_static` arguments are no arrays.
     """
 
     def decorate(function: Function) -> Function:
