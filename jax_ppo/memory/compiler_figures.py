@@ -63,7 +63,7 @@ class _CompiledProgram:
     results: list[Any]
     new_result_bytes: int
     temporary_bytes: int
-    is_refused: bool = False
+    is_refused: bool
 
 
 class _Recorder:
@@ -77,8 +77,7 @@ class _Recorder:
 
     def take(self) -> list[_CompiledProgram]:
         """Return the programs compiled since the last call."""
-        programs = self._programs
-        self._programs = []
+        programs, self._programs = self._programs, []
         return programs
 
     def __call__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
@@ -86,41 +85,17 @@ class _Recorder:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            return self._record_out_of_memory(lowered, leaves, str(error))
-        shapes = compilation.output_shapes(lowered, compiled)
-        memory = compiled.memory_analysis()
-        assert memory is not None, "all of JAX's compilers state the memory of programs"
-        self._programs.append(
-            _CompiledProgram(
-                arguments=leaves,
-                results=jax.tree.leaves(shapes),
-                new_result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-                temporary_bytes=memory.temp_size_in_bytes,
-            )
-        )
-        return shapes
-
-    def _record_out_of_memory(
-        self, lowered: jax.stages.Lowered, leaves: list[Any], message: str
-    ) -> Any:
-        """Record the bytes in the compiler's error message; raise `UserError` if it has none."""
-        total = _ALL_MEMORY.search(message)
-        temporaries = _TEMPORARIES.search(message)
-        if total is not None:
-            used = _parse_bytes(total) - bytes_per_device(leaves)
-        elif temporaries is not None:
-            used = _parse_bytes(temporaries)
+            shapes = self._lay_out(lowered.out_info)
+            new_bytes, temporary_bytes, is_refused = 0, _refused_bytes(str(error), leaves), True
         else:
-            raise UserError(f"the compiler failed: {message}")
-        shapes = self._lay_out(lowered.out_info)
+            shapes = compilation.output_shapes(lowered, compiled)
+            memory = compiled.memory_analysis()
+            assert memory is not None, "all of JAX's compilers state the memory of programs"
+            new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            temporary_bytes, is_refused = memory.temp_size_in_bytes, False
+        results = jax.tree.leaves(shapes)
         self._programs.append(
-            _CompiledProgram(
-                arguments=leaves,
-                results=jax.tree.leaves(shapes),
-                new_result_bytes=0,
-                temporary_bytes=max(0, used),
-                is_refused=True,
-            )
+            _CompiledProgram(leaves, results, new_bytes, temporary_bytes, is_refused)
         )
         return shapes
 
@@ -145,8 +120,14 @@ class _Recorder:
         return jax.tree.map(lay_out, results)
 
 
-def _parse_bytes(match: re.Match[str]) -> int:
-    return int(float(match[1]) * _UNITS[match[2]])
+def _refused_bytes(message: str, arguments: list[Any]) -> int:
+    """Return the bytes of temporaries in a compiler's error; raise `UserError` if it has none."""
+    total = _ALL_MEMORY.search(message)
+    found = total or _TEMPORARIES.search(message)
+    if found is None:
+        raise UserError(f"the compiler failed: {message}")
+    used = int(float(found[1]) * _UNITS[found[2]])
+    return max(0, used - bytes_per_device(arguments) if total else used)
 
 
 def _measure_phase(

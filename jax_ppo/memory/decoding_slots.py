@@ -52,14 +52,19 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
     resident += 2 * record_bytes(actor.architecture, sampling, queue, longest)
 
     def slot_bytes(slots: int) -> int:
+        """Return the bytes per device of the cache and the logits of one queue's slots."""
         options = dataclasses.replace(sampling, slots=slots)
-        return _slot_bytes(config.data, config.rollout, actor, rollout_mesh, options)
+        stages = queue_cache_shapes(config.data, config.rollout, actor, rollout_mesh, options)
+        cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
+        # Drawing a token sorts or masks a second copy of the float32 logits.
+        arrays = 3 if constrains_logits(options) else 2
+        logits = arrays * slots * actor.architecture.vocab_size * 4
+        # The vocabulary is split over `model`.
+        return cache + logits // rollout_mesh.shape["model"]
 
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)
-    per_slot = first_slot
-    if queue > 1:
-        per_slot = (slot_bytes(queue) - first_slot) / (queue - 1)
+    per_slot = (slot_bytes(queue) - first_slot) / (queue - 1) if queue > 1 else first_slot
     left = limit * (1 - _RESERVE) - resident - (first_slot - per_slot)
     slots = min(max(int(left // per_slot), 1), queue)
     if slots > _MULTIPLE and slots < queue:
@@ -100,23 +105,3 @@ def queue_cache_shapes(
         with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
             stages += cache_shapes(model, options, prompts)
     return stages
-
-
-def _slot_bytes(
-    data: Data,
-    rollout: RolloutOptions,
-    actor: Transformer,
-    rollout_mesh: Mesh,
-    sampling: SamplingOptions,
-) -> int:
-    """Return the bytes per device of the cache and the logits of one queue's slots."""
-    assert sampling.slots is not None
-    stages = queue_cache_shapes(data, rollout, actor, rollout_mesh, sampling)
-    cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
-    # Drawing a token sorts or masks a second copy of the float32 logits.
-    arrays = 2
-    if constrains_logits(sampling):
-        arrays += 1
-    logits = arrays * sampling.slots * actor.architecture.vocab_size * 4
-    # The vocabulary is split over `model`.
-    return cache + logits // rollout_mesh.shape["model"]

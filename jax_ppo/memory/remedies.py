@@ -53,12 +53,8 @@ def rank_remedies(
 ) -> list[Remedy]:
     """Return changes of options that save memory, most effective first.
 
-    Args:
-      changes: the changes to try.
-      measure: returns the bytes that a device needs after a change.
-      needed: bytes that a device needs without a change.
-      available: bytes of a device; if given and no change is enough, pairs of changes that are
-        enough are returned, too.
+    A device needs `needed` bytes without a change. If it has `available` ones, and no change is
+    enough, pairs of changes that are enough are returned, too.
     """
     remedies = sorted(_effective_remedies(changes, measure, needed), key=lambda x: x.needed)
     if available is None or not remedies or remedies[0].needed <= available:

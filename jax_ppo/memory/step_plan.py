@@ -90,22 +90,16 @@ class StepPlan:
     @property
     def fits(self) -> bool | None:
         """Return whether every phase fits; `None` if the memory is unknown."""
-        if self.available is None:
-            return None
-        return self.peak <= self.available
+        return None if self.available is None else self.peak <= self.available
 
     @property
     def seconds(self) -> float | None:
         """Return the predicted seconds of all phases together; `None` if one is unknown."""
         known = [phase.seconds for phase in self.phases if phase.seconds is not None]
-        if len(known) < len(self.phases):
-            return None
-        return sum(known)
+        return sum(known) if len(known) == len(self.phases) else None
 
     def _per_second(self, tokens: int) -> float | None:
-        if not self.seconds:
-            return None
-        return tokens / self.seconds
+        return tokens / self.seconds if self.seconds else None
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes, operations and seconds."""
@@ -142,10 +136,6 @@ class StepPlan:
         }
 
 
-# JAX's names of the platforms.
-_JAX_PLATFORMS = {"cuda": "gpu"}
-
-
 def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> StepPlan:
     """Plan memory and time of a PPO step.
 
@@ -161,16 +151,13 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
-    with assume_platform(_JAX_PLATFORMS.get(platform, platform)):
+    with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh)
             estimated = estimate_phases(step)
             work = count_work(step)
             bubbles = count_bubbles(step)
-        measured = estimated
-        refused: set[str] = set()
-        if devices is not None:
-            measured, refused = measure_phases(step)
+        measured, refused = (estimated, set()) if devices is None else measure_phases(step)
         rates = PEAK_RATES.get(topology.device_type.jax_kind)
         phases = tuple(
             Phase(
@@ -288,11 +275,10 @@ def _memory_table(plan: StepPlan) -> str:
         rows[0].append("by arithmetic")
     for phase in plan.phases:
         row = [find_step_program(phase.name).label]
-        row += [_gib(getattr(phase.memory, column)) for column in columns]
-        row.append(_gib(phase.memory.peak))
+        figures = [getattr(phase.memory, column) for column in (*columns, "peak")]
         if plan.is_compiled:
-            row.append(_gib(phase.estimated_peak))
-        rows.append(row)
+            figures.append(phase.estimated_peak)
+        rows.append([*row, *(f"{value / GIB:.2f}" for value in figures)])
     return _table(rows)
 
 
@@ -344,10 +330,6 @@ def _time_table(plan: StepPlan) -> str:
         f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
         f"{plan.response_tokens / seconds:,.0f} are sampled"
     )
-
-
-def _gib(value: int) -> str:
-    return f"{value / GIB:.2f}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

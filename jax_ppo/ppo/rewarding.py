@@ -154,11 +154,10 @@ class RuleScorer:
         model_inputs = None
         if self.reward_inputs:
             prompts = batch.prompts
-            last_tokens = prompts.tokens[np.arange(len(prompts.lengths)), prompts.lengths - 1]
-            responses_per_prompt = total // len(batch.examples)
+            prompt_rows = responses.indices // (total // len(batch.examples))
             model_inputs, per_sample["model_inputs_cut"] = self.reward_inputs(
                 examples=responses.examples,
-                last_tokens=last_tokens[responses.indices // responses_per_prompt],
+                last_tokens=prompts.tokens[prompt_rows, prompts.lengths[prompt_rows] - 1],
                 responses=responses.tokens,
                 texts=responses.texts,
                 indices=responses.indices,
@@ -382,9 +381,7 @@ def _describe_rollout(
 def mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     # np.nanmean warns where there is nothing to average.
-    if np.isnan(values).all():
-        return math.nan
-    return float(np.nanmean(values))
+    return math.nan if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def _gather_answers(indices: np.ndarray, scored: ScoredBatch) -> dict[int, str]:
@@ -402,13 +399,8 @@ def gather_samples(
 ) -> dict[str, np.ndarray]:
     """Return figures of the samples of all processes, in every process.
 
-    Processes may have different names, since samples need not report the same figures.
-
-    Args:
-      mesh: the run's mesh.
-      indices: int [b], the rows of this process's samples among all samples.
-      per_sample: figures of these samples by name, [b] each.
-      total: B, the number of samples of all processes.
+    Processes may have different names, since samples need not report the same figures: `per_sample`
+    has [b] by name for this process's samples, which are the rows `indices` of all B = `total`.
 
     Returns:
       float32 [B] by name, NaN where a sample has no such figure.
