@@ -42,15 +42,15 @@ def make_searches(
     Raises:
       UserError: strings cannot be searched for with this tokenizer.
     """
-    searches = []
-    for name in ("stop", "bad_words"):
+
+    def search(name: str) -> TextSearch | None:
         strings = parse_strings(getattr(options, name))
-        search = None
-        if strings:
-            tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
-            search = search_for(strings, tokens, vocab_size)
-        searches.append(search)
-    return searches[0], searches[1]
+        if not strings:
+            return None
+        tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
+        return search_for(strings, tokens, vocab_size)
+
+    return search("stop"), search("bad_words")
 
 
 def sampling_options(

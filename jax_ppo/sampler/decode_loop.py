@@ -91,6 +91,8 @@ def generate_responses(
         # Without an environment, every token up to the length was chosen by the policy.
         action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
         slot_steps=state.slot_steps[None],
+        routed_experts=None if state.routing is None else state.routing.sequences,
+        kept_tokens=state.kept,
     )
     if state.dialogues is not None:
         assert options.environment is not None
@@ -102,9 +104,7 @@ def generate_responses(
             turn_starts=state.dialogues.starts,
             context_starts=state.dialogues.contexts,
         )
-    if state.routing is not None:
-        rollout = dataclasses.replace(rollout, routed_experts=state.routing.sequences)
-    return dataclasses.replace(rollout, kept_tokens=state.kept)
+    return rollout
 
 
 def _first_state(
@@ -279,6 +279,12 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     finishes_B = finishes_responses(options, tokens_B, stop_B)
     ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
+    routing_record = state.routing
+    if routing_record is not None:
+        routed_experts = decoded.auxiliary["routed_experts"]
+        routing_record = routing.record_tokens(
+            routing_record, routed_experts, slots.sample, positions_B
+        )
     recorded = state._replace(
         slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
         responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),
@@ -287,7 +293,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
         forbidden_states=state.forbidden_states.at[written_B].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
-        routing=_record_routing(state, decoded, positions_B),
+        routing=routing_record,
     )
     if state.kept is not None:
         kept = state.kept.at[written_B, slots.drawn].set(kept_BxW, mode="drop")
@@ -299,13 +305,3 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
         finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
     )
-
-
-def _record_routing(
-    state: DecodeState, decoded: TransformerOutput, positions_B: jax.Array
-) -> routing.RoutingRecord | None:
-    """Return the record with the tokens that were run, if there is one."""
-    if state.routing is None:
-        return None
-    routed_experts = decoded.auxiliary["routed_experts"]
-    return routing.record_tokens(state.routing, routed_experts, state.slots.sample, positions_B)

@@ -115,8 +115,7 @@ class PerDialogue:
     def step(self, state: Any, turns: jax.Array, lengths: jax.Array) -> Answers:
         """Answer turns. See `Environment.step`."""
         answers = Answers(*jax.vmap(self._step)(state, turns, lengths))
-        return Answers(
-            state=answers.state,
+        return answers._replace(
             observations=answers.observations.astype(jnp.int32),
             lengths=jnp.asarray(answers.lengths, jnp.int32),
             rewards=jnp.asarray(answers.rewards, jnp.float32),

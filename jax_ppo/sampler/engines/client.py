@@ -52,11 +52,9 @@ class Client:
     """Sends requests to one address: without proxies, and without following redirections."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        """Prepare the client; nothing is sent.
+        """Prepare the client of http://HOST:PORT or https://HOST/PATH; nothing is sent.
 
-        Args:
-          url: http://HOST:PORT or https://HOST/PATH.
-          timeout: seconds to wait for a reply.
+        It waits `timeout` seconds for a reply.
         """
         self._parts = urllib.parse.urlsplit(url.rstrip("/"))
         self._timeout = timeout
@@ -122,13 +120,7 @@ class ServerProcess:
     """A server that this run starts and ends, with everything that it starts."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Start it.
-
-        Args:
-          command: program and arguments.
-          environment: variables in addition to this process's.
-          log: file that its output is appended to.
-        """
+        """Start it with further variables; its output is appended to the file `log`."""
         self._log = log
         inherited = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
         with open(log, "ab") as output:

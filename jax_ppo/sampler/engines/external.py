@@ -64,13 +64,9 @@ class ExternalEngine:
     ) -> None:
         """Take what the engine needs; nothing is started.
 
-        Args:
-          mesh: the run's mesh.
-          actor: the policy's model, as it is trained.
-          params: shapes of the tree that `update_weights` will get.
-          options: the section `rollout`.
-          folder: the actor's checkpoint, whose description and tokenizer the exports get.
-          max_length: tokens of the longest prompt with its response.
+        `actor` is the policy's model as it is trained, `params` the shapes that `update_weights`
+        will get. Exports get the description and the tokenizer of the checkpoint in `folder`.
+        `max_length` counts the tokens of the longest prompt with its response.
 
         Raises:
           UserError: the run has several processes.
@@ -150,13 +146,7 @@ class ExternalEngine:
     def sample(
         self, prompts: Sequence[list[int]], keys: jax.Array, options: SamplingOptions
     ) -> list[Response]:
-        """Return one response to each prompt.
-
-        Args:
-          prompts: token ids.
-          keys: one key per response.
-          options: how to sample; `n` is already in the number of prompts.
-        """
+        """Return one response to each prompt, with one key each; `options.n` has no effect."""
         raise NotImplementedError
 
     def generate(

@@ -56,32 +56,32 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
     return best, missing(best)
 
 
-def _logit_bias(options: SamplingOptions) -> dict[str, dict[str, float]]:
-    """Return the entry of a request that adds numbers to logits; empty if there are none."""
+def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
+    """Return what vLLM and SGLang call alike; each is given, so that no model's default counts."""
     bias: dict[str, float] = {}
     for token, added in options.logit_bias:
         bias[str(token)] = bias.get(str(token), 0.0) + added
-    return {"logit_bias": bias} if bias else {}
-
-
-def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters; each is given, so that no default of the model counts."""
     return {
         "temperature": options.temperature,
-        "top_k": max(options.top_k, 0),
         "top_p": options.top_p,
         "min_p": options.min_p,
         "repetition_penalty": 1.0,
-        "seed": seed,
-        "max_tokens": options.max_response_length,
-        "min_tokens": options.min_new_tokens,
-        # Only the tokens that we name end a response.
-        "ignore_eos": True,
         "stop_token_ids": list(options.eos_ids),
         "stop": list(options.stop.strings) if options.stop else [],
         "skip_special_tokens": False,
+        **({"logit_bias": bias} if bias else {}),
+    }
+
+
+def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
+    return {
+        **_common_parameters(options),
+        "top_k": max(options.top_k, 0),
+        "seed": seed,
+        "max_tokens": options.max_response_length,
+        "min_tokens": options.min_new_tokens,
+        "ignore_eos": True,  # only the tokens that we name end a response
         "logprobs": 0,  # of the sampled token alone
-        **_logit_bias(options),
     }
 
 
@@ -122,19 +122,12 @@ def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> d
         "input_ids": prompt,
         "return_logprob": True,
         "sampling_params": {
-            "temperature": options.temperature,
+            **_common_parameters(options),
             "top_k": options.top_k if options.top_k > 0 else -1,
-            "top_p": options.top_p,
-            "min_p": options.min_p,
-            "repetition_penalty": 1.0,
             "sampling_seed": seed,
             "max_new_tokens": options.max_response_length,
             "min_new_tokens": options.min_new_tokens,
-            "stop_token_ids": list(options.eos_ids),
-            "stop": list(options.stop.strings) if options.stop else [],
             "ignore_eos": not options.eos_ids,  # or it would end at the checkpoint's own
-            "skip_special_tokens": False,
-            **_logit_bias(options),
         },
     }
 
