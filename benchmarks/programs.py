@@ -26,7 +26,7 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks

@@ -295,7 +295,7 @@ def test_every_file_that_may_split_arrays_does(path):
             "models must not import reporting",
         ),
         (
-            "jax_ppo/sampler/generate.py",
+            "jax_ppo/sampler/decode_loop.py",
             "from jax_ppo.ppo import scoring",
             "sampler must not import ppo",
         ),

@@ -15,7 +15,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import meshes
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 

@@ -1,4 +1,4 @@
-"""The built-in rollout engine: the decode loop of `generate.py` on the run's own mesh."""
+"""The built-in rollout engine: the decode loop of `decode_loop.py` on the run's own mesh."""
 
 import dataclasses
 import threading
@@ -14,10 +14,10 @@ from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.continuation import DrawStates, continuation_program
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from jax_ppo.sampler.drafts import draft_program
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.types import Params, Prompts, Rollout
 
 

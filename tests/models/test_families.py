@@ -29,7 +29,7 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row

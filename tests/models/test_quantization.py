@@ -16,9 +16,9 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.types import Prompts
 
 ARCHITECTURE = Architecture(

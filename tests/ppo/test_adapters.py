@@ -15,7 +15,7 @@ import tiny
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training.networks import Folders, full_parameters
 from jax_ppo.training.state import StateBuilder, trained_trees
 

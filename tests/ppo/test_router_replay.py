@@ -21,9 +21,9 @@ from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
-from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_llama

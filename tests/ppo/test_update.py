@@ -15,7 +15,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.runtime import compilation
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training.control import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 from jax_ppo.training.state import StateBuilder, TrainState, trained_trees

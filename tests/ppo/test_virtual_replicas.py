@@ -13,8 +13,8 @@ from jax_ppo.ppo.forward_passes import join_sequences
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.rows import split_rows
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from tiny_actor import Actor, make_prompts
 

@@ -11,7 +11,7 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.text_search import search_for
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 

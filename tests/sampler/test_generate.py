@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.sampler import decode_loop, generate
+from jax_ppo.sampler import decode_loop
 from jax_ppo.types import Prompts
 from tiny_actor import ARCHITECTURE, T, make_prompts
 
@@ -80,7 +80,7 @@ def test_the_contract(actor, prompts):
 def test_bfloat16_computes_its_logprobs_in_float32(actor, prompts):
     model = Transformer(ARCHITECTURE, jnp.bfloat16, unrolled=True)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), actor.params)
-    rollout = generate.sampler_program(model, generate.SamplingOptions(T, 1.0))(
+    rollout = decode_loop.sampler_program(model, decode_loop.SamplingOptions(T, 1.0))(
         params, prompts, jax.random.key(0)
     )
     logits = actor.full_logits(prompts, np.asarray(rollout.responses))
@@ -201,7 +201,7 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
 
 
 def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
-    sampler = generate.sampler_program(actor.decoded, generate.SamplingOptions(4, 1.0))
+    sampler = decode_loop.sampler_program(actor.decoded, decode_loop.SamplingOptions(4, 1.0))
     for lengths, P, programs in [
         ((5, 16), 16, 1),
         ((2, 3), 16, 1),
@@ -229,7 +229,7 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
                 if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
                     yield from sizes(getattr(value, "jaxpr", value))
 
-    options = generate.SamplingOptions(T, 0.7, top_k=9, top_p=0.9, n=2)
+    options = decode_loop.SamplingOptions(T, 0.7, top_k=9, top_p=0.9, n=2)
     traced = jax.make_jaxpr(
         functools.partial(decode_loop.generate_responses, actor.decoded, options)
     )
@@ -241,7 +241,7 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
 
 
 def test_options_are_the_identity_of_a_program():
-    options = generate.SamplingOptions(4, 1.0, eos_ids=(1, 2))
+    options = decode_loop.SamplingOptions(4, 1.0, eos_ids=(1, 2))
     assert hash(options) == hash(dataclasses.replace(options)) and options != dataclasses.replace(
         options, eos_ids=(1,)
     )

@@ -13,8 +13,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import sampler_program
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 

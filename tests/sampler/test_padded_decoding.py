@@ -11,8 +11,8 @@ from hlo import read_collectives
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.generate import sampler_program
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 SAMPLED = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=2)

@@ -15,7 +15,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 SHAPE_AXES = ("data", "fsdp", "model")

@@ -13,7 +13,7 @@ import pytest
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.sampler import decode_loop, generate, sampling
+from jax_ppo.sampler import decode_loop, sampling
 from jax_ppo.sampler import slots as slots_lib
 from jax_ppo.sampler.slots import DecodeState
 from jax_ppo.types import Prompts
@@ -27,9 +27,9 @@ def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     """Return a rollout whose slots narrow down to `~least`."""
     monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
     monkeypatch.setattr(slots_lib, "MIN_NARROWED_TOKENS", 1)
-    sampler = generate.sampler_program(
+    sampler = decode_loop.sampler_program(
         actor.decoded.clone(decoding=decoding),
-        generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
+        decode_loop.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
     )
     return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
 
@@ -92,8 +92,10 @@ def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
     whole = actor.sample(prompts, n=2, eos_ids=EOS, slots=4)
     # 3 prompts of width 16 per prefill: the last group is one prompt.
     monkeypatch.setattr(slots_lib, "PREFILL_TOKENS", 48)
-    options = generate.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
-    cut = generate.sampler_program(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
+    options = decode_loop.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
+    cut = decode_loop.sampler_program(actor.decoded, options)(
+        actor.params, prompts, jax.random.key(0)
+    )
     np.testing.assert_array_equal(cut.responses, whole.responses)
     np.testing.assert_array_equal(cut.lengths, whole.lengths)
 
@@ -107,8 +109,8 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
         return original(job, state)
 
     monkeypatch.setattr(decode_loop, "prefill_group", counted)
-    options = generate.SamplingOptions(12, 1.0, n=4, eos_ids=EOS, slots=8)
-    generate.sampler_program(actor.decoded, options)(
+    options = decode_loop.SamplingOptions(12, 1.0, n=4, eos_ids=EOS, slots=8)
+    decode_loop.sampler_program(actor.decoded, options)(
         actor.params, make_prompts(LENGTHS), jax.random.key(0)
     ).lengths.block_until_ready()
     jax.effects_barrier()
@@ -169,9 +171,9 @@ def verl_rollout(
     """Return the lengths, and the slot-steps that 64 slots took."""
     model, params = uniform
     prompts = Prompts(np.zeros((samples, 2), np.int32), np.ones(samples, np.int32))
-    options = generate.SamplingOptions(512, 1.0, eos_ids=(1,), slots=64)
+    options = decode_loop.SamplingOptions(512, 1.0, eos_ids=(1,), slots=64)
     # With this key the mean of 256 lengths, whose standard error is 11, is within 12 of 307.
-    rollout = generate.sampler_program(model, options)(params, prompts, jax.random.key(4))
+    rollout = decode_loop.sampler_program(model, options)(params, prompts, jax.random.key(4))
     return np.asarray(rollout.lengths), int(rollout.slot_steps[0])
 
 
@@ -216,7 +218,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
         num_kv_heads=2,
         head_dim=128,
     )
-    options = generate.SamplingOptions(480, 1.0, slots=8)
+    options = decode_loop.SamplingOptions(480, 1.0, slots=8)
     prompts = make_prompts((3,) * 16, 32)
 
     def plan(params: Any, key: jax.Array) -> slots_lib.DecodeJob:
@@ -267,8 +269,8 @@ def test_a_step_reads_weights_and_cache_once(step):
 
 def test_no_cache_is_copied(actor):
     """Neither loops nor steps copy a cache: only the initial zeros are copied."""
-    options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
-    sampler = generate.sampler_program(actor.decoded, options)
+    options = decode_loop.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
+    sampler = decode_loop.sampler_program(actor.decoded, options)
     text = sampler.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0)).compile().as_text()
     loops, entry = text.split("\nENTRY ")
     for shape in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
@@ -283,8 +285,8 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
     No part is sliced off to be read, and no branch selects one: compilers for accelerators would
     copy it, and a GPU would wait for the host.
     """
-    options = generate.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
-    sampler = generate.sampler_program(actor.decoded.clone(decoding=decoding), options)
+    options = decode_loop.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
+    sampler = decode_loop.sampler_program(actor.decoded.clone(decoding=decoding), options)
     text = sampler.lower(actor.params, make_prompts((3,) * 16, 32), jax.random.key(0)).as_text()
     shapes = ("2x8x256", "2x256x8") if decoding == "gpu" else ("256x2x8",)
     slot_counts = set()

@@ -11,7 +11,7 @@ from hlo import read_collectives
 from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.sampler.generate import SamplingOptions, sampler_program
+from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
 FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
