@@ -238,10 +238,8 @@ def forward_programs(
 def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
     """Return the outputs of all parts together."""
     # No field is computed by two parts, so the order does not matter.
-    fields: dict[str, jax.Array] = {}
-    for part in parts:
-        fields |= {name: value for name, value in vars(part).items() if value is not None}
-    return ForwardOutputs(**fields)
+    fields = [item for part in parts for item in vars(part).items() if item[1] is not None]
+    return ForwardOutputs(**dict(fields))
 
 
 @functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
@@ -361,9 +359,7 @@ def reward_model_scores(
         # An encoder's head reads the first token, wherever the text ends.
         positions_B = jnp.zeros_like(sequences.lengths)
     else:
-        pad_id = None
-        if position == "auto":
-            pad_id = model.architecture.pad_id
+        pad_id = model.architecture.pad_id if position == "auto" else None
         positions_B = forward.score_positions(sequences, pad_id)
     params = placement.to_device(params)
 

@@ -102,10 +102,8 @@ class RolloutPacker:
     ) -> RolloutPacking:
         """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
 
-        Args:
-          step: the step, from 0; together with `seed` it seeds the shuffling.
-          lengths: int [B], tokens of each sample's prompt and response.
-          prompt_lengths: int [N], tokens of each prompt, where samples may share it.
+        `lengths` are the tokens of each sample's prompt and response, int [B]; `prompt_lengths`
+        those of each prompt, int [N], where samples may share it.
         """
         shared = None
         if self.responses_per_row:
@@ -255,7 +253,5 @@ def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:
     """Return the tokens of each sample's prompt and response, int [B], on the host."""
     # This waits until sampling has ended.
     response_lengths = placement.to_host(rollout.lengths)
-    prompt_lengths = batch.prompts.lengths
-    return (
-        np.repeat(prompt_lengths, len(response_lengths) // len(prompt_lengths)) + response_lengths
-    )
+    prompts = batch.prompts.lengths
+    return np.repeat(prompts, len(response_lengths) // len(prompts)) + response_lengths

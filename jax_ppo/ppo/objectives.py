@@ -343,14 +343,11 @@ def count_learned_tokens(
 ) -> Int32[Array, " B"]:
     """Return the number of tokens of each sample that a mini-batch learns from.
 
-    They are the tokens of the mask, or all action tokens.
-
-    Samples outside the mini-batch, or excluded by the sample mask, have 0.
+    They are the tokens of the mask, or all action tokens. Samples outside the mini-batch, or
+    excluded by the sample mask, have 0.
     """
-    if mask_BxT is None:
-        mask_BxT = experience.action_mask
-    learned_B = batch.members & experience.sample_mask
-    return jnp.where(learned_B, mask_BxT.sum(1), 0)
+    counted_BxT = experience.action_mask if mask_BxT is None else mask_BxT
+    return jnp.where(batch.members & experience.sample_mask, counted_BxT.sum(1), 0)
 
 
 def needs_reference_pass(options: Actor) -> bool:

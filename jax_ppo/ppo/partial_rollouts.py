@@ -13,7 +13,7 @@ no response is ever dropped.
 
 import functools
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,35 +43,26 @@ BATCHES_IN_POOL = 2  # of prompts
 EMPTY = (0, -1, 0)  # in `ResponsePool.prompts`, where a prompt has left
 
 
-class Choice(NamedTuple):
-    """Which prompts leave the pool.
-
-    Attributes:
-      enough: whether those that must leave are complete, and enough others.
-      places: int [G] if `enough`, their places in the pool, the oldest first.
-    """
-
-    enough: bool
-    places: np.ndarray
-
-
 def choose_prompts(
     ended: np.ndarray, batches: np.ndarray, step: int, count: int, max_staleness: int
-) -> Choice:
-    """Choose the prompts that leave the pool.
+) -> np.ndarray | None:
+    """Return the places in the pool of the G = `count` prompts that leave it, the oldest first.
+
+    `None` if those that must leave, `max_staleness` steps after they entered, are not complete, or
+    not enough others are.
 
     Args:
       ended: bool [prompts, n], which responses are complete.
       batches: int [prompts], the number of the batch that each came with, see `entry_steps`.
       step: the step, from 0.
-      count: G, how many leave.
-      max_staleness: steps after which a prompt must leave.
+      count: G.
+      max_staleness: see above.
     """
     complete = np.asarray(ended.all(1))
     must_leave = entry_steps(batches) <= step - max_staleness
     oldest = np.argsort(batches, kind="stable")
     places = oldest[complete[oldest]][:count]
-    return Choice(len(places) == count and bool(complete[must_leave].all()), places)
+    return places if len(places) == count and complete[must_leave].all() else None
 
 
 def entry_steps(batches: np.ndarray) -> np.ndarray:
@@ -106,14 +97,15 @@ def sample_partial_batch(
             )
             slot_steps += int(placement.to_host(taken).sum())
             ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
-            choice = choose_prompts(ended, pool.batches, step, count, options.rollout.max_staleness)
-            if choice.enough:
+            max_staleness = options.rollout.max_staleness
+            places = choose_prompts(ended, pool.batches, step, count, max_staleness)
+            if places is not None:
                 break
     drawn = placement.to_host(rollout.lengths).sum() - drawn_before
     left = pool.prompts.copy()
-    left[choice.places] = EMPTY
-    leaving = pool.prompts[choice.places]
-    rows = rows_of_groups(choice.places, n)
+    left[places] = EMPTY
+    leaving = pool.prompts[places]
+    rows = rows_of_groups(places, n)
     selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
     offsets = np.arange(len(rows)) % n
     return SampledBatch(

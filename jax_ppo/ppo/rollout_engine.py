@@ -29,9 +29,9 @@ def make_engine(
     `mesh` is the run's, `rollout_mesh` the one to decode on.
     """
     engine = engine_class(mesh=rollout_mesh, actor=actor, params=params)
-    if rollout_mesh != mesh:
-        return OtherMeshEngine(engine, mesh=rollout_mesh, run_mesh=mesh)
-    return engine
+    if rollout_mesh == mesh:
+        return engine
+    return OtherMeshEngine(engine, mesh=rollout_mesh, run_mesh=mesh)
 
 
 def make_searches(

@@ -68,22 +68,15 @@ def take_step(
     sampled: SampledBatch | ResponsePool | None,
     observer: StepObserver,
 ) -> tuple[TrainState, StepResult]:
-    """Take one step.
+    """Take one step, numbered from 0; the train state is donated.
 
-    Args:
-      parts: what the step computes with.
-      state: the train state; donated.
-      batches: yields the prompts.
-      step: the step, from 0.
-      sampled: the samples of this step if the previous step drew them, or began to; `None` to draw
-        them now.
-      observer: times the phases, and writes pending reports.
+    `sampled` are the samples of this step if the previous one drew them, or began to; `None` draws
+    them now.
 
     Returns:
       The new state and the other results. The mesh may still be computing both.
     """
-    options = parts.step_options
-    nets = parts.nets
+    options, nets = parts.step_options, parts.nets
 
     # 1. Sample responses.
     if options.rollout.max_staleness > 1:

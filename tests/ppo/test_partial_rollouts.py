@@ -21,16 +21,16 @@ def test_every_prompt_leaves_within_the_bound_and_some_at_it(max_staleness):
         while True:
             left = np.maximum(left - 1, 0)
             calls += 1
-            choice = choose_prompts(left == 0, batches, step, G, max_staleness)
-            if choice.enough:
+            places = choose_prompts(left == 0, batches, step, G, max_staleness)
+            if places is not None:
                 break
-        assert calls <= 40 and len(set(choice.places)) == G
-        assert (left[choice.places] == 0).all()
-        ages.append((step - entry_steps(batches[choice.places])).max())
-        have_left.extend(batches[choice.places])
+        assert calls <= 40 and len(set(places)) == G
+        assert (left[places] == 0).all()
+        ages.append((step - entry_steps(batches[places])).max())
+        have_left.extend(batches[places])
         batches = batches.copy()
-        batches[choice.places] = step + 2
-        left[choice.places] = durations[step + 2]
+        batches[places] = step + 2
+        left[places] = durations[step + 2]
     assert max(ages) == max_staleness and min(ages) < max_staleness
     # Each prompt of the batches that are too old to be in the pool has left once.
     assert all(have_left.count(batch) == G for batch in range(200 - max_staleness))
@@ -40,8 +40,8 @@ def test_a_prompt_at_the_bound_is_waited_for_and_the_oldest_leave_first():
     batches = np.array([3, 1, 2, 3])
     ended = np.array([[True, True], [True, False], [True, True], [True, True]])
     # In step 2 the prompt of batch 1, which entered in step 0, has reached the bound of 2 steps.
-    assert not choose_prompts(ended, batches, 2, 2, 2).enough
+    assert choose_prompts(ended, batches, 2, 2, 2) is None
     younger = choose_prompts(ended, batches, 2, 2, 3)
-    assert younger.enough and younger.places.tolist() == [2, 0]
+    assert younger.tolist() == [2, 0]
     ended[1] = True
-    assert choose_prompts(ended, batches, 2, 2, 2).places.tolist() == [1, 2]
+    assert choose_prompts(ended, batches, 2, 2, 2).tolist() == [1, 2]
