@@ -198,18 +198,21 @@ class Step:
             action_mask=self.by_rows((self.samples, self.response), bool),
         )
 
+    def forward_programs(self, *arguments):
+        """Return the programs of the forward passes with their arguments."""
+        options = forward_passes.ForwardOptions.from_config(self.config)
+        return [
+            (forward_passes.forward_part, (options, self.nets, part, *arguments))
+            for part in options.parts
+        ]
+
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
-            parts = forward_passes.forward_programs(
-                forward_passes.ForwardOptions.from_config(self.config),
-                self.nets,
-                state,
-                sequences,
-                plan,
-                1,
-            )
             scores = forward_passes.join_outputs(
-                [function(*arguments) for function, arguments in parts]
+                [
+                    function(*arguments)
+                    for function, arguments in self.forward_programs(state, sequences, plan, 1)
+                ]
             )
             return estimate_experience(
                 ExperienceOptions.from_config(self.config),
@@ -286,13 +289,8 @@ class Step:
             first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
             )
-            parts = forward_passes.forward_programs(
-                forward_passes.ForwardOptions.from_config(self.config),
-                self.nets,
-                self.state(),
-                self.sequences(),
-                first,
-                self.everywhere(np.int32(0)),
+            parts = self.forward_programs(
+                self.state(), self.sequences(), first, self.everywhere(np.int32(0))
             )
         else:
             by_role = update.update_arguments(

@@ -216,23 +216,11 @@ def run_forward_passes(
 
     The arrays of `plan` are [A, R, L]; `micro_batches` of the A are not empty.
     """
-    programs = forward_programs(options, nets, state, sequences, plan, micro_batches)
-    return join_outputs(dispatch.run_together(programs))
-
-
-def forward_programs(
-    options: ForwardOptions,
-    nets: Networks,
-    state: TrainState,
-    sequences: Sequences,
-    plan: Packing,
-    micro_batches: Int32[Array, ""],
-) -> list[dispatch.Program]:
-    """Return the programs of `run_forward_passes`, one for each part."""
-    return [
+    programs: list[dispatch.Program] = [
         (forward_part, (options, nets, part, state, sequences, plan, micro_batches))
         for part in options.parts
     ]
+    return join_outputs(dispatch.run_together(programs))
 
 
 def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:

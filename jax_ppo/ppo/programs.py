@@ -125,13 +125,16 @@ def _compile_selection(step: ProgramInputs, shapes: StepShapes) -> None:
 
 
 def _compile_forward(part: forward_passes.Part, step: ProgramInputs, shapes: StepShapes) -> None:
-    options = step.step_options.forward
-    sequences = _join_sequences(step, shapes)
-    programs = forward_passes.forward_programs(
-        options, step.nets, shapes.state, sequences, *shapes.packed.forward
+    outputs = compile_ahead(
+        forward_passes.forward_part,
+        step.step_options.forward,
+        step.nets,
+        part,
+        shapes.state,
+        _join_sequences(step, shapes),
+        *shapes.packed.forward,
     )
-    function, arguments = programs[options.parts.index(part)]
-    shapes.outputs.append(compile_ahead(function, *arguments))
+    shapes.outputs.append(outputs)
 
 
 def _compile_reward_model(step: ProgramInputs, shapes: StepShapes) -> None:
