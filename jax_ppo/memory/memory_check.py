@@ -98,7 +98,7 @@ class PPOMemory:
                 params = state.models[program.role]
                 gradients = bytes_per_device(gradient_shapes(params, options.optim.gradient_dtype))
             fetched = fetched_memory(program, step_options, state)
-            phases.append((gradients, sum(vars(fetched).values())))
+            phases.append((gradients, sum(fetched.values())))
         largest_gradients, largest_fetched = max(phases, key=sum)
         return LeastMemory(
             parameters=_resident_bytes({name: state.models[name] for name in state.optimizers}),
@@ -205,17 +205,8 @@ def _describe_memory(run: PPOMemory) -> Iterator[str]:
     yield "  python -m jax_ppo.plan with the same options counts the temporary arrays, too"
 
 
-@dataclasses.dataclass(frozen=True)
-class Fetched:
-    """Bytes that each device copies from the host's memory for a phase, by their kind."""
-
-    parameters: int = 0
-    optimizer: int = 0
-    frozen: int = 0
-
-
-def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState) -> Fetched:
-    """Return what a program's phase copies from the host's memory.
+def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState) -> dict[str, int]:
+    """Return the bytes that each device copies from the host's memory for a program, by their kind.
 
     `state` has shapes, as `StateBuilder.shapes` returns them.
     """
@@ -224,11 +215,11 @@ def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState
         read = set()  # it reads the decoding copy
     trained = read & state.optimizers.keys()
     updated = trained if program.kind == "update" else ()
-    return Fetched(
-        parameters=_fetched_bytes([state.models[name] for name in trained]),
-        optimizer=_fetched_bytes([state.optimizers[name] for name in updated]),
-        frozen=_fetched_bytes([state.models[name] for name in read - trained]),
-    )
+    return {
+        "parameters": _fetched_bytes([state.models[name] for name in trained]),
+        "optimizer": _fetched_bytes([state.optimizers[name] for name in updated]),
+        "frozen": _fetched_bytes([state.models[name] for name in read - trained]),
+    }
 
 
 def _fetched_bytes(shapes: Any) -> int:

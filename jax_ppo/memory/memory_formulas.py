@@ -82,9 +82,9 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     if program.kind == "update":
         gradients = bytes_per_device(step.role(program.role).trained)
     return PhaseMemory(
-        parameters=least.parameters + fetched.parameters,
-        optimizer=least.optimizer + fetched.optimizer,
-        frozen=least.frozen + fetched.frozen,
+        parameters=least.parameters + fetched["parameters"],
+        optimizer=least.optimizer + fetched["optimizer"],
+        frozen=least.frozen + fetched["frozen"],
         gradients=gradients,
         decoding_copy=least.decoding if decodes or program.kind == "resharding" else 0,
         cache=step.cache_bytes if decodes else 0,

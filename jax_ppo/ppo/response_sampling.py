@@ -202,11 +202,9 @@ def sample_selected_batch(
 
 
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
-    """Choose a step's groups from those it has and those that were drawn.
+    """Choose a step's groups from those it has, of which the first `filled` stay, and drawn ones.
 
-    Args:
-      differs: bool [G], whether the rewards of a drawn group differ.
-      filled: number of the step's groups, the first ones, that are kept.
+    `differs`, bool [G], says whether the rewards of a drawn group differ.
 
     Returns:
       (int [G], indices into the G groups of the step followed by the G drawn ones; how many of

@@ -45,10 +45,8 @@ class Lifeline:
     def listen(self, store: Any, host: str, seconds: int) -> None:
         """Wait for the connections of the others, in the thread; for process 0.
 
-        Args:
-          store: JAX's client of the coordination service.
-          host: the name or address under which the others reach this machine.
-          seconds: after how long without an answer a machine counts as gone.
+        `store` is JAX's client of the coordination service; `host` the name or address under which
+        the others reach this machine. After `seconds` without an answer a machine counts as gone.
         """
         self._token = secrets.token_hex(16)
         dual = socket.has_dualstack_ipv6()

@@ -37,11 +37,9 @@ EXPERT_WEIGHTS = ("fsdp", "context")
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """Return the mesh over all devices.
+    """Return the mesh over these devices, by default all.
 
-    Args:
-      shape: sizes of the axes; at most one is -1 and takes the devices that the others leave.
-      devices: the devices to arrange; `None` means all.
+    At most one size is -1 and takes the devices that the others leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, or slices have different
@@ -96,11 +94,8 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
 
     The slow network between slices is left to the first axes, in the order of `AXES`, which
     exchange the least: a mesh with `data` = the number of slices sends nothing but gradients from
-    one to another, one with `stage` = that number mostly hidden states.
-
-    Args:
-      sizes: the size of each axis, the most frequent exchanges last.
-      devices: as many as the sizes multiply to, the same number in each slice.
+    one to another, one with `stage` = that number mostly hidden states. `sizes` are those of the
+    axes, the most frequent exchanges last.
 
     Raises:
       UserError: slices have different numbers of devices.
@@ -198,13 +193,8 @@ def validate_architecture(
     """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
 
     A decoder's heads need not be divisible: query heads are padded (`pad_query_heads`), heads
-    of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly.
-
-    Args:
-      mesh: the run's mesh.
-      architecture: the architecture of a decoder or an encoder.
-      is_encoder: whether it is an encoder, whose heads are split and whose vocabulary is not.
-      option: the section of the mesh, for error messages.
+    of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly. An
+    encoder's heads are split, and its vocabulary is not. Messages name the section `option`.
     """
     sizes = {
         "model": {

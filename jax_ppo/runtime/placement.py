@@ -107,13 +107,8 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
     """Return the array [total, ...] in the layout of `batch_rows`, from the rows of each process.
 
     Every process must call it. Where processes hold copies of each other's rows, the devices
-    exchange them; the host does not wait.
-
-    Args:
-      mesh: the run's mesh.
-      indices: int [r], as returned by `local_rows` in this process.
-      values: [r, ...], the rows at these indices.
-      total: number of rows of all processes.
+    exchange them; the host does not wait. `values` [r, ...] are the rows at `indices` int [r], as
+    returned by `local_rows` in this process.
     """
     if _shares_rows(mesh, total):
         return _exchange_copied_rows(mesh, indices, values, total)

@@ -184,10 +184,8 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     """Handle SIGTERM and SIGINT in the block; afterwards the caller's handlers are set again.
 
     Inside of another such block, and outside of the main thread, no handlers are installed.
-
-    Args:
-      ends_process: whether the run may end the process without returning, as commands may.
-        Otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
+    `ends_process` says whether the run may end the process without returning, as commands may.
+    Otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
 
     Yields:
       What was received; `None` outside of the main thread.

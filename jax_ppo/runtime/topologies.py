@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, counted, did_you_mean
 
 GIB = 2**30
 GPUS_PER_HOST = 8
@@ -141,9 +141,8 @@ class Topology:
     def network_bytes(self, model: int) -> float | None:
         """Return the bytes per second and device between hosts; `None` inside one host or slice.
 
-        Args:
-          model: devices that split a matrix. They are neighbours, so that the others of their host
-            share out what their group sends to other hosts.
+        The `model` devices that split a matrix are neighbours, so that the others of their host
+        share out what their group sends to other hosts.
         """
         if self.device_type.platform != "cuda" or self.num_devices <= GPUS_PER_HOST:
             return None
@@ -181,9 +180,7 @@ def parse_topology(text: str) -> Topology:
         raise UserError(f"--topology={text}: expected TYPE:SHAPE, for example {EXAMPLES}")
     shape = tuple(int(size) for size in shape_text.split("x"))
     if len(shape) != device_type.dimensions:
-        numbers = "1 number"
-        if device_type.dimensions > 1:
-            numbers = f"{device_type.dimensions} numbers"
+        numbers = counted(device_type.dimensions, "number")
         raise UserError(
             f"--topology={text}: a shape of {kind} has {numbers}, for example {EXAMPLES}"
         )

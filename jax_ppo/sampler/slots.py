@@ -186,17 +186,9 @@ def plan_job(
 ) -> DecodeJob:
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
 
-    Args:
-      model: with `unrolled=True`.
-      options: how to sample.
-      params: laid out for decoding.
-      prompts: [N / n, P].
-      keys_N: one random key per sample.
-      any_shard: see `DecodeJob`.
-      start: see `DecodeJob`.
-      limit: see `DecodeJob`; `None` is T. Where it is an array, `options.stage_length` is the most
-        tokens that a slot draws, and prompts have the room of all tokens but the last.
-      count: see `DecodeJob`; `None` is all samples.
+    See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples.
+    Where the limit is an array, `options.stage_length` is the most tokens that a slot draws, and
+    prompts have the room of all tokens but the last.
     """
     rows, P = prompts.tokens.shape
     # More slots than samples would never be used.

@@ -128,11 +128,7 @@ def scatter_columns_for_tpu(local_VxD: jax.Array, dtype: DTypeLike) -> jax.Array
 
     The compiler for TPUs makes a reduce-scatter of columns that do not fill its lanes an all-reduce
     of the table. Here each device sends the columns of the others to them, half as many bytes, and
-    adds up its own.
-
-    Args:
-      local_VxD: the part of the sum of this device.
-      dtype: the type in which columns that do not fill the lanes are sent.
+    adds up its own. Columns that do not fill the lanes are sent in `dtype`.
     """
     shards = jax.lax.axis_size(WEIGHTS)
     if local_VxD.shape[1] % (shards * TPU_LANES) == 0:
@@ -177,11 +173,7 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
 
     The compiler cannot change columns that are split over all devices to rows that are split over
     `model` without a copy of the table on each device. It can change them to this layout, and this
-    layout to rows.
-
-    Args:
-      mesh: the mesh to decode on.
-      params: arrays or shapes on another mesh of the same devices.
+    layout to rows. `params` are arrays or shapes on another mesh of the same devices.
 
     Returns:
       A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of
