@@ -5,6 +5,7 @@ be faster with tensor parallelism (`model`). The engine lays the weights out for
 per step; prompts and responses, which are small, move between the meshes in each call.
 """
 
+import dataclasses
 from collections.abc import Generator
 from typing import Any
 
@@ -78,12 +79,10 @@ class OtherMeshEngine:
         return self._to_run_mesh(rollout)
 
     def _move_embeddings(self, params: Params) -> Params:
-        def move(x: Any, layout: NamedSharding | None) -> Any:
-            if layout is None:
-                return x
-            return _move(x, layout)
-
-        return jax.tree.map(move, params, embedding_layouts(self._mesh, params))
+        layouts = embedding_layouts(self._mesh, params)
+        return jax.tree.map(
+            lambda x, layout: x if layout is None else _move(x, layout), params, layouts
+        )
 
     def _to_mesh(self, prompts: Prompts, key: jax.Array) -> tuple[Prompts, jax.Array]:
         return (
@@ -93,13 +92,10 @@ class OtherMeshEngine:
 
     def _to_run_mesh(self, rollout: Rollout) -> Rollout:
         rows = sharding.batch_rows(self._run_mesh, rollout.lengths.shape[0])
+        moved = _move(dataclasses.replace(rollout, slot_steps=None), rows)
         # One entry per decoder queue, of which the run's mesh may have more or fewer.
-        layouts = {"slot_steps": sharding.replicated(self._run_mesh)}
-
-        def move(path: jax.tree_util.KeyPath, x: Any) -> Any:
-            return _move(x, layouts.get(jax.tree_util.keystr(path, simple=True), rows))
-
-        return jax.tree_util.tree_map_with_path(move, rollout)
+        slot_steps = _move(rollout.slot_steps, sharding.replicated(self._run_mesh))
+        return dataclasses.replace(moved, slot_steps=slot_steps)
 
 
 def _move(tree: Any, layout: NamedSharding) -> Any:
