@@ -23,6 +23,7 @@ from jax_ppo.models.attention_programs import round_row_length, select_attention
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
@@ -294,7 +295,7 @@ class Step:
             )
         else:
             by_role = update.update_arguments(
-                update.UpdateOptions.from_config(self.config),
+                UpdateOptions.from_config(self.config),
                 self.nets,
                 100,
                 self.state(),
@@ -311,7 +312,7 @@ class Step:
         self, state: TrainState, experience: Experience, batches: MiniBatches
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the metrics after the update of both roles."""
-        options = update.UpdateOptions.from_config(self.config)
+        options = UpdateOptions.from_config(self.config)
         by_role = {"actor": batches, "critic": batches}
         return update.update_state(options, self.nets, 100, state, experience, by_role)
 

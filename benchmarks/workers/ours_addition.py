@@ -20,8 +20,9 @@ from jax_ppo.config import loading, schema
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import sample_lengths
+from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
-from jax_ppo.ppo.update import UpdateOptions, update_state
+from jax_ppo.ppo.update import update_state
 from jax_ppo.reporting import console
 from jax_ppo.run.build import set_up_run
 from jax_ppo.run.evaluation import evaluate_policy

@@ -242,7 +242,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         levels = (replicas // mesh.size).bit_length() - 1
         fixed += levels * bytes_per_device(role.trained)
     if target_platform() == "tpu":
-        optim = step.step_options.update.actor.actor.optim
+        optim = step.step_options.update.actor.optim
         trains_head = role.has_logits and role.net.lora is None
         is_exchanged = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(role, mesh)
         if trains_head and optim.gradient_dtype == "float32" and is_exchanged:

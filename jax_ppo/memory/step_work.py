@@ -471,7 +471,7 @@ def count_step_flops(
             flops -= count_forward_flops(architecture, shared)
         return flops
 
-    actor_learns = options.forward.shared_trunk or step >= options.update.actor.warmup_steps
+    actor_learns = options.forward.shared_trunk or step >= options.update.warmup_steps
     for program in programs.PROGRAMS:
         passes = program.passes(options, nets)
         if not (passes and program.role):

@@ -13,17 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Actor, Critic, Teacher
+from jax_ppo.config.schema import Actor, Config, Critic, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
 from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, import_function, read_options
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
 from jax_ppo.training.networks import full_parameters
+from jax_ppo.training.optimizer import rounding_seed
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Experience, MiniBatches, Params, Sequences, pytree
 
@@ -59,50 +61,52 @@ CRITIC_METRICS: Mapping[str, Metric] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RoleOptions:
-    """Options of a role's loss and update; a static argument of compiled functions.
-
-    Attributes:
-      aggregation: see `registries.AGGREGATIONS`.
-      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
-      rounding_seed: see `optimizer.rounding_seed`.
-      logs_optimizer_steps: see `Learner`.
-    """
-
-    aggregation: str
-    loss_scale: float
-    rounding_seed: int
-    logs_optimizer_steps: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActorOptions(RoleOptions):
-    """Options of the actor's loss and update.
+class UpdateOptions:
+    """Options of the update of actor and critic; a static argument of compiled functions.
 
     Attributes:
       actor: the section of the config.
+      critic: the section of the config.
       temperature: divides the logits, as in sampling.
       teacher_coef: the coefficient of the KL to the teacher over the vocabulary; 0 without one.
       is_on_policy: whether the log-probs being differentiated are also the old ones. This is the
         case if the rollout gets one optimizer step and its log-probs were not computed again.
-      shared_critic: the critic's section if its head shares the actor's trunk: the value loss is
-        then added, from the same pass. Otherwise `None`.
+      shares_trunk: whether the critic's head shares the actor's trunk: the value loss is then
+        added, from the same pass.
       warmup_steps: first steps of the run, in which only the critic learns.
+      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm", so that both roles' losses have
+        the same scale.
+      rounding_seed: the run's seed if either role rounds to bfloat16, else 0.
+      logs_optimizer_steps: see `Learner`.
     """
 
     actor: Actor
+    critic: Critic
     temperature: float
     teacher_coef: float
     is_on_policy: bool
-    shared_critic: Critic | None
+    shares_trunk: bool
     warmup_steps: int
+    loss_scale: float
+    rounding_seed: int
+    logs_optimizer_steps: bool
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticOptions(RoleOptions):
-    """Options of a separate critic's loss and update, with the section of the config."""
-
-    critic: Critic
+    @classmethod
+    def from_config(cls, config: Config) -> "UpdateOptions":
+        """Collect the options from all sections."""
+        actor, critic, seed = config.actor, config.critic, config.seed
+        return cls(
+            actor=actor,
+            critic=critic,
+            temperature=config.rollout.temperature,
+            teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
+            is_on_policy=config.updates_once and reuses_logprobs(config),
+            shares_trunk=config.shares_trunk,
+            warmup_steps=config.trainer.critic_warmup,
+            loss_scale=actor.loss_scale_factor or config.data.max_response_length,
+            rounding_seed=rounding_seed(actor.optim, seed) or rounding_seed(critic.optim, seed),
+            logs_optimizer_steps=config.trainer.log_optimizer_steps,
+        )
 
 
 @pytree
@@ -127,7 +131,8 @@ class RolloutObjective:
 
     Attributes:
       metrics: how each metric of the loss is reduced.
-      options: the role's options.
+      options: see `UpdateOptions`.
+      aggregation: see `registries.AGGREGATIONS`.
       net: the role's model.
       reference: the reference's frozen parameters, which adapters apply to. `None` if
         neither adapters nor a loss need them.
@@ -135,7 +140,8 @@ class RolloutObjective:
     """
 
     metrics: Mapping[str, Metric]
-    options: RoleOptions
+    options: UpdateOptions
+    aggregation: str
     net: Transformer
     reference: Params | None
     experience: Experience
@@ -158,7 +164,7 @@ class RolloutObjective:
         mini-batch, whatever its split.
         """
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
-        loss_B = losses.loss_weights(counts_B, self.options.aggregation, self.options.loss_scale)
+        loss_B = losses.loss_weights(counts_B, self.aggregation, self.options.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
         sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
         return loss_B, mean_B, sequence_B
@@ -187,12 +193,10 @@ class ActorObjective(RolloutObjective):
     """The policy loss, plus the KL to the reference, minus the entropy bonus.
 
     Attributes:
-      options: see `ActorOptions`.
       reference_policy: the reference's model and parameters; `None`: the actor's and `reference`.
       teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
     """
 
-    options: ActorOptions
     reference_policy: tuple[Transformer, Params] | None = None
     teacher: tuple[Transformer, Params] | None = None
 
@@ -203,7 +207,7 @@ class ActorObjective(RolloutObjective):
         if there is none.
         """
         value_weights = None
-        if self.options.shared_critic is not None:
+        if self.options.shares_trunk:
             value_weights = self.weigh_tokens(batch, self.experience.value_mask)
         return (*self.weigh_tokens(batch), self._select_tokens(batch), value_weights)
 
@@ -263,10 +267,10 @@ class ActorObjective(RolloutObjective):
         result = _add_router_loss(
             result, "actor", actor.router_aux_loss_coef, router_loss, token_weights
         )
-        if options.shared_critic is None:
+        if not options.shares_trunk:
             return result
         value_part, critic_metrics = weighted_value_loss(
-            options.shared_critic,
+            options.critic,
             compute_scalars(params, hidden),
             rows,
             experience,
@@ -318,8 +322,6 @@ class ActorObjective(RolloutObjective):
 class CriticObjective(RolloutObjective):
     """The value loss of a separate critic."""
 
-    options: CriticOptions
-
     def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
         """Return the weights of samples; see `weigh_tokens`."""
         return self.weigh_tokens(batch, self.experience.value_mask)
@@ -368,7 +370,7 @@ def policy_batch(
     is_on_policy: bool,
     selected_BxT: Bool[Array, "B T"] | None = None,
 ) -> PolicyBatch:
-    """Return what a policy loss reads of some rows; see `ActorLossOptions` and `PolicyBatch`."""
+    """Return what a policy loss reads of some rows; see `UpdateOptions` and `PolicyBatch`."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
     return PolicyBatch(

@@ -292,11 +292,9 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, actor",
         kind="update",
         role="actor",
-        passes=lambda options, nets: options.trains_actor * options.update.actor.actor.ppo_epochs,
+        passes=lambda options, nets: options.trains_actor * options.update.actor.ppo_epochs,
         compile=functools.partial(_compile_update, "actor"),
-        reads=lambda options: roles_of_losses(
-            options.update.actor.actor, options.experience.teacher
-        ),
+        reads=lambda options: roles_of_losses(options.update.actor, options.experience.teacher),
         group="update",
     ),
     StepProgram(
@@ -305,7 +303,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="update",
         role="critic",
         passes=lambda options, nets: (
-            (options.update.critic.critic.ppo_epochs or options.update.actor.actor.ppo_epochs)
+            (options.update.critic.ppo_epochs or options.update.actor.ppo_epochs)
             if "critic" in nets
             else 0
         ),

@@ -15,9 +15,9 @@ from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
+from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
-from jax_ppo.ppo.update import UpdateOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.continuation import DrawStates

@@ -5,7 +5,6 @@ they share a trunk. Each token's weight in a loss is fixed by its whole mini-bat
 mini-batch is split into micro-batches or over devices, so neither split changes the gradient.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -15,17 +14,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from jax_ppo.config.schema import Config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import plugin_trials
-from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.objectives import (
     ACTOR_METRICS,
     CRITIC_METRICS,
     ActorObjective,
-    ActorOptions,
     CriticObjective,
-    CriticOptions,
+    UpdateOptions,
 )
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
@@ -39,42 +35,6 @@ from jax_ppo.types import Experience, MiniBatches, Params
 
 # The actor stops at this multiple of actor.target_kl, as in Spinning Up and Stable-Baselines3.
 TARGET_KL_MARGIN = 1.5
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateOptions:
-    """Options of the update of each role."""
-
-    actor: ActorOptions
-    critic: CriticOptions
-
-    @classmethod
-    def from_config(cls, config: Config) -> "UpdateOptions":
-        """Collect the options from all sections."""
-        actor, critic, seed = config.actor, config.critic, config.seed
-        # Both roles divide by the same number of tokens: their losses have the same scale.
-        loss_scale = actor.loss_scale_factor or config.data.max_response_length
-        return cls(
-            actor=ActorOptions(
-                actor=actor,
-                temperature=config.rollout.temperature,
-                teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
-                is_on_policy=config.updates_once and reuses_logprobs(config),
-                shared_critic=critic if config.shares_trunk else None,
-                warmup_steps=config.trainer.critic_warmup,
-                aggregation=actor.loss_agg_mode,
-                rounding_seed=rounding_seed(actor.optim, seed),
-                loss_scale=loss_scale,
-                logs_optimizer_steps=config.trainer.log_optimizer_steps,
-            ),
-            critic=CriticOptions(
-                critic=critic,
-                aggregation=critic.loss_agg_mode or actor.loss_agg_mode,
-                rounding_seed=rounding_seed(critic.optim, seed),
-                loss_scale=loss_scale,
-                logs_optimizer_steps=config.trainer.log_optimizer_steps,
-            ),
-        )
 
 
 def update_state(
@@ -125,7 +85,7 @@ def update_arguments(
     fixed_state = state.without_trained()
     return {
         role: (
-            getattr(options, role),
+            options,
             nets,
             total_steps,
             state.models[role],
@@ -156,7 +116,7 @@ _compiled = functools.partial(
 @_compiled
 @computed_by_replicas(num_static=3)
 def update_actor(
-    options: ActorOptions,
+    options: UpdateOptions,
     nets: Networks,
     total_steps: int,
     params: Params,
@@ -202,7 +162,7 @@ def update_actor(
 @_compiled
 @computed_by_replicas(num_static=3)
 def update_critic(
-    options: CriticOptions,
+    options: UpdateOptions,
     nets: Networks,
     total_steps: int,
     params: Params,
@@ -250,7 +210,7 @@ def _train(
 
 
 def actor_learner(
-    options: ActorOptions,
+    options: UpdateOptions,
     net: Transformer,
     experience: Experience,
     reference: Params | None,
@@ -265,7 +225,7 @@ def actor_learner(
         metrics["actor/router_loss"] = Metric.MEAN
     if teacher is not None:
         metrics["actor/teacher_kl"] = Metric.MEAN
-    if options.shared_critic is not None:
+    if options.shares_trunk:
         metrics |= CRITIC_METRICS
     early_stop = None
     if actor.target_kl is not None:
@@ -275,6 +235,7 @@ def actor_learner(
         prefix="actor/",
         objective=ActorObjective(
             options=options,
+            aggregation=actor.loss_agg_mode,
             reference_policy=reference_policy,
             teacher=teacher,
             metrics=metrics,
@@ -286,27 +247,33 @@ def actor_learner(
         grad_clip=actor.grad_clip,
         trains_layers=net.lora is None,
         early_stop=early_stop,
-        rounding_seed=options.rounding_seed,
+        rounding_seed=rounding_seed(actor.optim, options.rounding_seed),
         logs_optimizer_steps=options.logs_optimizer_steps,
     )
 
 
 def critic_learner(
-    options: CriticOptions, net: Transformer, experience: Experience, reference: Params | None
+    options: UpdateOptions, net: Transformer, experience: Experience, reference: Params | None
 ) -> Learner:
     """Return the learner of a separate critic."""
+    critic = options.critic
     metrics = dict(CRITIC_METRICS)
-    if options.critic.router_aux_loss_coef:
+    if critic.router_aux_loss_coef:
         metrics["critic/router_loss"] = Metric.MEAN
     return Learner(
         rounding_stream=Stream.CRITIC_ROUNDING,
         prefix="critic/",
         objective=CriticObjective(
-            options=options, metrics=metrics, net=net, reference=reference, experience=experience
+            options=options,
+            aggregation=critic.loss_agg_mode or options.actor.loss_agg_mode,
+            metrics=metrics,
+            net=net,
+            reference=reference,
+            experience=experience,
         ),
-        optim=options.critic.optim,
-        grad_clip=options.critic.grad_clip,
+        optim=critic.optim,
+        grad_clip=critic.grad_clip,
         trains_layers=net.lora is None,
-        rounding_seed=options.rounding_seed,
+        rounding_seed=rounding_seed(critic.optim, options.rounding_seed),
         logs_optimizer_steps=options.logs_optimizer_steps,
     )

@@ -14,6 +14,7 @@ from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
+from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import learner, packing
@@ -277,7 +278,7 @@ def update_state(config, *arguments):
     """Call `update.update_state` with the config's options and the mini-batches of both roles."""
     *arguments, actor, critic = arguments
     return update.update_state(
-        update.UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
+        UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
     )
 
 
@@ -291,20 +292,20 @@ def update_programs(config, *arguments):
     functions = {"actor": update.update_actor, "critic": update.update_critic}
     *arguments, actor, critic = arguments
     of_roles = update.update_arguments(
-        update.UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
+        UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
     )
     return [(functions[role], role_arguments) for role, role_arguments in of_roles.items()]
 
 
 def actor_learner(config, nets, experience, reference=None, teacher=None):
     """Return the learner of the actor, or of actor and critic on a shared trunk."""
-    options = update.UpdateOptions.from_config(config).actor
+    options = UpdateOptions.from_config(config)
     return update.actor_learner(options, nets.actor, experience, reference, teacher)
 
 
 def critic_learner(config, nets, experience, reference=None):
     """Return the learner of the critic."""
-    options = update.UpdateOptions.from_config(config).critic
+    options = UpdateOptions.from_config(config)
     return update.critic_learner(options, nets.critic, experience, reference)
 
 
@@ -323,13 +324,13 @@ def actor_gradients(config, *arguments):
 
     Calls with equal options and shapes share a compiled program.
     """
-    options = update.UpdateOptions.from_config(config).actor
+    options = UpdateOptions.from_config(config)
     return _actor_gradients(options, networks(config).actor, *arguments)
 
 
 def critic_gradients(config, *arguments):
     """Return gradients and metrics of the critic."""
-    options = update.UpdateOptions.from_config(config).critic
+    options = UpdateOptions.from_config(config)
     return _critic_gradients(options, networks(config).critic, *arguments)
 
 

@@ -33,7 +33,7 @@ def gradients(config, mesh, role, nets, rows=4):
         def run(params, reference, experience, batch):
             learner = tiny.actor_learner(config, nets, experience, reference)
             if role == "actor":
-                options = dataclasses.replace(learner.objective.options, shared_critic=None)
+                options = dataclasses.replace(learner.objective.options, shares_trunk=False)
                 objective = dataclasses.replace(
                     learner.objective, options=options, metrics=objectives.ACTOR_METRICS
                 )
