@@ -111,18 +111,18 @@ class UpdateOptions:
 
 @pytree
 class Weights:
-    """Weights of the tokens of a mini-batch, 0 where the rows' mask is False.
+    """Weights of the tokens of a mini-batch, [R, L], or of any token of each sample, [B].
 
     Attributes:
-      loss: weights in the loss, according to `loss_agg_mode`.
-      mean: weights in means over the mini-batch's tokens.
+      loss: weights in the loss, according to `loss_agg_mode`; 0 where the rows' mask is False.
+      mean: weights in means over the mini-batch's tokens; likewise.
       sequence: weights of all tokens, prompts included, in means over tokens and then over the
-        mini-batch's sequences.
+        mini-batch's sequences; of a sample, its own weight.
     """
 
-    loss: Float32[Array, "R L"]
-    mean: Float32[Array, "R L"]
-    sequence: Float32[Array, "R L"]
+    loss: Float32[Array, "..."]
+    mean: Float32[Array, "..."]
+    sequence: Float32[Array, "..."]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,34 +157,30 @@ class RolloutObjective:
 
     def weigh_tokens(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
-    ) -> tuple[Float32[Array, " B"], ...]:
-        """Return the weights of a sample's tokens in the loss and in means, and its own in means.
+    ) -> Weights:
+        """Return the weights of samples: of a mask's tokens, or of all action tokens.
 
-        They are those of a mask's tokens, or of all action tokens, and are fixed by the whole
-        mini-batch, whatever its split.
+        They are fixed by the whole mini-batch, whatever its split.
         """
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
-        loss_B = losses.loss_weights(counts_B, self.aggregation, self.options.loss_scale)
-        mean_B = losses.loss_weights(counts_B, "token-mean")
-        sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
-        return loss_B, mean_B, sequence_B
+        return Weights(
+            loss=losses.loss_weights(counts_B, self.aggregation, self.options.loss_scale),
+            mean=losses.loss_weights(counts_B, "token-mean"),
+            sequence=(counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1),
+        )
 
     def token_weights(
-        self,
-        rows: Rows,
-        weights: tuple[Float32[Array, " B"], ...],
-        mask_BxT: Bool[Array, "B T"] | None = None,
+        self, rows: Rows, weights: Weights, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
         """Return what `weigh_tokens` returned for samples at each token of some rows."""
-        loss_B, mean_B, sequence_B, *_ = weights
         mask = rows.mask
         if mask_BxT is not None:
             mask &= mask_BxT[rows.samples, rows.steps]
         own_share = packing.sequence_weights(self.sequences, rows)
         return Weights(
-            loss=jnp.where(mask, loss_B[rows.samples], 0),
-            mean=jnp.where(mask, mean_B[rows.samples], 0),
-            sequence=own_share * sequence_B[rows.samples],
+            loss=jnp.where(mask, weights.loss[rows.samples], 0),
+            mean=jnp.where(mask, weights.mean[rows.samples], 0),
+            sequence=own_share * weights.sequence[rows.samples],
         )
 
 
@@ -209,7 +205,7 @@ class ActorObjective(RolloutObjective):
         value_weights = None
         if self.options.shares_trunk:
             value_weights = self.weigh_tokens(batch, self.experience.value_mask)
-        return (*self.weigh_tokens(batch), self._select_tokens(batch), value_weights)
+        return self.weigh_tokens(batch), self._select_tokens(batch), value_weights
 
     def _select_tokens(self, batch: MiniBatches) -> Bool[Array, "B T"] | None:
         entry = POLICY_LOSSES.lookup(self.options.actor.policy_loss)
@@ -232,8 +228,8 @@ class ActorObjective(RolloutObjective):
         """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        *own_weights, selected_BxT, value_weights = weights
-        token_weights = self.token_weights(rows, tuple(own_weights))
+        own_weights, selected_BxT, value_weights = weights
+        token_weights = self.token_weights(rows, own_weights)
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.reference)
         hidden, router_loss = forward.run_decoder(
@@ -322,13 +318,11 @@ class ActorObjective(RolloutObjective):
 class CriticObjective(RolloutObjective):
     """The value loss of a separate critic."""
 
-    def weigh(self, batch: MiniBatches) -> tuple[Float32[Array, " B"], ...]:
+    def weigh(self, batch: MiniBatches) -> Weights:
         """Return the weights of samples; see `weigh_tokens`."""
         return self.weigh_tokens(batch, self.experience.value_mask)
 
-    def loss(
-        self, params: Params, rows: Rows, weights: tuple[Float32[Array, " B"], ...]
-    ) -> LossAndMetrics:
+    def loss(self, params: Params, rows: Rows, weights: Weights) -> LossAndMetrics:
         """Return the share of a mini-batch's loss, and metrics; arguments as for the actor."""
         critic = self.options.critic
         coef = critic.router_aux_loss_coef

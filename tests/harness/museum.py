@@ -1418,9 +1418,9 @@ UPDATES = [
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
-            "return Weights(loss=jnp.where(mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(mask, mean_B[rows.samples], 0), "
-            "sequence=own_share * sequence_B[rows.samples])"
+            "return Weights(loss=jnp.where(mask, weights.loss[rows.samples], 0), "
+            "mean=jnp.where(mask, weights.mean[rows.samples], 0), "
+            "sequence=own_share * weights.sequence[rows.samples])"
         ),
         new="return Weights(*[mask / mask.sum()] * 3)",
     ),
@@ -1434,9 +1434,9 @@ UPDATES = [
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
-            "return Weights(loss=jnp.where(mask, loss_B[rows.samples], 0), "
-            "mean=jnp.where(mask, mean_B[rows.samples], 0), "
-            "sequence=own_share * sequence_B[rows.samples])"
+            "return Weights(loss=jnp.where(mask, weights.loss[rows.samples], 0), "
+            "mean=jnp.where(mask, weights.mean[rows.samples], 0), "
+            "sequence=own_share * weights.sequence[rows.samples])"
         ),
         new=(
             "return Weights(*[mask / jnp.maximum(mask.sum(1, keepdims=True), 1) / len(mask)] * 3)"
@@ -1469,7 +1469,7 @@ UPDATES = [
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
         ),
         where="RolloutObjective.token_weights",
-        old="own_share * sequence_B[rows.samples]",
+        old="own_share * weights.sequence[rows.samples]",
         new="own_share / jnp.maximum(own_share.sum(), 1)",
     ),
     Exhibit(
