@@ -1995,8 +1995,8 @@ MOMENTS_AND_SHAPING = [
         where="estimate_experience",
         old="outputs.values",
         new=(
-            "outputs.values * running_moments.moments_std(moments['returns']) if "
-            "options.normalizes_values else outputs.values"
+            "outputs.values * advantages.running_moments.moments_std(control.moments['returns']) "
+            "if options.normalizes_values else outputs.values"
         ),
     ),
     Exhibit(
