@@ -1,6 +1,7 @@
 """The programs of a PPO step from the options and the models' config.json alone."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Create
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import queue_cache_shapes
@@ -26,7 +27,6 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.drawing import constrains_logits
 from jax_ppo.sampler.stages import cache_bytes_per_device
-from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.types import Params, Prompts
@@ -141,7 +141,12 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
             f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
             "engine can be planned"
         )
-    nets = _read_networks(config)
+    describe_model = functools.partial(_describe_small_model, config.model.create)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = resolve_role_folders(
+            resolve_roles(config), config.model, Path(folder), describe_model, DESCRIPTIONS
+        )
+        nets = read_networks(config, folders, needs_weights=False)
     for net in nets.values():
         if not isinstance(net, Deberta):
             meshes.validate_architecture(mesh, net.architecture)
@@ -195,17 +200,8 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
     )
 
 
-def _read_networks(config: Config) -> Networks:
-    """Return each role's model by its config.json; of a model that a run creates, its largest."""
-
-    def describe_model(folder: Path) -> None:
-        folder.mkdir(parents=True)
-        create = config.model.create
-        description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
-        (folder / "config.json").write_text(json.dumps(description))
-
-    with tempfile.TemporaryDirectory() as folder:
-        folders = resolve_role_folders(
-            resolve_roles(config), config.model, Path(folder), describe_model, DESCRIPTIONS
-        )
-        return read_networks(config, folders, needs_weights=False)
+def _describe_small_model(create: Create, folder: Path) -> None:
+    """Write the config.json of the small model that a run creates, with its largest vocabulary."""
+    folder.mkdir(parents=True)
+    description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
+    (folder / "config.json").write_text(json.dumps(description))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Literal, cast
 
 import jax
@@ -261,17 +262,15 @@ def forward_part(
     def run_rows(plan: Packing) -> ForwardOutputs:
         def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
             rows = gather_micro_batch(sequences, plan, i)
-            computed = _compute_rows(options, nets, part, state, rows)
-            written = {
-                name: packing.to_samples(x, rows, getattr(outputs, name))
-                for name, x in computed.items()
-            }
-            if outputs.last_values is not None:
-                # The last token may not be an action: its value is read by position, not by mask.
-                last_B = sequences.prompt_lengths + sequences.lengths - 1
-                written["last_values"] = forward.write_values_at(
-                    computed["values"], rows, last_B, outputs.last_values
-                )
+            written: dict[str, jax.Array] = {}
+            for name, values in _compute_rows(options, nets, part, state, rows):
+                written[name] = packing.to_samples(values, rows, getattr(outputs, name))
+                if name == "values" and outputs.last_values is not None:
+                    # The last token may not be an action: read by position, not by mask.
+                    last_B = sequences.prompt_lengths + sequences.lengths - 1
+                    written["last_values"] = forward.write_values_at(
+                        values, rows, last_B, outputs.last_values
+                    )
             return dataclasses.replace(outputs, **written)
 
         return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
@@ -284,46 +283,48 @@ def forward_part(
 
 def _compute_rows(
     options: ForwardOptions, nets: Networks, part: Part, state: TrainState, rows: Rows
-) -> dict[str, Float[Array, "R L"]]:
-    """Return what a part computes for the tokens of some rows, by its field of the outputs."""
-    computed: dict[str, jax.Array] = {}
+) -> Iterator[tuple[str, Float[Array, "R L"]]]:
+    """Yield what a part computes for the tokens of some rows, with its field of the outputs."""
 
-    def add_logprobs(
-        name: str, net: Transformer, params: Params, hidden: jax.Array, with_entropy: bool = False
-    ) -> None:
-        # All models are divided by the same temperature: equal policies have a KL of exactly 0.
-        computed[name], entropy = forward.token_logprobs(
+    # All models are divided by the same temperature: equal policies have a KL of exactly 0.
+    def logprobs(
+        net: Transformer, params: Params, hidden: jax.Array, with_entropy: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return forward.token_logprobs(
             net, params, hidden, rows, options.temperature, with_entropy=with_entropy
         )
-        if entropy is not None:
-            computed["entropy"] = entropy
 
     if part == "teacher":
         net, params = nets["teacher"], state.role_params("teacher", nets)
-        add_logprobs("teacher_logprobs", net, params, forward.hidden_states(net, params, rows))
-        return computed
+        hidden = forward.hidden_states(net, params, rows)
+        yield "teacher_logprobs", logprobs(net, params, hidden)[0]
+        return
     if part == "critic":
         assert nets.critic is not None, "there is no critic to score"
         critic = state.role_params("critic", nets)
-        return {"values": forward.scalar_outputs(nets.critic, critic, rows)}
+        yield "values", forward.scalar_outputs(nets.critic, critic, rows)
+        return
     net, actor = nets.actor, state.role_params("actor", nets)
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if options.runs_policy:
         hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
     if options.old_logprobs:
-        add_logprobs("old_logprobs", net, actor, hidden, with_entropy=options.entropy)
+        old_logprobs, entropy = logprobs(net, actor, hidden, with_entropy=options.entropy)
+        yield "old_logprobs", old_logprobs
+        if entropy is not None:
+            yield "entropy", entropy
     if options.reference:
         ref_net, reference = reference_policy(nets, state)
         # The frozen reference routes by itself: no routing is replayed.
         ref_hidden = forward.hidden_states(ref_net, reference, rows)
-        add_logprobs("ref_logprobs", ref_net, reference, ref_hidden)
+        yield "ref_logprobs", logprobs(ref_net, reference, ref_hidden)[0]
     if options.full_kl:
-        computed["kl"] = forward.reference_kl(
+        kl = forward.reference_kl(
             net, actor, hidden, ref_net, reference, ref_hidden, rows, options.temperature
         )
+        yield "kl", kl
     if options.shared_trunk:
-        computed["values"] = compute_scalars(actor, hidden)
-    return computed
+        yield "values", compute_scalars(actor, hidden)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "position"))

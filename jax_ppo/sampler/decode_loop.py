@@ -282,12 +282,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     finishes_B = finishes_responses(options, tokens_B, stop_B)
     ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
-    routing_record = state.routing
-    if routing_record is not None:
-        routed_experts = decoded.auxiliary["routed_experts"]
-        routing_record = routing.record_tokens(
-            routing_record, routed_experts, slots.sample, positions_B
-        )
     recorded = state._replace(
         slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
         responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),
@@ -296,8 +290,11 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
         forbidden_states=state.forbidden_states.at[written_B].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
-        routing=routing_record,
     )
+    if state.routing is not None:
+        routed = decoded.auxiliary["routed_experts"]
+        record = routing.record_tokens(state.routing, routed, slots.sample, positions_B)
+        recorded = recorded._replace(routing=record)
     if state.kept is not None:
         kept = state.kept.at[written_B, slots.drawn].set(kept_BxW, mode="drop")
         recorded = recorded._replace(kept=kept)

@@ -1083,14 +1083,8 @@ REWARD_AND_KL = [
         ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_compute_rows",
-        old=(
-            "forward.token_logprobs(net, params, hidden, rows, options.temperature, "
-            "with_entropy=with_entropy)"
-        ),
-        new=(
-            "forward.token_logprobs(net, params, hidden, rows, "
-            "1.0 if name == 'ref_logprobs' else options.temperature, with_entropy=with_entropy)"
-        ),
+        old="logprobs(ref_net, reference, ref_hidden)",
+        new="forward.token_logprobs(ref_net, reference, ref_hidden, rows, 1.0)",
     ),
     Exhibit(
         name="the_controller_always_adapts",
@@ -1264,14 +1258,8 @@ LOSSES_AND_RATIO = [
         holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="_compute_rows",
-        old=(
-            "forward.token_logprobs(net, params, hidden, rows, options.temperature, "
-            "with_entropy=with_entropy)"
-        ),
-        new=(
-            "forward.token_logprobs(net, params, hidden, rows, "
-            "1.0 if name == 'old_logprobs' else options.temperature, with_entropy=with_entropy)"
-        ),
+        old="logprobs(net, actor, hidden, with_entropy=options.entropy)",
+        new=("forward.token_logprobs(net, actor, hidden, rows, 1.0, with_entropy=options.entropy)"),
     ),
     Exhibit(
         name="the_ratio_is_always_1",
