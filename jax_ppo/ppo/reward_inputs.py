@@ -61,8 +61,11 @@ def make_reward_inputs(
             "model is an encoder, whose score is that of its first token; leave it unset"
         )
     # A model with the actor's tokenizer scores the rollout itself: no input is made.
-    may_match = options.model_input == "auto" and not isinstance(net, Deberta)
-    if may_match and model_inputs.tokenizers_match(tokenizer, actor_tokenizer):
+    if (
+        options.model_input == "auto"
+        and not isinstance(net, Deberta)
+        and model_inputs.tokenizers_match(tokenizer, actor_tokenizer)
+    ):
         for name in ("max_length", "micro_batch_size_per_device"):
             if getattr(options, name):
                 raise UserError(
