@@ -26,7 +26,7 @@ def make_packer(config, mesh=None):
 def mini_batch_members(config, step):
     """Return the samples of a step's mini-batches, [epochs, mini-batches, samples per batch]."""
     lengths = np.full(tiny.B, 4)
-    mask = np.asarray(make_packer(config).pack(step, lengths).actor.members)
+    mask = np.asarray(make_packer(config).pack(step, lengths).mini_batches["actor"].members)
     groups = np.array([np.flatnonzero(row) for row in mask])
     return groups.reshape(config.actor.ppo_epochs, -1, mask[0].sum())
 
@@ -42,23 +42,23 @@ def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
 
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
-    same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).pack(0, lengths)
-    assert same.critic is same.actor  # one plan is made and transferred
+    same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).pack(0, lengths).mini_batches
+    assert same["critic"] is same["actor"]  # one plan is made and transferred
     other_options = dict(
         critic__ppo_epochs=3,
         critic__ppo_mini_batch_size=4,
         critic__ppo_micro_batch_size_per_device=1,
     )
-    other = make_packer(tiny.config(**other_options), mesh).pack(0, lengths)
-    assert other.actor.members.shape == (1, tiny.B)
-    assert other.critic.members.shape == (6, tiny.B)
-    sample = other.critic.packing.sample
+    other = make_packer(tiny.config(**other_options), mesh).pack(0, lengths).mini_batches
+    assert other["actor"].members.shape == (1, tiny.B)
+    assert other["critic"].members.shape == (6, tiny.B)
+    sample = other["critic"].packing.sample
     assert sample.shape[:3] == (6, 2, 2)  # 4 samples in rows of 2 devices, one per device
-    assert other.critic.members.sum(1).tolist() == [4] * 6
-    assert other.critic.counts.tolist() == [1] * 6  # packed into two rows
+    assert other["critic"].members.sum(1).tolist() == [4] * 6
+    assert other["critic"].counts.tolist() == [1] * 6  # packed into two rows
     assert sample.sharding.shard_shape(sample.shape)[2] == 1
     no_critic = tiny.config(algorithm__adv_estimator="reinforce_plus_plus")
-    assert make_packer(no_critic, mesh).pack(0, lengths).critic is None
+    assert make_packer(no_critic, mesh).pack(0, lengths).mini_batches.keys() == {"actor"}
 
 
 def test_keys_differ_by_seed_stream_and_step():
@@ -123,8 +123,8 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, 
 
 def test_what_the_critic_leaves_unset_follows_the_actor():
     options = {"actor__ppo_micro_batch_size_per_device": 2, "actor__ppo_epochs": 3}
-    critic = make_packer(tiny.config(**options)).critic
+    critic = make_packer(tiny.config(**options)).partitions["critic"]
     assert (critic.rows_per_device, critic.epochs) == (2, 3)
     own = tiny.config(critic__ppo_micro_batch_size_per_device=4, critic__ppo_epochs=1, **options)
-    critic = make_packer(own).critic
+    critic = make_packer(own).partitions["critic"]
     assert (critic.rows_per_device, critic.epochs) == (4, 1)
