@@ -40,18 +40,16 @@ to begin with:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the first argument names; without one, list the commands.
 
-    Args:
-      arguments: the arguments without the program's name; `None` takes them from the process.
-
-    Raises:
-      SystemExit: with a message for an unknown command, and as the command itself exits.
+    The arguments are without the program's name; `None` takes them from the process.
     """
     print_any_text()
     if arguments is None:
         arguments = sys.argv[1:]
     command, *options = arguments or ["--help"]
     if command in ("--help", "-h", "help"):
-        print(_usage())
+        program = "python -m jax_ppo" if sys.argv[0].endswith("__main__.py") else "jax-ppo"
+        commands = "\n".join(f"  {name:14s} {text}" for name, text in COMMANDS.items())
+        print(USAGE.format(version=jax_ppo.__version__, program=program, commands=commands))
     elif command == "--version":
         print(jax_ppo.__version__)
     elif command == "config":
@@ -64,12 +62,6 @@ def main(arguments: list[str] | None = None) -> None:
         hint = did_you_mean(command, COMMANDS)
         names = ", ".join(COMMANDS)
         sys.exit(f"error: {command}: no such command; expected one of {names}.{hint}")
-
-
-def _usage() -> str:
-    program = "python -m jax_ppo" if sys.argv[0].endswith("__main__.py") else "jax-ppo"
-    commands = "\n".join(f"  {name:14s} {text}" for name, text in COMMANDS.items())
-    return USAGE.format(version=jax_ppo.__version__, program=program, commands=commands)
 
 
 if __name__ == "__main__":

@@ -35,15 +35,7 @@ Prompt = str | Sequence[dict[str, str]]  # text, or the messages of a chat
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A language model that is ready to sample from, on a mesh of all devices.
-
-    Attributes:
-      folder: the folder of the checkpoint.
-      model: the network.
-      tokenizer: the transformers tokenizer of the folder.
-      mesh: the devices.
-      engine: the engine, started and with the weights of the checkpoint.
-    """
+    """A language model of a folder, ready to sample from, on a mesh of all devices."""
 
     folder: Path
     model: Transformer

@@ -11,7 +11,7 @@ import sys
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config, Data
-from jax_ppo.errors import UserError, did_you_mean, print_any_text
+from jax_ppo.errors import UserError, did_you_mean, exit_on_user_error
 
 COMMANDS = ("train", "sft", "reward_model")
 USAGE = """\
@@ -29,22 +29,15 @@ The exit code is 1 if training on the data would fail.
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`.
-
-    Raises:
-      SystemExit: with code 1 if training would fail, or after `--help`.
-    """
-    print_any_text()
-    if {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE)
-        return
-    try:
+    """Run the command; `arguments` are `sys.argv`. Exit with code 1 if training would fail."""
+    with exit_on_user_error():
+        if {"--help", "-h", "-help"} & set(arguments[1:]):
+            print(USAGE)
+            return
         config, command = read_check_arguments(arguments)
         from jax_ppo.run import data_check
 
         report = data_check.check_data(config, command)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     if "--json" in arguments:
         print(json.dumps(report, indent=2))
     else:

@@ -11,14 +11,13 @@ import importlib.util
 import os
 import pkgutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config, Score
-from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.errors import exit_on_user_error, print_any_text
 from jax_ppo.runtime import signals
 
 # What runs a command, given its options and the folder to write to; imported once they are valid.
@@ -34,31 +33,21 @@ RUNNERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Options and function to run, as a command line asks for.
+    """Options and function to run, as a command line asks for."""
 
-    Attributes:
-      options: the options.
-      workdir: the folder to write to, or a gs:// address.
-      runner: "module:function", called with the resolved options and the folder.
-      arguments: its other arguments, by name.
-      evaluates: refuse a work directory that has checkpoints.
-      draws_curves: whether the loggers get the metrics of steps.
-    """
-
-    options: Config
-    workdir: str | Path
-    runner: str
+    options: Config  # the options
+    workdir: str | Path  # the folder to write to, or a gs:// address
+    runner: str  # "module:function", called with the resolved options and the folder
+    # Its other arguments, by name.
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    evaluates: bool = False
-    draws_curves: bool = True
+    evaluates: bool = False  # refuse a work directory that has checkpoints
+    draws_curves: bool = True  # whether the loggers get the metrics of steps
 
 
 def run_command(arguments: list[str], command: str) -> None:
     """Read the options of a command and run it; exit with a one-line message on a user error.
 
-    Args:
-      arguments: `sys.argv`.
-      command: "train", "critic", "evaluate", "score", "sft" or "reward_model".
+    `arguments` are `sys.argv`; `command` is one of `RUNNERS`.
     """
 
     def read_job() -> Job:
@@ -78,17 +67,14 @@ def run_command(arguments: list[str], command: str) -> None:
 
 def run_job(read_job: Callable[[], Job]) -> None:
     """Read what a command line asks for and run it; exit with one line on a user error."""
-    print_any_text()
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
-        try:
+        with exit_on_user_error():
             job = read_job()
             from jax_ppo.runtime import backends, distributed
 
             backends.require_known_flags()
             distributed.initialize(job.options.distributed)
-        except UserError as error:
-            sys.exit(f"error: {error}")
         try:
             distributed.run_or_abort(lambda: _run(job))
         finally:
@@ -102,13 +88,9 @@ def prepared_run(
 ) -> Iterator[tuple[Config, Path]]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
-    Prepare the compilation cache and write the resolved options to the work directory.
-
-    Args:
-      options: the options.
-      workdir: a folder or a gs:// address.
-      evaluates: refuse a work directory that has checkpoints: an evaluation would replace the
-        records of their run.
+    Prepare the compilation cache and write the resolved options to the work directory, a folder or
+    a gs:// address. With `evaluates`, refuse one that has checkpoints: an evaluation would replace
+    the records of their run.
 
     Yields:
       The options with what depends on the machine resolved; and the folder to write to: the work
@@ -166,9 +148,7 @@ def prepared_run(
     except OSError as error:
         if not disk_space.is_disk_full(error):
             raise
-        written = "a file of the run"
-        if error.filename:
-            written = Path(error.filename).name
+        written = Path(error.filename).name if error.filename else "a file of the run"
         raise disk_space.disk_full_error(folder, written, cause=error) from error
 
 
@@ -187,15 +167,13 @@ def _run(job: Job) -> None:
 
     options = job.options
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
-    try:
-        with watched, prepared_run(options, job.workdir, job.evaluates) as (resolved, folder):
-            pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
-            console.print_on_main(f"report: {job.workdir}/report.html")
-            loggers = parsing.parse_names(options.trainer.logger)
-            if job.draws_curves and "tensorboard" in loggers:
-                console.print_on_main(describe_curves(job.workdir))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    prepared = prepared_run(options, job.workdir, job.evaluates)
+    with exit_on_user_error(), watched, prepared as (resolved, folder):
+        pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
+        console.print_on_main(f"report: {job.workdir}/report.html")
+        loggers = parsing.parse_names(options.trainer.logger)
+        if job.draws_curves and "tensorboard" in loggers:
+            console.print_on_main(describe_curves(job.workdir))
 
 
 def describe_curves(workdir: str | Path) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # Longer messages, which quote a long input, are cut in the middle.
 LONGEST_MESSAGE = 2000
@@ -17,12 +17,9 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, details: str = "") -> None:
-        """Create the error.
+        """Replace unprintable characters; line breaks of the message become spaces.
 
-        Args:
-          message: unprintable characters in it are replaced, and line breaks become spaces.
-          details: further lines below the message, such as a traceback or commands to copy; only
-            their unprintable characters are replaced.
+        `details` are further lines below it, such as a traceback or commands to copy.
         """
         line = printable_lines(" ".join(message.splitlines()))
         if len(line) > LONGEST_MESSAGE:
@@ -43,6 +40,16 @@ def printable_lines(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
 
+@contextlib.contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Exit with one line if the block raises `UserError`; print any text, as `print_any_text`."""
+    print_any_text()
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
 def print_any_text() -> None:
     """Let this process print "?" for a character that the encoding of its output lacks.
 
@@ -59,17 +66,13 @@ def print_any_text() -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1)
-    if not matches:
-        return ""
-    return f" Did you mean {matches[0]!r}?"
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def shorten(text: str, width: int = 80) -> str:
     """Return the text without surrounding white space, cut to `width` characters, for messages."""
     text = text.strip()
-    if len(text) <= width:
-        return text
-    return text[:width] + "..."
+    return text if len(text) <= width else text[:width] + "..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,7 +5,6 @@ occurs in an option, a message or a file of the run.
 """
 
 import dataclasses
-import email.message
 import http.client
 import json
 import os
@@ -44,21 +43,13 @@ def read_key(variable: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class JSONServer:
-    """A server, and how it is called.
+    """A server, and how it is called."""
 
-    Attributes:
-      option: the option that holds the address, "config.SECTION.NAME".
-      url: a valid address without a password; it may have a query, which no message repeats.
-      key_variable: the environment variable with the server's key.
-      timeout: seconds that an attempt may take.
-      retries: number of times that a failed request is repeated.
-    """
-
-    option: str
-    url: str
-    key_variable: str
-    timeout: float
-    retries: int
+    option: str  # the option that holds the address, "config.SECTION.NAME"
+    url: str  # a valid address without a password; it may have a query, which no message repeats
+    key_variable: str  # the environment variable with the server's key
+    timeout: float  # seconds that an attempt may take
+    retries: int  # number of times that a failed request is repeated
 
     def __post_init__(self) -> None:
         """Raise `UserError` for a key that cannot be sent."""
@@ -76,14 +67,11 @@ class JSONServer:
         is_repeatable: bool = True,
         read: Callable[[Any], Any] = lambda reply: reply,
     ) -> Any:
-        """Return the server's reply; repeat the request after faults that may be temporary.
+        """Return the server's reply to JSON; repeat the request after faults that may be temporary.
 
-        Args:
-          request: JSON.
-          path: appended to the path of the address.
-          is_repeatable: whether the server may have acted on a request that is repeated. Otherwise
-            only refusals are followed by another attempt.
-          read: returns what is needed of a reply; it may raise `ValueError`, which is a fault.
+        `path` is appended to that of the address. Unless `is_repeatable`, which allows the server
+        to have acted on a request that is repeated, only refusals are followed by another attempt.
+        `read` returns what is needed of a reply; a `ValueError` that it raises is a fault.
 
         Raises:
           RequestFault: no attempt succeeded.
@@ -140,13 +128,5 @@ class JSONServer:
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: key and data are sent only to the host that the user named."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: Any,
-        code: int,
-        msg: str,
-        headers: email.message.Message,
-        newurl: str,
-    ) -> None:
+    def redirect_request(self, *arguments: Any, **named: Any) -> None:
         """Return `None`, which turns the redirect into an error."""

@@ -10,7 +10,7 @@ import sys
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.errors import UserError, exit_on_user_error
 from jax_ppo.runtime import backends, topologies
 from jax_ppo.runtime.topologies import Topology
 
@@ -28,16 +28,21 @@ a lower bound of its time. Takes the same options as jax_ppo.train.
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`.
+    """Run the command; `arguments` are `sys.argv`."""
+    with exit_on_user_error():
+        if {"--help", "-h", "-help"} & set(arguments[1:]):
+            print(USAGE.format(examples=topologies.EXAMPLES))
+            return
+        config, topology, flags = read_plan_arguments(arguments)
+        backends.require_known_flags()
+        topologies.prepare_environment(topology)
+        from jax_ppo.memory import step_plan
 
-    Raises:
-      SystemExit: with a one-line message on a user error, or after `--help`.
-    """
-    print_any_text()
-    try:
-        _run(arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        plan = step_plan.plan_step(config, topology, compiles="--arithmetic" not in flags)
+    if "--json" in flags:
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        print(step_plan.format_plan(plan))
 
 
 def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
@@ -61,22 +66,6 @@ def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str
     topology = topologies.parse_topology(plan_flags.pop("--topology"))
     config, _ = command_line.read_command_line(train_arguments, "plan")
     return config, topology, set(plan_flags)
-
-
-def _run(arguments: list[str]) -> None:
-    if {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE.format(examples=topologies.EXAMPLES))
-        return
-    config, topology, flags = read_plan_arguments(arguments)
-    backends.require_known_flags()
-    topologies.prepare_environment(topology)
-    from jax_ppo.memory import step_plan
-
-    plan = step_plan.plan_step(config, topology, compiles="--arithmetic" not in flags)
-    if "--json" in flags:
-        print(json.dumps(plan.to_json(), indent=2))
-    else:
-        print(step_plan.format_plan(plan))
 
 
 if __name__ == "__main__":

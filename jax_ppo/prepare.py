@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jax_ppo.data import sources
-from jax_ppo.errors import UserError, did_you_mean, print_any_text
+from jax_ppo.errors import UserError, did_you_mean, exit_on_user_error
 from jax_ppo.rewards import math_rules
 from jax_ppo.storage import paths
 from jax_ppo.types import Example
-
-Messages = list[dict[str, str]]
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -26,20 +24,13 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """The form in which the rows of a data set are written.
-
-    Attributes:
-      data_source: name that selects the rule.
-      is_named: whether the reader assigns this name to rows in the data set's own form, or none.
-      ability: value of verl's column of this name.
-      style: "rule" or "model": what scores responses.
-      instruction: default text after each question.
-    """
+    """The form in which the rows of a data set are written, in verl's columns."""
 
     data_source: str
     ability: str
-    style: str
-    instruction: str = ""
+    style: str  # "rule" or "model": what scores responses
+    instruction: str = ""  # default text after each question
+    # Whether the reader assigns `data_source` to rows in the data set's own form.
     is_named: bool = True
 
 
@@ -56,11 +47,7 @@ DATA_SETS = {
         style="rule",
         instruction=r"Let's think step by step and output the final answer within \boxed{}.",
     ),
-    "hh_rlhf": DataSet(
-        data_source="Anthropic/hh-rlhf",
-        ability="alignment",
-        style="model",
-    ),
+    "hh_rlhf": DataSet(data_source="Anthropic/hh-rlhf", ability="alignment", style="model"),
     "alpaca": DataSet(
         data_source="tatsu-lab/alpaca", ability="instruction", style="model", is_named=False
     ),
@@ -73,21 +60,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`.
-
-    Raises:
-      SystemExit: with a one-line message on a user error, or after `--help`.
-    """
-    print_any_text()
-    try:
+    """Run the command; `arguments` are `sys.argv`."""
+    with exit_on_user_error():
         options = read_prepare_arguments(arguments)
         examples = sources.read_examples(
             options.source, instruction=options.instruction, option="--source"
         )
         rows = convert_to_verl_rows(examples, options.data_set, options.split)
         write_parquet(rows, options.out)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     print(f"{options.out}: {len(rows)} rows")
 
 
@@ -160,7 +140,7 @@ def convert_to_verl_rows(examples: list[Example], name: str, split: str) -> list
     return rows
 
 
-def to_messages(prompt: str | tuple[dict[str, str], ...]) -> Messages:
+def to_messages(prompt: str | tuple[dict[str, str], ...]) -> list[dict[str, str]]:
     r"""Return a prompt as a chat; text must be a transcript "\n\nHuman: ...\n\nAssistant:"."""
     if not isinstance(prompt, str):
         return [dict(message) for message in prompt]

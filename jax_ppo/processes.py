@@ -40,10 +40,8 @@ class WorkerContext(multiprocessing.context.SpawnContext):
 def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process as soon as its parent ends, however it ends.
 
-    A thread that waits for the parent would not run while other code holds the interpreter.
-
-    Args:
-      parent: the process id of the run.
+    A thread that waits for the parent, a process id, would not run while other code holds the
+    interpreter.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,7 +7,7 @@ which they differ and their responses. It reads what the runs have written, also
 import sys
 from pathlib import Path
 
-from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.errors import UserError, exit_on_user_error
 from jax_ppo.storage.paths import expand_local_path
 
 USAGE = """\
@@ -19,22 +19,15 @@ RUN    the work directory of a run
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`.
+    """Run the command; `arguments` are `sys.argv`."""
+    with exit_on_user_error():
+        if len(arguments) < 2 or {"--help", "-h", "-help"} & set(arguments[1:]):
+            print(USAGE, end="")
+            return
+        from jax_ppo.reporting import html_report
 
-    Raises:
-      SystemExit: with a one-line message on a user error.
-    """
-    print_any_text()
-    if len(arguments) < 2 or {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE, end="")
-        return
-    from jax_ppo.reporting import html_report
-
-    try:
         runs, out = read_report_arguments(arguments)
         html_report.write_comparison(runs, out)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     print(f"report: {out}")
 
 

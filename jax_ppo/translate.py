@@ -8,7 +8,7 @@ script may be named instead. Without a second argument the command is read from 
 import shlex
 import sys
 
-from jax_ppo.errors import UserError, print_any_text
+from jax_ppo.errors import exit_on_user_error
 from jax_ppo.migrating import translation
 
 USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIPT.sh | < COMMAND]"
@@ -16,17 +16,14 @@ USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIP
 
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
-    print_any_text()
     words = arguments[1:]
     if not words or {"--help", "-h"} & set(words[:1]):
         print(USAGE)
         return
     framework, *rest = words
     text = rest[0] if len(rest) == 1 else shlex.join(rest) if rest else sys.stdin.read()
-    try:
+    with exit_on_user_error():
         translated = translation.translate(framework, text)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     print(translated.command())
     for title, lines in (
         ("To look at", translated.notes),
