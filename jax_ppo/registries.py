@@ -28,27 +28,23 @@ def read_options(section: object, arguments: Iterable[tuple[str, str]]) -> dict[
     return {argument: getattr(section, option) for argument, option in arguments}
 
 
+def _need(words: str) -> Any:
+    """Return a field that says whether an entry needs something, by default not."""
+    return dataclasses.field(default=False, metadata={"need": words})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A value that an option can have.
+    """A value that an option can have."""
 
-    Attributes:
-      name: the option's value.
-      path: "module:function" of what computes it.
-      summary: what it is, in a few words.
-      when: when to use it, in a few words.
-      source: paper and equation, or the program that it comes from.
-      other_names: its names in other programs.
-      arguments: pairs of an argument of the function and the option that sets it, which stands in
-        the section of the registry's first option.
-    """
-
-    name: str
-    path: str
-    summary: str
-    when: str = ""
-    source: str = ""
-    other_names: tuple[str, ...] = ()
+    name: str  # the option's value
+    path: str  # "module:function" of what computes it
+    summary: str  # what it is, in a few words
+    when: str = ""  # when to use it, in a few words
+    source: str = ""  # paper and equation, or the program that it comes from
+    other_names: tuple[str, ...] = ()  # its names in other programs
+    # Pairs of an argument of the function and the option that sets it, which stands in the section
+    # of the registry's first option.
     arguments: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
@@ -59,7 +55,9 @@ class Entry:
     @property
     def needs(self) -> Iterator[str]:
         """Yield what it needs, in words."""
-        yield from ()
+        for field in dataclasses.fields(self):
+            if "need" in field.metadata and getattr(self, field.name):
+                yield field.metadata["need"]
 
     def reads(self, option: str) -> bool:
         """Return whether an option sets one of the function's arguments."""
@@ -74,16 +72,9 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(dict[str, E], Generic[E]):
-    """Entries by name.
-
-    Attributes:
-      kind: the type of the entries.
-      title: what the entries are, in the plural.
-      options: the options that name an entry.
-    """
+    """Entries by name: of a type, called `title` in the plural, and named by `options`."""
 
     def __init__(self, kind: type[E], title: str, options: tuple[str, ...], *entries: E) -> None:
-        """Create the registry of these entries."""
         super().__init__((entry.name, entry) for entry in entries)
         assert len(self) == len(entries), "two entries have the same name"
         self.kind = kind
@@ -130,40 +121,20 @@ class AdvantageEstimator(Entry):
     weights, K numbers. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T; with
     `needs_greedy` also the argument baseline. Without a critic, options in `algorithm` that are not
     among the arguments have no effect.
-
-    Attributes:
-      needs_critic: it reads the values of a critic.
-      reads_turns: it tells the turns of a dialogue apart.
-      values_turns: only values of states in which turns start are read, and learned.
-      needs_groups: it compares the responses to one prompt, of which there must be several.
-      reads_counts: it reads the lengths of the responses.
-      needs_components: it compares each of `reward.components`, not their sum.
-      needs_greedy: its baseline is the score of a greedy response to the prompt.
-      whitens: advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
     """
 
-    needs_critic: bool = False
-    reads_turns: bool = False
-    values_turns: bool = False
-    needs_groups: bool = False
-    reads_counts: bool = False
-    needs_components: bool = False
-    needs_greedy: bool = False
+    needs_critic: bool = _need("a critic")
+    reads_turns: bool = _need("dialogues: a response without an environment is one turn")
+    values_turns: bool = False  # only values of states in which turns start are read, and learned
+    needs_groups: bool = _need("several responses per prompt")  # which it compares
+    reads_counts: bool = False  # it reads the lengths of the responses
+    needs_components: bool = _need("`reward.components`")  # it compares each, not their sum
+    # Its baseline is the score of that response.
+    needs_greedy: bool = _need(
+        "a greedy response per prompt, which is sampled and scored besides the others"
+    )
+    # Advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
     whitens: bool = False
-
-    @property
-    def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
-        if self.needs_critic:
-            yield "a critic"
-        if self.reads_turns:
-            yield "dialogues: a response without an environment is one turn"
-        if self.needs_groups:
-            yield "several responses per prompt"
-        if self.needs_components:
-            yield "`reward.components`"
-        if self.needs_greedy:
-            yield "a greedy response per prompt, which is sampled and scored besides the others"
 
 
 ADVANTAGE_ESTIMATORS = Registry(
@@ -287,22 +258,18 @@ ADVANTAGE_ESTIMATORS = Registry(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLossEntry(Entry):
-    """A loss of the protocol of kernels/policy_losses.py.
+    """A loss of the protocol of kernels/policy_losses.py."""
 
-    Attributes:
-      authors_clip: its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something
-        else than the ratio of a token.
-      needs_one_update: it is biased once the policy has changed.
-      selection: "module:function" that selects the tokens of a mini-batch that the loss treats
-        differently, before the mini-batch is split: f(old_logprobs_BxT, advantages_BxT, mask_BxT,
-        key, **arguments) -> bool [B, T]; "" if it selects none.
-      selection_arguments: as `arguments`, for the selection.
-    """
-
+    # Its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something else than the
+    # ratio of a token.
     authors_clip: tuple[str, str] | None = None
-    needs_one_update: bool = False
+    # It is biased once the policy has changed.
+    needs_one_update: bool = _need("one optimizer step per rollout")
+    # "module:function" that selects the tokens of a mini-batch that the loss treats differently,
+    # before the mini-batch is split: f(old_logprobs_BxT, advantages_BxT, mask_BxT, key,
+    # **arguments) -> bool [B, T]; "" if it selects none.
     selection: str = ""
-    selection_arguments: tuple[tuple[str, str], ...] = ()
+    selection_arguments: tuple[tuple[str, str], ...] = ()  # as `arguments`, for the selection
 
     def reads(self, option: str) -> bool:
         """Return whether an option sets an argument of the function or of the selection."""
@@ -314,8 +281,7 @@ class PolicyLossEntry(Entry):
         if self.authors_clip:
             low, high = self.authors_clip
             yield f"`actor.clip_ratio_low={low}`, `actor.clip_ratio_high={high}`"
-        if self.needs_one_update:
-            yield "one optimizer step per rollout"
+        yield from super().needs
 
 
 POLICY_LOSSES = Registry(
@@ -421,19 +387,13 @@ POLICY_LOSSES = Registry(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLEstimator(Entry):
-    """A function of d = log actor(token) - log reference(token); see kernels/kl.py.
+    """A function of d = log actor(token) - log reference(token); see kernels/kl.py."""
 
-    Attributes:
-      needs_vocabulary: the function sums over the vocabulary instead, from hidden states.
-      in_reward: it may be used in the reward, where only its value counts.
-      unbiased_in_reward: in the reward it follows the gradient of the KL.
-      restrains_in_loss: in the loss it has an expected gradient.
-    """
-
+    # The function sums over the vocabulary instead, from hidden states.
     needs_vocabulary: bool = False
-    in_reward: bool = True
-    unbiased_in_reward: bool = False
-    restrains_in_loss: bool = True
+    in_reward: bool = True  # it may be used in the reward, where only its value counts
+    unbiased_in_reward: bool = False  # in the reward it follows the gradient of the KL
+    restrains_in_loss: bool = True  # in the loss it has an expected gradient
 
     @property
     def needs(self) -> Iterator[str]:
@@ -502,19 +462,9 @@ KL_ESTIMATORS = Registry(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Aggregation(Entry):
-    """How the losses of a mini-batch's tokens are averaged; see `kernels.losses.loss_weights`.
+    """How the losses of a mini-batch's tokens are averaged; see `kernels.losses.loss_weights`."""
 
-    Attributes:
-      needs_scale: it divides by a constant, `actor.loss_scale_factor`.
-    """
-
-    needs_scale: bool = False
-
-    @property
-    def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
-        if self.needs_scale:
-            yield "`actor.loss_scale_factor`"
+    needs_scale: bool = _need("`actor.loss_scale_factor`")  # a constant that it divides by
 
 
 AGGREGATIONS = Registry(
@@ -650,18 +600,13 @@ class RolloutEngineEntry(Entry):
     A user's class is called with `mesh`, `actor` and `params`. An external engine samples outside
     of JAX; it is also called with `options`, the section `rollout`, `folder`, the actor's, and
     `max_length`.
-
-    Attributes:
-      is_external: it gets the weights as files, and rounds differently from the trainer.
-      is_server: it is a program that is reached over HTTP, at `rollout.url`.
-      requirement: what it needs, in words.
-      lacks: options of `rollout` that it cannot follow.
     """
 
+    # It gets the weights as files, and rounds differently from the trainer.
     is_external: bool = False
-    is_server: bool = False
-    requirement: str = ""
-    lacks: tuple[str, ...] = ()
+    is_server: bool = False  # it is a program that is reached over HTTP, at `rollout.url`
+    requirement: str = ""  # what it needs, in words
+    lacks: tuple[str, ...] = ()  # options of `rollout` that it cannot follow
 
     @property
     def needs(self) -> Iterator[str]:

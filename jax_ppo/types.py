@@ -27,43 +27,31 @@ def pytree(cls: type[_Class]) -> type[_Class]:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One row of a data set, on the host.
+    """One row of a data set, on the host."""
 
-    Attributes:
-      prompt: the text, or a tuple of {"role", "content"} messages if it is a chat.
-      data_source: selects the rule that scores responses ("openai/gsm8k", "arithmetic", ...).
-      ground_truth: the reference answer of the rule; "" if the rule needs none.
-      extra_info: further columns of the row, passed to the reward function unchanged.
-      response: a demonstration, or the preferred response of a pair; `None` if the row has none.
-        PPO does not read it.
-      rejected: the other response of a pair; `None` if the row has none.
-      source: which of the sources of `data.train_files` the row is from, counted from 0.
-      tools: functions that the chat template describes, JSON schemas.
-    """
-
+    # The text, or a tuple of {"role", "content"} messages if it is a chat.
     prompt: str | tuple[dict[str, str], ...]
-    data_source: str
-    ground_truth: str = ""
+    data_source: str  # selects the rule that scores responses ("openai/gsm8k", "arithmetic", ...)
+    ground_truth: str = ""  # the reference answer of the rule; "" if the rule needs none
+    # Further columns of the row, passed to the reward function unchanged.
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # A demonstration, or the preferred response of a pair; `None` if the row has none. PPO does not
+    # read it.
     response: str | None = None
-    rejected: str | None = None
-    source: int = 0
+    rejected: str | None = None  # the other response of a pair; `None` if the row has none
+    source: int = 0  # which of the sources of `data.train_files` the row is from, counted from 0
+    # Functions that the chat template describes, JSON schemas.
     tools: tuple[dict[str, Any], ...] = ()
 
 
 @pytree
 class Prompts:
-    """Tokenized prompts. Columns past a row's length are padding and are never read.
+    """Tokenized prompts. Columns past a row's length are padding and are never read."""
 
-    Attributes:
-      tokens: each prompt starts at column 0.
-      lengths: number of tokens, 1..P.
-      rows: the row of the data that each prompt is from, by which an environment is reset; `None`
-        without an environment.
-    """
-
-    tokens: Int32[Array, "B P"]
-    lengths: Int32[Array, " B"]
+    tokens: Int32[Array, "B P"]  # each prompt starts at column 0
+    lengths: Int32[Array, " B"]  # number of tokens, 1..P
+    # The row of the data that each prompt is from, by which an environment is reset; `None` without
+    # an environment.
     rows: Int32[Array, " B"] | None = None
 
 
@@ -125,30 +113,21 @@ class Rollout:
 
 @pytree
 class Sequences:
-    """Prompts and responses joined without a gap: the input of forward passes.
+    """Prompts and responses joined without a gap: the input of forward passes."""
 
-    Attributes:
-      tokens: row b holds prompt_lengths[b] + lengths[b] tokens from column 0, then zeros.
-      prompt_lengths: number of prompt tokens, 1..S - 1.
-      lengths: number of response tokens, 1..T.
-      truncated: True if the response was cut off at its maximum length.
-      action_mask: as in `Rollout`; column t is the response's token t.
-      turn_starts: as in `Rollout`; `None` if a turn is what no other token interrupts.
-      context_starts: as in `Rollout`.
-      routed_experts: as in `Rollout`; column i is the token at position i.
-      kept_tokens: as in `Rollout`; all log-probs, entropies and KLs are of the distributions over
-        these tokens.
-    """
-
+    # Row b holds prompt_lengths[b] + lengths[b] tokens from column 0, then zeros.
     tokens: Int32[Array, "B S"]
-    prompt_lengths: Int32[Array, " B"]
-    lengths: Int32[Array, " B"]
-    truncated: Bool[Array, " B"]
-    action_mask: Bool[Array, "B T"]
+    prompt_lengths: Int32[Array, " B"]  # number of prompt tokens, 1..S - 1
+    lengths: Int32[Array, " B"]  # number of response tokens, 1..T
+    truncated: Bool[Array, " B"]  # True if the response was cut off at its maximum length
+    action_mask: Bool[Array, "B T"]  # as in `Rollout`; column t is the response's token t
+    # As in `Rollout`; column i is the token at position i.
     routed_experts: UInt[Array, "B S layers k"] | None = None
+    # As in `Rollout`; all log-probs, entropies and KLs are of the distributions over these tokens.
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
+    # As in `Rollout`; `None` if a turn is what no other token interrupts.
     turn_starts: Bool[Array, "B T"] | None = None
-    context_starts: Bool[Array, "B T"] | None = None
+    context_starts: Bool[Array, "B T"] | None = None  # as in `Rollout`
 
 
 @pytree
@@ -159,47 +138,33 @@ class Packing:
     attention does not cross. Where samples share prompts, those of one prompt are neighbors in a
     row: the first is whole, and the others begin with the prompt's last token, from which their
     first token is predicted, and read the tokens before it from the first.
-
-    Attributes:
-      sample: index into the batch of samples, -1 in empty places.
-      position: position in that sample's sequence, 0 in empty places.
-      replicas: the virtual replicas that R rows are divided among in equal parts; 0 without any.
-      samples_per_prompt: the number n of samples b n, ..., b n + n - 1 that share prompt b; 0 if
-        each has its own copy.
     """
 
-    sample: Int32[Array, "*leading R L"]
-    position: Int32[Array, "*leading R L"]
+    sample: Int32[Array, "*leading R L"]  # index into the batch of samples, -1 in empty places
+    position: Int32[Array, "*leading R L"]  # position in that sample's sequence, 0 in empty places
+    # The virtual replicas that R rows are divided among in equal parts; 0 without any.
     replicas: int = dataclasses.field(default=0, metadata={"static": True})
+    # The number n of samples b n, ..., b n + n - 1 that share prompt b; 0 if each has its own copy.
     samples_per_prompt: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @pytree
 class MiniBatches:
-    """The optimizer steps of a role on one rollout, in order: U = epochs x mini-batches.
+    """The optimizer steps of a role on one rollout, in order: U = epochs x mini-batches."""
 
-    Attributes:
-      packing: the rows of each mini-batch, in A micro-batches of R rows.
-      counts: number of the A micro-batches that are not empty.
-      members: the samples of each mini-batch.
-    """
-
+    # The rows of each mini-batch, in A micro-batches of R rows.
     packing: Packing  # [U, A, R, L]
-    counts: Int32[Array, " U"]
-    members: Bool[Array, "U B"]
+    counts: Int32[Array, " U"]  # number of the A micro-batches that are not empty
+    members: Bool[Array, "U B"]  # the samples of each mini-batch
 
 
 @pytree
 class Control:
-    """The values, apart from parameters, that carry over from one step to the next.
+    """The values, apart from parameters, that carry over from one step to the next."""
 
-    Attributes:
-      kl_coef: coefficient of the KL penalty in the coming step.
-      moments: `kernels.moments.Moments` under "rewards" if scores are normalized, and under
-        "returns" if the critic learns normalized values.
-    """
-
-    kl_coef: Float32[Array, ""]
+    kl_coef: Float32[Array, ""]  # coefficient of the KL penalty in the coming step
+    # `kernels.moments.Moments` under "rewards" if scores are normalized, and under "returns" if the
+    # critic learns normalized values.
     moments: dict[str, Any]
 
 
