@@ -27,22 +27,14 @@ _LEAST_TABLE_WIDTH = 40  # narrower terminals wrap the lines
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One metric in the line that is printed after each step.
-
-    Attributes:
-      metric: name of the metric.
-      width: characters of the formatted number, right-aligned.
-      format: format specification of the number, such as ".3f".
-      label: text before the number, including its separating space.
-      unit: text after the number, including its separating space.
-      optional: leave the column out when the metric is missing or NaN, instead of showing a dash.
-    """
+    """One metric in the line that is printed after each step."""
 
     metric: str
-    width: int
-    format: str
-    label: str = ""
-    unit: str = ""
+    width: int  # characters of the formatted number, right-aligned
+    format: str  # format specification of the number, such as ".3f"
+    label: str = ""  # text before the number, including its separating space
+    unit: str = ""  # text after the number, including its separating space
+    # Leave the column out when the metric is missing or NaN, instead of showing a dash.
     optional: bool = False
 
 
@@ -63,13 +55,9 @@ def print_aside(text: str) -> None:
 def format_step_line(
     step: int, total: int, metrics: dict[str, float], columns: Sequence[Column]
 ) -> str:
-    """Return the line for one step. The lines of a run align with each other.
+    """Return the line for one step of `total`, counted from 1; the lines of a run are aligned.
 
-    Args:
-      step: the step, from 1.
-      total: number of steps of the whole run.
-      metrics: values by name. A missing value is shown as a dash, so that columns keep their place.
-      columns: what to show, in order.
+    A missing value is shown as a dash, so that columns keep their place.
     """
     parts = [f"step {step:{len(str(total))}d}/{total}"]
     for column in columns:
@@ -90,7 +78,7 @@ def make_loading_reporter(role: str) -> Callable[[int, int], None]:
 def make_count_reporter(
     work: str, unit: str, finished_work: str = ""
 ) -> Callable[[int, int], None]:
-    """Return a callback that shows the progress of a piece of work.
+    """Return a callback (units done, units in total) that shows the progress of a piece of work.
 
     It shows a progress bar on a terminal, and prints one line at the end of work that took long.
 
@@ -98,9 +86,6 @@ def make_count_reporter(
       work: name of the work, such as "loading the actor".
       unit: name of what is counted, such as "tensor".
       finished_work: name of the work at its end, such as "loaded the actor"; "": the same.
-
-    Returns:
-      A function of (units done, units in total), to be called after each advance.
     """
     # Carriage returns would fill a log file, so bars are for terminals only.
     bar = tqdm.tqdm(
@@ -191,17 +176,14 @@ class ProgressBar:
 def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
     """Return sampled responses as a text table.
 
-    Args:
-      rows: dicts with prompt and response (text), score (number) and correct (bool, or None if the
-        reward does not define correctness).
-      width: characters per line. Default: the width of the terminal, or 100.
+    Rows have prompt and response (text), score (number) and correct (bool, or None if the reward
+    does not define correctness); lines have `width` characters, by default as many as the terminal.
     """
     # Prompt and response share the remaining width, 2 to 3.
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _LEAST_TABLE_WIDTH)
     prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
     response_width = width - _FIXED_TABLE_WIDTH - prompt_width
-    header = f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"
-    lines = [header]
+    lines = [f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"]
     for row in rows:
         correct = {True: "yes", False: "no", None: "-"}[row["correct"]]
         cells = (

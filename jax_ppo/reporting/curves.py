@@ -15,13 +15,9 @@ _EVALUATION_PREFIX = "eval/"
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot of the training curves.
+    """One plot of the training curves, whose vertical axis has the unit.
 
-    Attributes:
-      title: title of the plot.
-      unit: label of the vertical axis.
-      curves: metric names by legend entry. Names that begin with "eval/" are read from the
-        evaluations.
+    `curves` are metric names by legend entry; those that begin with "eval/" are of evaluations.
     """
 
     title: str

@@ -38,7 +38,6 @@ class RunSamples:
     """The responses of a run that the page shows."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
         self._newest: lambda_table.Tokens | None = None
@@ -49,12 +48,9 @@ class RunSamples:
             self.add(kind, step, records)
 
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Show responses; the scores and lengths of training are shown as distributions too.
+        """Show records of responses; of training, scores and lengths are distributions, too.
 
-        Args:
-          kind: "training", "evaluation" or "evaluation_greedy".
-          step: completed steps.
-          records: as `ppo.sample_records` makes them.
+        `kind` is "training", "evaluation" or "evaluation_greedy".
         """
         if not records:
             return
@@ -94,7 +90,6 @@ class HTMLReport:
     """The contents of report.html that a run collects, and the file."""
 
     def __init__(self, workdir: Path, options: dict[str, Any], panels: Sequence[Panel]) -> None:
-        """Start a report."""
         self.samples = RunSamples()
         self._workdir = workdir
         self._options = options
@@ -103,9 +98,7 @@ class HTMLReport:
     def write(self, status: str, progress: Progress) -> None:
         """Write report.html and report.json, which are replaced atomically.
 
-        Args:
-          status: one line about how far the run has come.
-          progress: the warnings and changed options, which are shown at the top.
+        `status` is one line about how far the run has come.
         """
         name = self._options["experiment_name"]
         state = {
@@ -123,11 +116,7 @@ class HTMLReport:
 
 
 def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
-    """Write one page about several runs, or about one.
-
-    Args:
-      workdirs: the work directories; their names, or else their paths, name the runs.
-      path: the file to write.
+    """Write one page about runs; the names of their folders, or else the paths, name them.
 
     Raises:
       UserError: a folder is not the work directory of a run, or the file cannot be written.
@@ -163,13 +152,9 @@ def write_scores_page(
 ) -> None:
     """Write a page of responses whose tokens have figures, without curves.
 
-    Args:
-      path: the file to write.
-      options: all options, as config.json has them.
-      status: one line about the responses.
-      notes: lines at the top of the page.
-      records: the responses, as `run.sample_records` makes them.
-      lambdas: the rows of the table of lambda and gamma; empty without a critic.
+    `options` are all options, as config.json has them; `status` is one line about the responses,
+    `notes` are further ones. The records are as `run.sample_records` makes them. `lambdas` are the
+    rows of the table of lambda and gamma, empty without a critic.
     """
     name = options["experiment_name"]
     run = {

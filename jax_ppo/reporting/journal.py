@@ -48,21 +48,13 @@ MAX_PLOT_SHARE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class ReportLayout:
-    """Presentation of a command's metrics.
+    """Presentation of a command's metrics."""
 
-    Attributes:
-      columns: the line printed after each step.
-      panels: the plots of training_curves.png.
-      learning_rate_option: the option to lower when gradients are not finite.
-      best_metric: the metric by which summary.json names the best step.
-      best_value: `max` or `min`.
-    """
-
-    columns: tuple[console.Column, ...]
-    panels: tuple[Panel, ...]
-    learning_rate_option: str
-    best_metric: str
-    best_value: Callable[..., dict[str, Any]] = max
+    columns: tuple[console.Column, ...]  # the line printed after each step
+    panels: tuple[Panel, ...]  # the plots of training_curves.png
+    learning_rate_option: str  # the option to lower when gradients are not finite
+    best_metric: str  # the metric by which summary.json names the best step
+    best_value: Callable[..., dict[str, Any]] = max  # `max` or `min`
 
 
 class Journal:
@@ -126,7 +118,6 @@ class Journal:
             self.warn(lost_run)
 
     def __enter__(self) -> Self:
-        self._log.__enter__()
         self._bar.__enter__()
         return self
 
@@ -141,7 +132,7 @@ class Journal:
         with contextlib.suppress(OSError):
             if distributed.is_main():
                 self._write_report(self._last_step, f", ended {_now()}: {end}")
-        self._log.__exit__(kind, error, trace)
+        self._log.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure the host's seconds in the block, and report them with the next step."""
@@ -169,17 +160,16 @@ class Journal:
         skipped: bool,
         flops: float | None = None,
     ) -> dict[str, float]:
-        """Write the metrics of a step, together with its seconds and throughput.
+        """Write the metrics of a step, and return them with those that are added.
+
+        These are its seconds, its throughput and the memory of the devices, if they report it.
 
         Args:
           step: the step, from 1.
-          metrics: values by name. The memory of the devices is added if they report it.
+          metrics: values by name.
           tokens: tokens that the step processed, for the throughput.
           skipped: whether an update was skipped because its gradient was not finite.
           flops: model FLOPs of the step, for `perf/mfu`; `None` if they were not counted.
-
-        Returns:
-          All metrics that were written.
 
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
@@ -285,9 +275,7 @@ class Journal:
     def warn(self, text: str, kind: str = "") -> None:
         """Show a warning: on the console if it is the first of its kind, and in the report.
 
-        Args:
-          text: the warning.
-          kind: identifies warnings that differ in figures; "": the text.
+        `kind` identifies warnings that differ in figures; "": the text.
         """
         if self.progress.warn(kind or text, text, self._last_step):
             self._bar.print_line(f"warning: {text}")
@@ -302,13 +290,9 @@ class Journal:
     def write_evaluation(
         self, steps_done: int, means: dict[str, float | None], shown: str, title: str = ""
     ) -> None:
-        """Record and write an evaluation after so many steps of training.
+        """Record and write the means of an evaluation after so many steps of training.
 
-        Args:
-          steps_done: the number of steps.
-          means: values by name; the logs omit those that are None.
-          shown: the text for the console.
-          title: begins that text; "": "evaluation after step N".
+        The console shows `title`, by default "evaluation after step N", and `shown`.
         """
         self.progress.evaluations.append({"step": steps_done} | means)
         # Logs contain only numbers, while the progress has None for an undefined mean.

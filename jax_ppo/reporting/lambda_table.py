@@ -26,17 +26,11 @@ PARTS = 10
 
 
 class Tokens(NamedTuple):
-    """The tokens that the policy chose, B responses, each from column 0 on, then zeros.
+    """The tokens that the policy chose, B responses, each from column 0 on, then zeros."""
 
-    Attributes:
-      rewards: float [B, T].
-      values: float [B, T], in units of reward.
-      lengths: int [B].
-    """
-
-    rewards: np.ndarray
-    values: np.ndarray
-    lengths: np.ndarray
+    rewards: np.ndarray  # float [B, T]
+    values: np.ndarray  # float [B, T], in units of reward
+    lengths: np.ndarray  # int [B]
 
 
 def collect_tokens(records: Iterable[Mapping[str, Any]]) -> Tokens | None:

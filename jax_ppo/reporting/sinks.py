@@ -25,13 +25,7 @@ class CurveFile:
     """
 
     def __init__(self, path: Path, steps_done: int) -> None:
-        """Open the file.
-
-        Args:
-          path: the CSV file.
-          steps_done: steps of the run that are complete. 0 starts a new file; otherwise rows of
-            later steps are dropped.
-        """
+        """Open the file, and drop the rows of steps after `steps_done`; 0 starts a new file."""
         self._path = path
         self._columns: list[str] = []
         self._last_step: int | None = None
@@ -43,9 +37,7 @@ class CurveFile:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append a row, or merge the metrics into the last row if it is of the same step."""
-        row = {"step": str(step)}
-        for name, value in metrics.items():
-            row[name] = repr(float(value))
+        row = {"step": str(step)} | {name: repr(float(x)) for name, x in metrics.items()}
         if step != self._last_step and row.keys() <= set(self._columns):
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
@@ -61,9 +53,7 @@ class CurveFile:
         # Sorted, so that an interrupted run writes the same file as an uninterrupted one.
         names = {name for row in rows for name, value in row.items() if value}
         self._columns = ["step", *sorted(names - {"step"})]
-        self._last_step = None
-        if rows:
-            self._last_step = int(rows[-1]["step"])
+        self._last_step = int(rows[-1]["step"]) if rows else None
         with (
             replace_file(self._path) as temporary,
             temporary.open("w", newline="", encoding="utf-8") as file,
@@ -84,8 +74,11 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(complete_lines.splitlines()))
 
 
-class MetricsLog:
-    """Writer of step metrics to training_metrics.csv and to the configured loggers."""
+class MetricsLog(contextlib.ExitStack):
+    """Writer of step metrics to training_metrics.csv and to the configured loggers.
+
+    Leaving the `with` block flushes and closes all loggers, even if one of them fails.
+    """
 
     def __init__(
         self,
@@ -104,8 +97,8 @@ class MetricsLog:
         Raises:
           UserError: a tracker is requested but not installed, or cannot be opened.
         """
+        super().__init__()
         self._sinks: list[MetricSink] = []
-        self._closers: list[Callable[[], object]] = []
         if not is_main:
             return
         workdir = Path(workdir)
@@ -120,16 +113,7 @@ class MetricsLog:
                     name, options, workdir, experiment_name, config_dict, first_step, warn
                 )
                 self._sinks.append(tracker.write)
-                self._closers.append(tracker.close)
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Flush and close all loggers, even if one of them fails."""
-        with contextlib.ExitStack() as stack:
-            for close_logger in reversed(self._closers):
-                stack.callback(close_logger)
+                self.callback(tracker.close)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write metrics of a step. A second call for the same step adds to it.
@@ -165,4 +149,4 @@ class MetricsLog:
             write_event(step, summary=summary)
 
         self._sinks.append(write_scalars)
-        self._closers.append(writer.close)
+        self.callback(writer.close)

@@ -17,7 +17,6 @@ from jax_ppo.errors import UserError, printable_lines
 
 MetricSink = Callable[[int, dict[str, float]], None]
 
-TRACKERS = ("wandb", "mlflow")
 _OFFLINE = {"wandb": "; WANDB_MODE=offline keeps the record here, for `wandb sync` later"}
 _WAIT_SECONDS = 30  # for wandb's server, whose default is 90
 _MAX_PARAMETER = 500  # characters of an option's value in MLflow
@@ -51,24 +50,17 @@ def open_tracker(
 ) -> Tracker:
     """Open a record that does not end the run if its server fails later.
 
-    Args:
-      name: "wandb" or "mlflow".
-      options: `config.trainer`.
-      workdir: holds the id of the record.
-      experiment_name: the run's name.
-      config_dict: all options.
-      first_step: steps that are complete; 0 begins a new record.
-      warn: shows what has failed, once. After that the record gets no more metrics until the run is
-        resumed: each attempt may wait for the server for minutes.
+    `workdir` holds the id of the record, which a `first_step` of 0 begins anew. `warn` shows what
+    has failed, once. After that the record gets no more metrics until the run is resumed: each
+    attempt may wait for the server for minutes.
 
     Raises:
       UserError: the tracker is not installed, or its server cannot be used.
     """
-    open_record = {"wandb": open_wandb, "mlflow": open_mlflow}[name]
     try:
-        tracker = open_record(options, workdir, experiment_name, config_dict, first_step)
-    except UserError:
-        raise
+        tracker = TRACKERS[name](options, workdir, experiment_name, config_dict, first_step)
+    except ImportError as error:
+        raise _missing_package(name) from error
     # Each tracker raises its own errors, and errors of the libraries that it uses.
     except Exception as error:
         raise UserError(
@@ -106,15 +98,9 @@ def _first_line(error: Exception) -> str:
 def open_wandb(
     options: Trainer, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
 ) -> Tracker:
-    """Open a run of Weights & Biases; see `open_tracker`. Its own files are in the work directory.
+    """Open a run of Weights & Biases, whose own files are in the work directory."""
+    import wandb
 
-    Raises:
-      UserError: wandb is not installed.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        raise _missing_package("wandb") from error
     id_file = workdir / "wandb_id.txt"
     # A new run gets a new id; a resumed one continues its record under the old id.
     if not (first_step and id_file.exists()):
@@ -139,20 +125,12 @@ def open_wandb(
 def open_mlflow(
     options: Trainer, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
 ) -> Tracker:
-    """Open a run of MLflow, on the server that MLFLOW_TRACKING_URI names or in WORKDIR/mlruns.
-
-    See `open_tracker`; the project is MLflow's experiment.
-
-    Raises:
-      UserError: mlflow is not installed.
-    """
+    """Open a run of MLflow, on the server that MLFLOW_TRACKING_URI names or in WORKDIR/mlruns."""
     # Since MLflow 3, its file store requires this consent.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    try:
-        from mlflow.entities import Metric
-        from mlflow.tracking import MlflowClient
-    except ImportError as error:
-        raise _missing_package("mlflow") from error
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
     uri = os.environ.get("MLFLOW_TRACKING_URI") or (workdir.resolve() / "mlruns").as_uri()
     client = MlflowClient(tracking_uri=uri)
     id_file = workdir / "mlflow_id.txt"
@@ -185,3 +163,6 @@ def _missing_package(name: str) -> UserError:
         f"config.trainer.logger asks for {name}, which is not installed: "
         f"pip install 'jax_ppo[{name}]'"
     )
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": open_wandb, "mlflow": open_mlflow}

@@ -107,10 +107,11 @@ class TestCurveFile:
         def fail() -> None:
             raise OSError("disk full")
 
-        log._closers = [lambda: closed.append(1), fail, lambda: closed.append(2)]
-        with pytest.raises(OSError, match="disk full"):
-            log.__exit__()
-        assert closed == [1, 2]
+        with pytest.raises(OSError, match="disk full"), log:
+            log.callback(closed.append, 1)
+            log.callback(fail)
+            log.callback(closed.append, 2)
+        assert closed == [2, 1]
 
     def test_other_processes_write_nothing(self, tmp_path):
         with open_log(
