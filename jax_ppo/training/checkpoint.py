@@ -22,7 +22,6 @@ import math
 import os
 import secrets
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +103,10 @@ class Checkpointer:
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
-        hide_repeated_errors()
+        # Of Orbax, asyncio and tensorstore.
+        for library in ("absl", "asyncio"):
+            logging.getLogger(library).addFilter(_is_worth_showing)
+        sys.unraisablehook = _show_unless_of_closed_loop
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
@@ -121,13 +123,8 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
         # After an error in one of several processes, close() would wait forever for the others.
         elif jax.process_count() == 1:
@@ -148,11 +145,9 @@ class Checkpointer:
 
         Args:
           step: number of the checkpoint.
-          arrays: trees of arrays by name; typed PRNG keys are allowed. A tree that is `None` is
-            left out.
+          arrays: trees of arrays by name, with typed PRNG keys; one that is `None` is left out.
           meta: anything that JSON can hold.
-          metrics: metrics to choose the best checkpoint by; without a finite best metric this
-            checkpoint is never the best.
+          metrics: without a finite best metric among them this checkpoint is never the best.
 
         Raises:
           TypeError: something in `meta` is not JSON.
@@ -174,7 +169,8 @@ class Checkpointer:
         }
         # The save before this one needs its space first.
         self.wait()
-        self._saving = (step, sum(map(_num_bytes, jax.tree.leaves(arrays))))
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+        self._saving = (step, num_bytes)
         distributed.run_on_main(self._prepare_save)
         # `force`: the caller decides when to save, not an interval of Orbax.
         with self._disk_errors():
@@ -205,7 +201,7 @@ class Checkpointer:
     def save_local(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
         """Copy the arrays and return; each process writes its shards to its local disk.
 
-        Takes the same arguments as `save`. `keep_local` must have been called before.
+        `keep_local` must have been called before.
 
         Raises:
           UserError: the disk has too little space, or the previous save failed.
@@ -220,15 +216,8 @@ class Checkpointer:
             return self._local.step  # the checkpoints of the work directory are older
         return self._manager.latest_step()
 
-    def steps(self) -> list[int]:
-        """Return the steps of the checkpoints in the directory."""
-        return list(self._manager.all_steps())
-
     def best_step(self) -> int | None:
-        """Return the step with the largest best metric, the newest of several.
-
-        `None` if no checkpoint has the metric.
-        """
+        """Return the newest step with the largest best metric; `None` if none has the metric."""
         self.wait()  # metrics are read from disk
         step = self._manager.best_step()
         if step is None or self._quality(self._manager.metrics(step)) == -math.inf:
@@ -239,14 +228,9 @@ class Checkpointer:
     def restore(self, step: int, abstract: dict[str, Any]) -> Restored:
         """Read a checkpoint.
 
-        Args:
-          step: an existing checkpoint.
-          abstract: what to read: trees of `jax.ShapeDtypeStruct` with shardings, on any mesh. A
-            tree that is `None` is left out, and so are other trees of the checkpoint. Arrays are
-            cast to the dtype given here.
-
-        Returns:
-          The arrays, placed as requested, and `meta`.
+        `abstract` says what to read: trees of `jax.ShapeDtypeStruct` with shardings, on any mesh. A
+        tree that is `None` is left out, and so are other trees of the checkpoint. Arrays are cast
+        to the dtype given here.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -268,10 +252,8 @@ class Checkpointer:
         self._validate_files(step)
         checkpoint = f"checkpoint {step} in {self._directory}"
         for name, tree in wanted.items():
-            saved_shapes = None
             saved_tree = self.saved_tree(step, name)
-            if saved_tree is not None:
-                saved_shapes = _shapes(saved_tree)
+            saved_shapes = None if saved_tree is None else _shapes(saved_tree)
             _validate_shapes(checkpoint, name, saved_shapes, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
@@ -280,11 +262,7 @@ class Checkpointer:
         return Restored({name: restored[name] for name in wanted}, restored[META])
 
     def saved_tree(self, step: int, name: str) -> Any:
-        """Return the shapes and dtypes of a tree of a checkpoint, `None` if it is not there.
-
-        Returns:
-          Nested dicts of objects with `shape` and `dtype`.
-        """
+        """Return a tree of a checkpoint as objects with `shape` and `dtype`, `None` without it."""
         path = self._manager.directory / str(step) / name
         if not path.exists():
             return None
@@ -358,12 +336,9 @@ class Checkpointer:
 def _validate_shapes(
     checkpoint: str, name: str, saved: dict[str, tuple[int, ...]] | None, abstract: Any
 ) -> None:
-    """Compare names and shapes before anything is read: other errors name no parameter.
+    """Raise `UserError` if names or shapes differ: other errors name no parameter.
 
     `saved` has the shapes in the checkpoint; `None` if that has no such tree.
-
-    Raises:
-      UserError: they differ.
     """
     if saved is None:
         raise UserError(f"{checkpoint} holds no {name!r}")
@@ -382,10 +357,6 @@ def _validate_shapes(
         raise UserError(f"{checkpoint} is of another model or optimizer: {shown}")
 
 
-def _num_bytes(array: Any) -> int:
-    return array.size * array.dtype.itemsize
-
-
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array by its path, for trees of arrays or Orbax's metadata."""
     shapes = {}
@@ -394,13 +365,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[leaf_name(path)] = tuple(leaf.shape)
     return shapes
-
-
-def hide_repeated_errors() -> None:
-    """Filter the logs and the uncaught errors of Orbax, asyncio and tensorstore."""
-    for library in ("absl", "asyncio"):
-        logging.getLogger(library).addFilter(_is_worth_showing)
-    sys.unraisablehook = _show_unless_of_closed_loop
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:

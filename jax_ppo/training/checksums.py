@@ -22,7 +22,6 @@ import orbax.checkpoint as ocp
 
 from jax_ppo.runtime import compat
 from jax_ppo.storage import remote
-from jax_ppo.storage.remote import RemoteFile
 
 CHECKSUMS = "checksums.json"
 THREADS = 8
@@ -70,9 +69,7 @@ class ChecksummedBucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
 
 def temporary_path_class(directory: str) -> type[ocp.path.atomicity.TemporaryPathBase]:
     """Return how checkpoints in a directory, a path or an address, become complete."""
-    if remote.is_address(directory):
-        return ChecksummedBucketPath
-    return ChecksummedPath
+    return ChecksummedBucketPath if remote.is_address(directory) else ChecksummedPath
 
 
 def write_checksums(folder: Path) -> None:
@@ -112,21 +109,26 @@ def find_bucket_damage(address: str) -> str | None:
     try:
         filesystem = remote.open_filesystem(address)
         expected = json.loads(filesystem.cat_file(files[CHECKSUMS].path))
-        return _compare_listing(expected, files)
+        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
+        if wrong := _compare_sizes(sizes, {name: file.size for name, file in files.items()}):
+            return wrong
+        for name, entry in expected.items():
+            if files[name].version != entry["crc32c"]:
+                return f"the checksum of {name} differs"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS} is unreadable"
+    return None
 
 
-def _compare_listing(expected: dict[str, Any], files: dict[str, RemoteFile]) -> str | None:
+def _compare_sizes(expected: dict[str, int], found: dict[str, int]) -> str | None:
+    """Return what existence and size of all files say, which cost no reading."""
     if not expected:
         return f"{CHECKSUMS} names no file"
-    for name, entry in expected.items():
-        if name not in files:
+    for name, size in expected.items():
+        if name not in found:
             return f"{name} is missing"
-        if files[name].size != entry["bytes"]:
-            return f"{name} has {files[name].size} bytes instead of {entry['bytes']}"
-        if files[name].version != entry["crc32c"]:
-            return f"the checksum of {name} differs"
+        if found[name] != size:
+            return f"{name} has {found[name]} bytes instead of {size}"
     return None
 
 
@@ -137,32 +139,25 @@ def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
     compared.
     """
     try:
-        expected = {
-            folder / name: (int(entry["bytes"]), int(entry["crc32"]))
-            for name, entry in json.loads((folder / CHECKSUMS).read_text()).items()
-        }
+        entries = json.loads((folder / CHECKSUMS).read_text())
+        sizes = {name: int(entry["bytes"]) for name, entry in entries.items()}
+        checksums = {name: int(entry["crc32"]) for name, entry in entries.items()}
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS} is unreadable"
-    if not expected:
-        return f"{CHECKSUMS} names no file"
-    # Existence and size of all files come first: they cost no reading.
-    for path, (size, _) in expected.items():
-        name = path.relative_to(folder)
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    paths = list(expected)
+    paths = {name: folder / name for name in sizes}
+    found = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    if wrong := _compare_sizes(sizes, found):
+        return wrong
     if small_files_only:
-        paths = [path for path in paths if expected[path][0] <= _SMALL_FILE_BYTES]
+        paths = {name: path for name, path in paths.items() if sizes[name] <= _SMALL_FILE_BYTES}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        for path, checksum in zip(paths, pool.map(_checksum_or_none, paths), strict=True):
+        for name, checksum in zip(paths, pool.map(_checksum_or_none, paths.values()), strict=True):
             if checksum is None:
-                return f"{path.relative_to(folder)} is unreadable"
-            if checksum != expected[path][1]:
-                return f"the checksum of {path.relative_to(folder)} differs"
+                return f"{name} is unreadable"
+            if checksum != checksums[name]:
+                return f"the checksum of {name} differs"
     return None
 
 
@@ -249,19 +244,13 @@ def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None
             folders.remove(aside)
             # Renamed and not deleted: the user may still recover something from it.
             folders.rename(str(step), aside)
-            report(_describe_damage(folder, damage, aside, newest, steps[position + 1 :]))
+            line = f"checkpoint {folder} is damaged ({damage}): renamed to {aside}"
+            if newest is None and position + 1 < len(steps):
+                line += f"; trying the one of step {steps[position + 1]}"
+            elif newest is None:
+                line += "; there is no older one, so the run starts again from step 0"
+            report(line)
     return newest
-
-
-def _describe_damage(
-    folder: str, damage: str, aside: str, newest: int | None, older: list[int]
-) -> str:
-    text = f"checkpoint {folder} is damaged ({damage}): renamed to {aside}"
-    if newest is not None:
-        return text
-    if not older:
-        return f"{text}; there is no older one, so the run starts again from step 0"
-    return f"{text}; trying the one of step {older[0]}"
 
 
 def _checksum_or_none(path: Path) -> int | None:

@@ -16,13 +16,10 @@ from jax_ppo.runtime.parallelism.context import num_row_parts
 
 
 def packed_row_length(packing: Packing, attention: str, row_tokens: int, parts: int) -> int:
-    """Return L, the number of tokens of a packed row in PPO.
+    """Return L, the number of tokens of a packed row in PPO, which `parts` devices split.
 
-    Unless configured, it is `row_tokens`, rounded up so that the platform's attention program runs.
-    Further samples fill what is left of a row.
-
-    `attention` is `model.attention`, `row_tokens` is `Config.row_tokens`; `parts` devices split a
-    row.
+    Unless configured, it is `row_tokens` (`Config.row_tokens`), rounded up so that the platform's
+    attention program runs. Further samples fill what is left of a row.
     """
     return packing.row_length or attention_programs.round_row_length(
         attention, _platform(), row_tokens, parts
@@ -68,10 +65,9 @@ def build_decoder(
 
 def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Transformer) -> str:
     """Return the program that reads the actor's cache while decoding."""
-    wanted = options.attention
     try:
         return cache.select_cache_program(
-            wanted,
+            options.attention,
             _platform(),
             decoder.attention,
             decoder.architecture,
@@ -79,7 +75,9 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
             is_split=options.mesh.context > 1,
         )
     except ValueError as obstacle:
-        raise UserError(f"config.rollout.attention={wanted!r}: {obstacle}; set 'auto'") from None
+        raise UserError(
+            f"config.rollout.attention={options.attention!r}: {obstacle}; set 'auto'"
+        ) from None
 
 
 def describe_attention(

@@ -52,9 +52,6 @@ def run_decoder(
     sampler recorded, if it recorded any: only for the actor, whose experts these are.
     """
     model = model.clone(router_loss=with_router_loss)
-    routed_experts = None
-    if replays_routing:
-        routed_experts = rows.routed_experts
     segments: Any = rows.segments
     if rows.prefixes is not None:
         segments = PrefixedSegments(rows.segments, rows.prefixes, rows.positions)
@@ -63,7 +60,7 @@ def run_decoder(
         rows.tokens,
         rows.positions,
         segments,
-        routed_experts=routed_experts,
+        routed_experts=rows.routed_experts if replays_routing else None,
     )
     if not with_router_loss:
         return output.hidden, None
@@ -78,12 +75,10 @@ def token_logprobs(
     temperature: float,
     with_entropy: bool = True,
 ) -> tuple[Float[Array, "R L"], Float[Array, "R L"] | None]:
-    """Return each target's log-prob and the entropy of its distribution.
+    """Return each target's log-prob and the entropy of its distribution, in float32 nats.
 
-    The temperature, > 0, divides the logits. Without `with_entropy` the entropy is `None`.
-
-    Returns:
-      Two arrays in float32 nats, 0 where `rows.mask` is False.
+    Both are 0 where `rows.mask` is False. The temperature, > 0, divides the logits. Without
+    `with_entropy` the entropy is `None`.
     """
     temperature, cap = product_scaling(model.architecture, temperature)
     # Positions are grouped by device, so that no hidden states move between devices.
@@ -98,10 +93,8 @@ def token_logprobs(
         layout=UNEMBEDDING,
         kept_GxNxW=_kept_by_device(rows),
     )
-    values = values.reshape(rows.mask.shape)
-    if entropy is None:
-        return values, None
-    return values, entropy.reshape(rows.mask.shape)
+    shape = rows.mask.shape
+    return values.reshape(shape), None if entropy is None else entropy.reshape(shape)
 
 
 def reference_kl(

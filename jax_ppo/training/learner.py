@@ -6,13 +6,14 @@ micro-batches or over devices, so neither split changes the gradient.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Optim
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
@@ -53,11 +54,9 @@ class Metric(enum.Enum):
     @property
     def start(self) -> float:
         """Return the value that the first share is combined with."""
-        return {
-            Metric.MIN: float("inf"),
-            Metric.MAX: -float("inf"),
-            Metric.FIRST_MAX: -float("inf"),
-        }.get(self, 0.0)
+        if self in (Metric.MEAN, Metric.SUM):
+            return 0.0
+        return math.inf if self is Metric.MIN else -math.inf
 
     def combine(self, total: jax.Array, share: jax.Array) -> jax.Array:
         """Return the value of two groups of rows together."""
@@ -108,12 +107,7 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStop:
-    """End of a learner's optimizer steps on a rollout.
-
-    Attributes:
-      metric: the metric that is compared.
-      limit: no further steps are taken once a mini-batch exceeds it.
-    """
+    """No further optimizer steps on a rollout once a mini-batch's metric exceeds the limit."""
 
     metric: str
     limit: float
@@ -121,28 +115,17 @@ class EarlyStop:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """Optimizer steps on an objective.
+    """Optimizer steps on an objective."""
 
-    Attributes:
-      rounding_stream: the random numbers that round what is stored in bfloat16.
-      objective: what is minimized.
-      optim: options of the optimizer.
-      grad_clip: largest global gradient norm.
-      prefix: begins the names of the metrics that the learner adds.
-      trains_layers: `False` if the parameters are adapters.
-      early_stop: `None` takes all steps.
-      rounding_seed: seed of the stochastic rounding of what is stored in bfloat16.
-      logs_optimizer_steps: return the metrics of each optimizer step besides the reduced ones.
-    """
-
-    rounding_stream: Stream
+    rounding_stream: Stream  # the random numbers that round what is stored in bfloat16
     objective: Objective
     optim: Optim
-    grad_clip: float
-    prefix: str = ""
-    trains_layers: bool = True
-    early_stop: EarlyStop | None = None
-    rounding_seed: int = 0
+    grad_clip: float  # largest global gradient norm
+    prefix: str = ""  # begins the names of the metrics that the learner adds
+    trains_layers: bool = True  # `False` if the parameters are adapters
+    early_stop: EarlyStop | None = None  # `None` takes all steps
+    rounding_seed: int = 0  # seed of the stochastic rounding of what is stored in bfloat16
+    # Return the metrics of each optimizer step besides the reduced ones.
     logs_optimizer_steps: bool = False
 
     def train(
@@ -153,13 +136,9 @@ class Learner:
         update_enabled: bool | jax.Array,
         batches: MiniBatches,
     ) -> tuple[Params, optax.OptState, Metrics]:
-        """Take one optimizer step per mini-batch.
+        """Take one optimizer step per mini-batch, of which `batches` holds U; return metrics, too.
 
-        `batches` holds U mini-batches. With `update_enabled`, a bool scalar, False, metrics are
-        computed, but no parameter or state changes.
-
-        Returns:
-          The new parameters and optimizer state, and metrics.
+        If the bool scalar `update_enabled` is False, metrics are computed, but nothing changes.
         """
 
         def mini_batch(
@@ -181,7 +160,16 @@ class Learner:
         (params, optimizer_state, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(
             mini_batch, start, batches
         )
-        metrics = self._reduce_over_steps(metrics_U, was_run_U)
+        # Besides the objective's own metrics: what `take_optimizer_step` adds.
+        reductions = {
+            **self.objective.metrics,
+            f"{self.prefix}grad_norm": Metric.MEAN,
+            f"{self.prefix}skipped": Metric.SUM,
+        }
+        metrics = {
+            name: reductions[name].over_steps(values_U, was_run_U)
+            for name, values_U in metrics_U.items()
+        }
         if self.early_stop is not None:
             metrics[f"{self.prefix}steps_taken"] = jnp.sum(taken_U)
         if self.logs_optimizer_steps:
@@ -231,12 +219,10 @@ class Learner:
     def gradients(
         self, params: Params, batch: MiniBatches, key: jax.Array | None = None
     ) -> tuple[Params, Metrics]:
-        """Return gradients and metrics of one mini-batch, summed over micro-batches.
+        """Return gradients and metrics of one mini-batch (without U), summed over micro-batches.
 
-        The gradients are summed in `optim.gradient_dtype`, the metrics in float32.
-
-        `batch` is without the leading U; `key` is the second of `rounding_keys`, `None` if
-        gradients are summed in float32.
+        The gradients are summed in `optim.gradient_dtype`, the metrics in float32; `key` is the
+        second of `rounding_keys`, `None` if gradients are summed in float32, too.
         """
         # Fixed by the whole mini-batch, so that its split does not matter.
         weights = self.objective.weigh(batch)
@@ -246,14 +232,11 @@ class Learner:
 
         if not batch.packing.replicas:
             return sum_micro_batches(batch.packing)
-        parts = packing.parts_of_replicas(batch.packing)
-        return sum_over_replicas(sum_micro_batches, parts, self._combine)
-
-    def _combine(
-        self, ours: tuple[Params, Metrics], theirs: tuple[Params, Metrics]
-    ) -> tuple[Params, Metrics]:
-        """Return the gradients and metrics of two groups of rows together."""
-        return add_trees(ours[0], theirs[0]), self._combine_metrics(ours[1], theirs[1])
+        return sum_over_replicas(
+            sum_micro_batches,
+            packing.parts_of_replicas(batch.packing),
+            lambda a, b: (add_trees(a[0], b[0]), self._combine_metrics(a[1], b[1])),
+        )
 
     def _combine_metrics(self, ours: Metrics, theirs: Metrics) -> Metrics:
         return {
@@ -288,19 +271,6 @@ class Learner:
         start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
         return jax.lax.fori_loop(0, count, micro_batch, (zeros, start))
 
-    def _reduce_over_steps(self, metrics_U: Metrics, was_run_U: Bool[Array, " U"]) -> Metrics:
-        """Return one value per metric from the optimizer steps that were run."""
-        # Besides the objective's own metrics: what `take_optimizer_step` adds.
-        reductions = {
-            **self.objective.metrics,
-            f"{self.prefix}grad_norm": Metric.MEAN,
-            f"{self.prefix}skipped": Metric.SUM,
-        }
-        return {
-            name: reductions[name].over_steps(values_U, was_run_U)
-            for name, values_U in metrics_U.items()
-        }
-
 
 def gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
     """Return the rows of micro-batch i of a packing [A, R, L]."""
@@ -322,10 +292,10 @@ def add_gradient(
 
     Args:
       loss: parameters -> (value, auxiliary output); it runs the decoder on them once.
-      params: parameters, or adapters.
+      params: parameters, or adapters, whose gradients are small.
       total: as `zero_gradients` starts it.
       key: random key of the micro-batch; `None` if the sum is wider than bfloat16.
-      trains_layers: `False` if `params` are adapters, whose gradients are small.
+      trains_layers: `False` for adapters.
     """
     # Pipeline stages run several micro-batches at once, and sum their gradients themselves.
     if not trains_layers or num_stages() > 1:

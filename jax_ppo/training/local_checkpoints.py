@@ -34,11 +34,8 @@ MANIFEST = "manifest.json"
 class LocalCheckpoints:
     """The local checkpoints of one run.
 
-    Every process of the run creates one and calls its methods in the same order.
-
-    Attributes:
-      step: the step of the newest checkpoint that every process had when this object was created,
-        or `None`.
+    Every process of the run creates one and calls its methods in the same order. `step` is that of
+    the newest checkpoint that every process had when this object was created, or `None`.
     """
 
     def __init__(
@@ -51,13 +48,10 @@ class LocalCheckpoints:
     ) -> None:
         """Find the newest checkpoint that all processes have, and remove all others.
 
-        Args:
-          directory: on a disk of this machine.
-          run_id: distinguishes the runs that use the directory.
-          mesh: the run's mesh; checkpoints of another mesh are not used.
-          shared_step: the step of the newest checkpoint in the work directory, which replaces older
-            local ones.
-          report: called with a line if there are checkpoints, but none that all processes can use.
+        `run_id` distinguishes the runs that use the directory, which is on a disk of this machine.
+        Checkpoints of another mesh are not used, nor those until `shared_step`, the step of the
+        newest in the work directory. `report` is called with a line if there are checkpoints, but
+        none that all processes can use.
 
         Raises:
           UserError: the directory cannot be used.
@@ -115,23 +109,17 @@ class LocalCheckpoints:
         return self._folder / str(self.step)
 
     def saved_shapes(self, name: str) -> dict[str, tuple[int, ...]] | None:
-        """Return the shape of each array of a tree of `step`, `None` if it is not there.
-
-        PRNG keys have the shape of their data.
-        """
+        """Return the shapes of a tree of `step`, of PRNG keys their data's; `None` without it."""
         trees = self._read_manifest(self.step)["trees"]
         if name not in trees:
             return None
         return {leaf: tuple(entry["shape"]) for leaf, entry in trees[name].items()}
 
     def restore(self, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
-        """Read the checkpoint of `step`.
+        """Return the arrays of the checkpoint of `step`, and its `meta`.
 
         `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, with the checkpoint's names
         and shapes.
-
-        Returns:
-          The arrays, and `meta`.
 
         Raises:
           UserError: the arrays have another layout than the checkpoint's.
@@ -192,10 +180,16 @@ class LocalCheckpoints:
         return jax.make_array_from_callback(x.shape, x.sharding, read_shard)
 
     def _agree_on_step(self, shared_step: int | None, report: Callable[[str], None]) -> int | None:
-        steps = self._saved_steps()
+        steps = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
         if shared_step is not None:
             steps = [step for step in steps if step > shared_step]
-        usable = [step for step in steps if self._is_usable(step)]
+        # Of this layout, and with files as they were written.
+        usable = [
+            step
+            for step in steps
+            if checksums.find_damage(self._folder / str(step)) is None
+            and self._read_manifest(step)["layout"] == self._layout
+        ]
         answers = distributed.allgather_json({"saved": steps, "usable": usable})
         common = set.intersection(*(set(answer["usable"]) for answer in answers))
         if not common and any(answer["saved"] for answer in answers):
@@ -204,15 +198,6 @@ class LocalCheckpoints:
                 "run's mesh"
             )
         return max(common, default=None)
-
-    def _saved_steps(self) -> list[int]:
-        return [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
-
-    def _is_usable(self, step: int) -> bool:
-        """Return whether a checkpoint is of this layout, and its files as they were written."""
-        if checksums.find_damage(self._folder / str(step)) is not None:
-            return False
-        return self._read_manifest(step)["layout"] == self._layout
 
     def _read_manifest(self, step: int | None) -> dict[str, Any]:
         return json.loads((self._folder / str(step) / MANIFEST).read_text())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import Config, Critic, Model
+from jax_ppo.config.schema import Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -104,10 +104,7 @@ class Folders(ByRole[Path]):
 class NetworkReader:
     """Reads the models of a run from the folders of its roles.
 
-    Attributes:
-      config: all options.
-      folders: each role's checkpoint.
-      needs_weights: False also accepts folders without weights, to plan a run from config.json.
+    Without `needs_weights`, folders without weights do, to plan a run from config.json.
     """
 
     config: Config
@@ -125,8 +122,12 @@ class NetworkReader:
         decoder = self._build_decoder(architecture)
         lora = None
         if config.has_adapters:
-            adapters = folders.get("adapters")
-            lora = read_actor_lora(config.model, adapters, folders.actor, architecture)
+            options = config.model.lora
+            if "adapters" in folders:
+                lora = self._read_lora("adapters", "model.lora.path", "lm", architecture)
+            else:
+                targets = existing_targets(options.targets, architecture)
+                lora = Lora(rank=options.rank, alpha=options.alpha, targets=targets)
         # Only the actor decodes, so only its model has a program that reads a cache.
         actor = decoder.clone(
             decoding=decoding_program(config.rollout, config.sequence_length, decoder),
@@ -232,15 +233,17 @@ class NetworkReader:
 
     def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
         """Return the actor's model with the adapters in a role's folder, on the same base."""
-        lora = read_adapters(
-            self.folders[role],
+        return self.actor.clone(lora=self._read_lora(role, option, head, self.actor.architecture))
+
+    def _read_lora(self, name: str, option: str, head: str, architecture: Architecture) -> Lora:
+        return read_adapters(
+            self.folders[name],
             option=f"config.{option}",
             head=head,
-            architecture=self.actor.architecture,
+            architecture=architecture,
             base_folder=self.folders.actor,
             base_path=self.config.model.path,
         )
-        return self.actor.clone(lora=lora)
 
 
 def _refuse_adapters(folder: Path, setting: str) -> None:
@@ -303,29 +306,6 @@ def _read_architecture_with_head(
         raise UserError(
             f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
         ) from None
-
-
-def read_actor_lora(
-    options: Model, adapters_folder: Path | None, base_folder: Path, architecture: Architecture
-) -> Lora:
-    """Return the shape of the actor's adapters.
-
-    They apply to the model in `base_folder`, and are new without `adapters_folder`.
-
-    Raises:
-      UserError: the adapters do not fit the model, or it lacks a projection that is named.
-    """
-    if adapters_folder:
-        return read_adapters(
-            adapters_folder,
-            option="config.model.lora.path",
-            head="lm",
-            architecture=architecture,
-            base_folder=base_folder,
-            base_path=options.path,
-        )
-    targets = existing_targets(options.lora.targets, architecture)
-    return Lora(rank=options.lora.rank, alpha=options.lora.alpha, targets=targets)
 
 
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:

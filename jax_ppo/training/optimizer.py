@@ -94,9 +94,7 @@ def rounding_seed(options: Optim, seed: int) -> int:
     round nothing.
     """
     stored = (options.param_dtype, options.moments_dtype, options.gradient_dtype)
-    if "bfloat16" in stored:
-        return seed
-    return 0
+    return seed if "bfloat16" in stored else 0
 
 
 def rounding_keys(
@@ -111,26 +109,19 @@ def rounding_keys(
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)
     # With two optimizers, each counts the same steps.
     (_, count), *_ = optax.tree.get_all_with_path(opt_state, "count")
-    step_key = jax.random.fold_in(stream_key, count)
-    stored_key, sum_key = jax.random.split(step_key)
+    stored_key, sum_key = jax.random.split(jax.random.fold_in(stream_key, count))
     return stored_key, sum_key
 
 
 def _is_matrix(params: Params) -> Params:
     """Return a tree of booleans: which parameters weight decay applies to."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in DECAYED_LEAVES,
-        params,
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED_LEAVES, params)
 
 
 def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> jax.Array:
-    """Return the learning rate of a step.
+    """Return a learning rate that rises from `lr / lr_warmup_steps`, then follows `lr_schedule`.
 
-    The rate rises linearly from `lr / lr_warmup_steps` and then follows `lr_schedule`.
-
-    `step` counts, from 0, the steps that trained this model before, `total_steps` those of the
-    whole run.
+    `step` counts, from 0, the steps that trained this model before, `total_steps` those of the run.
     """
     warmup_steps = options.lr_warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)
@@ -168,11 +159,8 @@ def descend(
     """Take one optimizer step, unless the gradient is not finite or updates are disabled.
 
     The step is computed in float32. Parameters and moments keep their types: those in bfloat16 are
-    rounded stochastically. A skipped step leaves parameters and optimizer state unchanged to the
-    bit.
-
-    `rate` is a float32 scalar and `update_enabled` a bool scalar, with which False skips the step;
-    `key` is the first of `rounding_keys`, `None` if nothing is stored in bfloat16.
+    rounded stochastically, by `key`, the first of `rounding_keys`. A skipped step leaves parameters
+    and optimizer state unchanged to the bit.
 
     Returns:
       The new parameters, the new optimizer state, the global gradient norm before clipping, and

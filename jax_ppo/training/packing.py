@@ -41,11 +41,8 @@ def rows_per_micro_batch(
       per_device: configured rows per device; `None` to choose.
       row_length: L.
       samples: number of samples to pack.
-      shards: number of parts that the mesh splits rows into.
+      shards: number of parts that the mesh splits rows into; R is a multiple of it.
       has_fixed_cost: whether each micro-batch has a fixed cost, whatever its size.
-
-    Returns:
-      A multiple of `shards`, no larger than needed for one row per sample.
     """
     max_rows = -(-samples // shards)
     worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if has_fixed_cost else MIN_MICRO_BATCH_TOKENS
@@ -76,14 +73,10 @@ def row_width(longest: int, parts: int = 1) -> int:
 def assign_to_rows(
     lengths: Sequence[int] | np.ndarray, row_length: int, packed: bool
 ) -> list[list[int]]:
-    """Assign samples to rows, longest first, each to the fullest row with room for it.
+    """Return for each row the indices of its samples in `lengths`, from left to right.
 
-    This is the best-fit decreasing heuristic of bin packing.
-
-    Each sample has at most `row_length` tokens, and a separate row unless `packed`.
-
-    Returns:
-      For each row the indices of its samples in `lengths`, from left to right.
+    Samples of at most `row_length` tokens go, longest first, each to the fullest row with room for
+    it (best-fit decreasing bin packing); unless `packed`, each to a separate row.
     """
     # Stable: samples of equal length keep their order.
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
@@ -107,17 +100,11 @@ def assign_to_rows(
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrompts:
-    """The prompts that samples share in packed rows.
+    """The prompts that samples share in packed rows."""
 
-    Attributes:
-      lengths_B: int [B], tokens of each sample's prompt.
-      samples_per_prompt: n; samples b n, ..., b n + n - 1 share a prompt.
-      responses_per_row: the number of responses to one prompt that always fit a row.
-    """
-
-    lengths_B: np.ndarray
-    samples_per_prompt: int
-    responses_per_row: int
+    lengths_B: np.ndarray  # int [B], tokens of each sample's prompt
+    samples_per_prompt: int  # n; samples b n, ..., b n + n - 1 share a prompt
+    responses_per_row: int  # the number of responses to one prompt that always fit a row
 
     def max_bundles(self, members: int) -> int:
         """Return the most bundles that any `members` of the samples form."""
@@ -245,16 +232,10 @@ def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
 
 
 def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:
-    """Return the packing of the sequences of pairs, from a packing of whole pairs.
+    """Return the packing of the sequences of pairs: pair b consists of b and pairs + b.
 
-    The two sequences of a pair follow each other in one row.
-
-    Args:
-      plan: NumPy arrays; `sample` is the pair.
-      first_lengths: int [pairs], tokens of each pair's first sequence.
-
-    Returns:
-      Packing of 2 x pairs sequences: pair b consists of b and pairs + b.
+    In `plan`, of NumPy arrays, `sample` is the pair, whose two sequences follow each other in one
+    row; `first_lengths` are int [pairs], the tokens of each pair's first sequence.
     """
     # Empty places (-1) look up pair 0, and are left alone below.
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
@@ -333,8 +314,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     kept_tokens = sequences.kept_tokens
     if kept_tokens is not None:
         kept_tokens = kept_tokens[samples, steps]
-    segments = packing.sample
-    prefixes = None
+    segments, prefixes = packing.sample, None
     if packing.samples_per_prompt:
         # Segments after those of the samples.
         prompts = len(sequences.lengths) + samples // packing.samples_per_prompt

@@ -77,19 +77,13 @@ HISTORY = tuple(
 
 
 def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
-    """Return whether something periodic is due.
+    """Return whether something is due that happens every `frequency` steps and after the last.
 
-    Args:
-      completed_steps: the number of completed steps.
-      total_steps: number of steps of the whole run; everything is due after the last.
-      frequency: steps between two occurrences; 0 is never, except after the last step, and -1
-        never.
+    A frequency of 0 means only after the last step, and -1 never.
     """
-    if frequency < 0:
-        return False
-    # The last step always counts, so that a run ends with an evaluation and a checkpoint.
     is_multiple = frequency > 0 and completed_steps % frequency == 0
-    return is_multiple or completed_steps == total_steps
+    # The last step always counts, so that a run ends with an evaluation and a checkpoint.
+    return frequency >= 0 and (is_multiple or completed_steps == total_steps)
 
 
 def find_progress(
@@ -138,15 +132,14 @@ def find_progress(
         changes.append(
             f"config.data.train_files: {data_change}; continuing with the first rows of a new epoch"
         )
-    for change in changes:
-        report(change)
-    if latest < total_steps:
-        report(f"resuming after step {latest} of {total_steps}")
-    else:
-        report(
+    outlook = f"resuming after step {latest} of {total_steps}"
+    if latest >= total_steps:
+        outlook = (
             f"all {total_steps} steps are done; to train further, set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
+    for line in (*changes, outlook):
+        report(line)
     history = _history(meta)
     history["changed_options"] = [
         *history.get("changed_options", []),

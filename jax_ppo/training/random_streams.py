@@ -56,6 +56,4 @@ def sample_key(seed: int, stream: int | jax.Array, step: int | jax.Array) -> jax
 
 def training_stream(draw: int) -> int:
     """Return the stream of a step's draw, counted from 0."""
-    if draw == 0:
-        return Stream.TRAINING
-    return Stream.FURTHER_DRAWS + draw - 1
+    return Stream.FURTHER_DRAWS + draw - 1 if draw else Stream.TRAINING

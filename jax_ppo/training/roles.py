@@ -18,12 +18,7 @@ from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import work_directory
-from jax_ppo.training.networks import (
-    Folders,
-    NetworkReader,
-    Networks,
-    critic_head,
-)
+from jax_ppo.training.networks import Folders, NetworkReader, Networks, critic_head
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Params
 
@@ -32,66 +27,46 @@ _DIGESTED_BYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
-    """How the end of a run exports a role, to the folder of its name in the work directory.
+    """How the end of a run exports a role, to the folder of its name in the work directory."""
 
-    Attributes:
-      option: the option that reads the folder.
-      adapter_folder: the folder for its adapters.
-      is_wanted: returns whether a run that exports its models exports this one.
-      drop_head: removes what a shared trunk has for another role.
-      merges_adapters: whether adapters are also merged into their base.
-      per_token: whether it is read as a token classifier with one label.
-    """
-
-    option: str
+    option: str  # that reads the folder
     adapter_folder: str
-    is_wanted: Callable[[Config], bool] = lambda config: True
-    drop_head: Callable[[Params], Params]
-    merges_adapters: bool = False
-    per_token: bool = False
+    is_wanted: Callable[[Config], bool] = lambda config: True  # of a run that exports its models
+    drop_head: Callable[[Params], Params]  # removes what a shared trunk has for another role
+    merges_adapters: bool = False  # into their base, besides
+    per_token: bool = False  # it is read as a token classifier with one label
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """A role of a PPO run, as one entry of `ROLES`.
+    """A role of a PPO run, as one entry of `ROLES`."""
 
-    Attributes:
-      name: its key in the train state, in `Networks` and in `Folders`, its tree in a checkpoint,
-        the part of a program's name.
-      title: the role in messages and in the progress of loading.
-      is_used: returns whether a run with these options has it as a separate tree.
-      path_option: the option that names its checkpoint. Without a path it starts from the actor's.
-      read_net: reads its model from its folder.
-      has_actors_net: whether its model is the actor's.
-      head: its head, in the terms of the loader.
-      shared_head: likewise where the critic is a head of its trunk.
-      loaded_head: returns the head to load, of its section and its folder, if that depends on them.
-      reads_actors_tokens: whether a tokenizer in its folder must have the actor's vocabulary.
-      holds_base: whether it has all weights, even where other roles have adapters.
-      param_offload: the option that keeps its parameters in the host's memory; empty if none does.
-      section: the section of the options that trains it; empty if it is always frozen.
-      is_trained: returns whether a run with these options trains it: a checkpoint then holds it and
-        its optimizer.
-      adapter_stream: the random numbers of new adapters.
-      export: how it is exported; `None` if it is not.
-    """
-
+    # Its key in the train state, in `Networks` and in `Folders`, its tree in a checkpoint, the part
+    # of a program's name.
     name: str
-    title: str
+    title: str  # the role in messages and in the progress of loading
+    # Returns whether a run with these options has it as a separate tree.
     is_used: Callable[[Config], bool]
+    # The option that names its checkpoint. Without a path it starts from the actor's.
     path_option: str
+    # Reads its model from its folder.
     read_net: Callable[[NetworkReader], Transformer | Deberta] | None = None
-    has_actors_net: bool = False
-    head: str
-    shared_head: str = ""
+    has_actors_net: bool = False  # whether its model is the actor's
+    head: str  # its head, in the terms of the loader
+    shared_head: str = ""  # likewise where the critic is a head of its trunk
+    # Returns the head to load, of its section and its folder, if that depends on them.
     loaded_head: Callable[[Any, Path | None], str] | None = None
+    # Whether a tokenizer in its folder must have the actor's vocabulary.
     reads_actors_tokens: bool = False
-    holds_base: bool = False
+    holds_base: bool = False  # whether it has all weights, even where other roles have adapters
+    # The option that keeps its parameters in the host's memory; empty if none does.
     param_offload: str = ""
-    section: str = ""
+    section: str = ""  # the section of the options that trains it; empty if it is always frozen
+    # Returns whether a run with these options trains it: a checkpoint then holds it and its
+    # optimizer.
     is_trained: Callable[[Config], bool] = lambda config: False
-    adapter_stream: Stream | None = None
-    export: Export | None = None
+    adapter_stream: Stream | None = None  # the random numbers of new adapters
+    export: Export | None = None  # how it is exported; `None` if it is not
 
     @property
     def has_logits(self) -> bool:
@@ -208,30 +183,18 @@ def find_role(name: str) -> ModelRole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRole:
-    """What the options of a run say of a role.
-
-    Attributes:
-      entry: its entry of `ROLES`.
-      is_used: whether the run has it as a separate tree.
-      is_trained: whether the run trains it.
-      is_exported: whether a run that exports its models exports this one.
-      path: what names its checkpoint; empty if it starts from the actor's.
-      head: its head, in the terms of the loader.
-      options: the section that trains it; `None` if it is always frozen.
-      dtype: the type of its parameters: frozen models need no float32 master copy.
-      has_adapters: whether adapters are what training changes of it.
-      offloads: the options, of those that are on, that keep its arrays in the host's memory.
-    """
+    """What the options of a run say of a role."""
 
     entry: ModelRole
     is_used: bool
     is_trained: bool
-    is_exported: bool
-    path: str
-    head: str
-    options: Actor | Critic | None
-    dtype: str
-    has_adapters: bool
+    is_exported: bool  # whether a run that exports its models exports this one
+    path: str  # what names its checkpoint; empty if it starts from the actor's
+    head: str  # its head, in the terms of the loader
+    options: Actor | Critic | None  # the section that trains it; `None` if it is always frozen
+    dtype: str  # the type of its parameters: frozen models need no float32 master copy
+    has_adapters: bool  # whether adapters are what training changes of it
+    # The options, of those that are on, that keep its arrays in the host's memory.
     offloads: tuple[str, ...]
 
     @property

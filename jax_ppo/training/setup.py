@@ -26,13 +26,10 @@ log = logging.getLogger(__name__)
 def load_examples(
     data: Data, seed: int, response_key: str | None = None
 ) -> tuple[list[Example], list[Example]]:
-    """Return the training and the held-out examples that the options name.
+    """Return the training and the held-out examples (none without `data.val_files`).
 
     `response_key` is the column of the responses, "" by the names of columns; `None` if they are
     not read.
-
-    Returns:
-      Training examples, and held-out examples (empty without `data.val_files`).
 
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
@@ -136,13 +133,10 @@ def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
 def validate_model(
     role: str, mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
 ) -> None:
-    """Check that a model fits the mesh, the sequences and the tokenizer.
+    """Raise `UserError` unless a model fits the mesh, the sequences and the tokenizer.
 
     `role` is the model's name for messages; `sequence_length` counts the tokens of the longest
     prompt with the longest response.
-
-    Raises:
-      UserError: it does not.
     """
     meshes.validate_architecture(mesh, architecture)
     max_length = rope.max_sequence_length(architecture)

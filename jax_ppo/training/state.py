@@ -33,22 +33,16 @@ LoadingProgress = Callable[[str], Callable[[int, int], None] | None]
 
 @pytree
 class TrainState:
-    """Everything on the mesh that outlives a step, as one pytree.
+    """Everything on the mesh that outlives a step, as one pytree."""
 
-    Attributes:
-      step: int32 scalar, the number of completed steps.
-      models: by the role's name, the parameters of the roles that the run has. Those of trained
-        roles are in their `optim.param_dtype`; with `model.lora` they are adapters
-        (`models/lora.py`). Frozen ones are in the computation dtype; the reference is then the bare
-        base, the one copy that all adapters apply to, see `reference_policy`.
-      optimizers: by the role's name, the optax states of trained roles.
-      control: the KL coefficient and running moments for the coming step.
-    """
-
-    step: Any
+    step: Any  # int32 scalar, the number of completed steps
+    # By the role's name, the parameters of the roles that the run has. Those of trained roles are
+    # in their `optim.param_dtype`; with `model.lora` they are adapters (`models/lora.py`). Frozen
+    # ones are in the computation dtype; the reference is then the bare base, the one copy that all
+    # adapters apply to, see `reference_policy`.
     models: dict[str, Any]
-    optimizers: dict[str, Any]
-    control: Control
+    optimizers: dict[str, Any]  # by the role's name, the optax states of trained roles
+    control: Control  # the KL coefficient and running moments for the coming step
 
     @property
     def actor(self) -> Any:
@@ -57,11 +51,7 @@ class TrainState:
 
     @property
     def critic(self) -> Any:
-        """Return the critic's trained parameters.
-
-        `None` if advantages need no critic, or if it is a head of the actor's
-        (`critic.shared_trunk`).
-        """
+        """Return the critic's trained parameters; `None` without one, or with a shared trunk."""
         return self.models.get("critic")
 
     @property
@@ -123,14 +113,7 @@ def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]
 class StateBuilder:
     """Makes the train state of a run, its shapes, and the shapes of what a checkpoint holds.
 
-    Attributes:
-      roles: what the options say of each role.
-      nets: each role's model.
-      mesh: the mesh that the state is placed on.
-      kl_ctrl: the section `algorithm.kl_ctrl`, which the control starts from.
-      reward: likewise.
-      critic: likewise.
-      seed: of new adapters.
+    The control starts from the sections `kl_ctrl`, `reward` and `critic`, new adapters from `seed`.
     """
 
     roles: tuple[RunRole, ...]
@@ -169,11 +152,7 @@ class StateBuilder:
         return assemble_state(self.trained_shapes(), step=step, frozen=frozen)
 
     def trained_shapes(self) -> dict[str, Any]:
-        """Return shapes and shardings of everything that training changes.
-
-        Returns:
-          Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
-        """
+        """Return shapes and shardings of what training changes, as `trained_trees` names it."""
         mesh = self.mesh
         roles = self._present_roles(trained=True)
         # Shapes come from tracing the initialization: nothing is allocated.
@@ -208,17 +187,20 @@ class StateBuilder:
     ) -> TrainState:
         """Return the state to start from, each tree read directly into its shards.
 
-        Args:
-          folders: each role's checkpoint.
-          progress: returns, for the name of a tree, the callback of its loader.
-          trained: arrays from a checkpoint in the structure of `trained_shapes`; `None` reads the
-            roles' folders.
-          step: the number of completed steps, from the same checkpoint.
+        `trained` has arrays from a checkpoint after `step` steps, in the structure of
+        `trained_shapes`; `None` reads the roles' folders.
         """
         # Each loader reads only the parts of a tensor that its devices hold.
         shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
         if trained is None:
-            trained = self._create_trained(folders, progress, shardings)
+            trained = self._load_trained(folders, progress, shardings)
+            # Optimizer states are created in their shards: they may fit no single device.
+            trained["optimizer"] = {
+                role.name: _create_optimizer_state(
+                    role.trained_with, trained[role.name], shardings.optimizers[role.name]
+                )
+                for role in self._present_roles(trained=True)
+            }
         else:
             control = resumed_control(self.kl_ctrl, trained["control"])
             trained = {**trained, "control": control}
@@ -232,19 +214,10 @@ class StateBuilder:
         )
 
     def create_models(self, folders: Folders, progress: LoadingProgress) -> TrainState:
-        """Return a state to sample and to run forward passes with: models, without optimizers.
-
-        Takes the same arguments as `create`.
-        """
+        """Return a state to sample and to run forward passes with: models, without optimizers."""
         shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
-        control = self._create_control(folders)
-        models = {
-            role.name: self._load(
-                dataclasses.replace(role, dtype="float32"), folders, progress, shardings
-            )
-            for role in self._present_roles(trained=True)
-        }
-        return self.create(folders, progress, {**models, "optimizer": {}, "control": control})
+        trained = self._load_trained(folders, progress, shardings, dtype="float32")
+        return self.create(folders, progress, trained | {"optimizer": {}})
 
     def _present_roles(self, *, trained: bool) -> list[RunRole]:
         """Return the roles in the state that training changes, or the others."""
@@ -255,30 +228,30 @@ class StateBuilder:
             and (role.is_used if role.entry.has_actors_net else role.name in self.nets)
         ]
 
-    def _create_trained(
-        self, folders: Folders, progress: LoadingProgress, shardings: TrainState
+    def _load_trained(
+        self,
+        folders: Folders,
+        progress: LoadingProgress,
+        shardings: TrainState,
+        dtype: str | None = None,
     ) -> dict[str, Any]:
-        """Return everything that training changes, for a run that starts at step 0."""
-        control = self._create_control(folders)
-        params = {}
-        optimizers = {}
-        for role in self._present_roles(trained=True):
-            params[role.name] = self._load(role, folders, progress, shardings)
-            # Optimizer states are created in their shards: they may fit no single device.
-            optimizers[role.name] = _create_optimizer_state(
-                role.trained_with, params[role.name], shardings.optimizers[role.name]
-            )
-        return {**params, "optimizer": optimizers, "control": control}
+        """Return the models that training changes, in a type or the roles', and the first control.
 
-    def _create_control(self, folders: Folders) -> Control:
-        """Return the control of the first step, on the mesh: a critic keeps its values' unit."""
+        A critic keeps the unit of its values.
+        """
         returns = None
         critic = next(role for role in self.roles if role.name == "critic")
         if critic.is_used and critic.loaded_head(folders) == "reward":
             returns = read_value_unit(self.critic, folders["critic"])
         control = first_control(self.kl_ctrl, self.reward, self.critic, returns)
-        placed: Control = placement.place(jax.device_get(control), sharding.replicated(self.mesh))
-        return placed
+        loaded: dict[str, Any] = {
+            role.name: self._load(
+                dataclasses.replace(role, dtype=dtype or role.dtype), folders, progress, shardings
+            )
+            for role in self._present_roles(trained=True)
+        }
+        everywhere = sharding.replicated(self.mesh)
+        return loaded | {"control": placement.place(jax.device_get(control), everywhere)}
 
     def _load(
         self, role: RunRole, folders: Folders, progress: LoadingProgress, shardings: TrainState
