@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,33 +11,58 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jax_ppo.config import notes
 from jax_ppo.config.schema import Config
-from jax_ppo.data import prompt_batches
-from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.data import prompt_batches, responses
+from jax_ppo.data.responses import ResponseDataset
+from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.hf.load import (
+    describe_unread_parts,
+    has_score_head,
+    load_checkpoint,
+    read_architecture,
+)
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run import life_cycle
-from jax_ppo.run.supervised_build import (
-    REWARD_MODEL,
-    SFT,
-    Batch,
-    SupervisedRun,
-    Task,
-    set_up_run,
+from jax_ppo.run.parts import batches_in_order
+from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
+from jax_ppo.runtime import (
+    compilation,
+    distributed,
+    heartbeat,
+    meshes,
+    placement,
+    sharding,
+    signals,
 )
-from jax_ppo.runtime import compilation, distributed, heartbeat, signals
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes
+from jax_ppo.training import packing
 from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.decoders import build_decoder, describe_attention
+from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.setup import fingerprint_data
+from jax_ppo.training.setup import (
+    count_steps,
+    fingerprint_data,
+    load_examples,
+    load_model_tokenizer,
+    make_encoding,
+    validate_model,
+)
 from jax_ppo.training.step_hashes import hash_quantities, take_hashes
-from jax_ppo.types import Params
+from jax_ppo.types import Example, Packing, Params, Sequences
 
 State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
+# Arguments of a step: the samples, their packing, and its micro-batch count.
+Batch = tuple[Sequences, Packing, jax.Array]
 
 
 def train(
@@ -45,21 +71,15 @@ def train(
     task: Task,
     cycle: Callable[..., dict[str, Any]] = life_cycle.train,
 ) -> dict[str, Any]:
-    """Train from the newest checkpoint in `workdir`, or from the start if there is none.
+    """Train as `life_cycle.train` does, or as `cycle`, which takes the same arguments."""
 
-    `cycle` takes the steps; it takes the same arguments as `life_cycle.train`.
-
-    Returns:
-      The contents of summary.json.
-    """
-
-    def build(mesh: jax.sharding.Mesh) -> SupervisedTraining:
+    def build(mesh: Mesh) -> SupervisedTraining:
         if config.trainer.export:
             # Before training: the export comes after it.
             for folder in life_cycle.export_folders(config.trainer, workdir):
                 output = folder / task.output
                 distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
-        return SupervisedTraining(set_up_run(config, task, mesh))
+        return build_training(config, task, mesh)
 
     # The accuracy, or the negative loss of a task without one.
     return cycle(config, workdir, build, best_metric="quality")
@@ -69,22 +89,30 @@ train_sft = functools.partial(train, task=SFT)
 train_reward_model = functools.partial(train, task=REWARD_MODEL)
 
 
+@dataclasses.dataclass
 class SupervisedTraining:
     """A supervised task's part of the life cycle: a `life_cycle.Training`."""
 
-    def __init__(self, run: SupervisedRun) -> None:
-        """Take the parts of the run."""
-        self.command = run.task.command
-        self.mesh = run.mesh
-        self.total_steps = run.total_steps
-        self.position = 0
-        self.can_evaluate = bool(run.held_out)
-        self._run = run
-        self._batches = run.batches(0)
+    config: Config
+    task: Task
+    mesh: Mesh
+    folder: Path  # the checkpoint that training starts from
+    tokenizer: Any  # the model's, or that of `model.tokenizer_path`
+    training: ResponseDataset  # the examples that are trained on
+    held_out: ResponseDataset | None  # the examples of evaluations; `None` without validation files
+    row_length: int  # L, tokens of a packed row
+    model: Transformer  # the network
+    total_steps: int  # number of steps of the whole run
+    position: int = 0  # training examples consumed by the steps so far
+
+    def __post_init__(self) -> None:
+        self.command = self.task.command
+        self.can_evaluate = bool(self.held_out)
+        self._batches = self._batches_from(0)
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return facts that differ if the training examples do."""
-        return {"data": fingerprint_data(self._run.config.data, self._run.training.prompts)}
+        return {"data": fingerprint_data(self.config.data, self.training.prompts)}
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which nothing runs."""
@@ -95,9 +123,9 @@ class SupervisedTraining:
     ) -> Journal:
         """Return the reports of the run."""
         return Journal(
-            config=self._run.config,
-            total_steps=self._run.total_steps,
-            layout=self._run.task.layout,
+            config=self.config,
+            total_steps=self.total_steps,
+            layout=self.task.layout,
             workdir=workdir,
             progress=progress,
             compiled=compiled,
@@ -105,35 +133,47 @@ class SupervisedTraining:
 
     def compile_programs(self, progress: Progress) -> Iterator[Any]:
         """Return what compiles the program of a step with `next`."""
-        run = self._run
-        batch = run.place_batch(run.training, next(run.batches(progress.position)).indices)
-        shapes = _state_shapes(run)
-        step = run.replicate(np.int32(progress.step))
+        batch = self.place_batch(self.training, next(self._batches_from(progress.position)).indices)
+        arguments, named = self._step_arguments(self._state_shapes(), progress.step, batch)
 
         def compile_step() -> Iterator[Any]:
-            arguments, named = _step_arguments(run, shapes, step, batch)
             yield compile_ahead(train_step, *arguments, **named)
 
         return compile_step()
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> State:
-        """Return parameters and optimizer state to start from."""
-        return start_parameters(self._run, checkpoints, step)
+        """Return parameters and optimizer state; at step 0 the model's own parameters are read."""
+        # Shapes first: both a checkpoint and a model's folder are read into their shards.
+        shapes = self._state_shapes()
+        if step:
+            return checkpoints.restore(step, shapes).arrays
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        options = self.config.supervised
+        params = load_checkpoint(
+            self.folder,
+            self.model.architecture,
+            shardings["params"],
+            jnp.dtype(options.optim.param_dtype),
+            self.task.objective.head,
+            console.make_loading_reporter("model"),
+        )
+        init_optimizer = make_optimizer(options.optim, options.grad_clip).init
+        optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
+        return {"params": params, "optimizer": optimizer}
 
     def begin(self, state: State, checkpoints: Checkpointer, progress: Progress) -> State:
         """Find the first batch."""
-        self._batches = self._run.batches(progress.position)
+        self._batches = self._batches_from(progress.position)
         self.position = progress.position
         return state
 
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""
-        run = self._run
         # The host packs this batch while the mesh still computes the step before.
-        batch = run.place_batch(run.training, next(self._batches).indices)
+        batch = self.place_batch(self.training, next(self._batches).indices)
         self.position = self._batches.position
         with heartbeat.activity(f"step {step + 1}"):
-            arguments, named = _step_arguments(run, state, run.replicate(np.int32(step)), batch)
+            arguments, named = self._step_arguments(state, step, batch)
             params, optimizer_state, metrics = train_step(*arguments, **named)
             journal.flush()  # of the step before, while this one is computed
         sequences = batch[0]
@@ -141,7 +181,7 @@ class SupervisedTraining:
             {
                 "tokens": (sequences.tokens, sequences.prompt_lengths, sequences.lengths),
                 "loss": metrics["loss"],
-                f"weights/{run.task.output}": params,
+                f"weights/{self.task.output}": params,
             }
         )
         journal.write_later(
@@ -157,7 +197,7 @@ class SupervisedTraining:
         before_batch: Callable[[], None] = lambda: None,
     ) -> life_cycle.Quality:
         """Evaluate on the held-out examples and report it."""
-        means = evaluate(self._run, state["params"], before_batch)
+        means = self._measure_held_out(state["params"], before_batch)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
         journal.write_evaluation(completed_steps, dict(means), shown)
         # Larger is better for the best checkpoint, hence the negative loss.
@@ -169,35 +209,116 @@ class SupervisedTraining:
 
     def export(self, state: State, folder: Path, journal: Journal) -> None:
         """Write the trained model as a Hugging Face folder in a folder."""
-        run = self._run
+        architecture = self.model.architecture
+        # Otherwise a sampler would not stop where the trained responses end.
+        eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id, *self.training.end_ids)
         with signals.limited("exporting the model"):
             export_checkpoint(
                 state["params"],
-                run.exported_architecture,
-                folder / run.task.output,
-                dtype=run.config.trainer.export_dtype,
-                source_folder=run.folder,
-                tokenizer_folder=Path(run.tokenizer.name_or_path),
+                dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids))),
+                folder / self.task.output,
+                dtype=self.config.trainer.export_dtype,
+                source_folder=self.folder,
+                tokenizer_folder=Path(self.tokenizer.name_or_path),
             )
-        journal.report_model(folder / run.task.output, run.task.next_option)
+        journal.report_model(folder / self.task.output, self.task.next_option)
 
+    def place_batch(
+        self, dataset: ResponseDataset, rows: np.ndarray, count: int | None = None
+    ) -> Batch:
+        """Pack rows of a data set and return them on the mesh.
 
-def _step_arguments(
-    run: SupervisedRun, state: State, step: jax.Array, batch: Batch
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `train_step`, by position and by name."""
-    options = run.config.supervised
-    arguments = (
-        run.task.objective,
-        options,
-        run.model,
-        run.total_steps,
-        state["params"],
-        state["optimizer"],
-        step,
-        *batch,
-    )
-    return arguments, {"rounding_seed": rounding_seed(options.optim, run.config.seed)}
+        The first `count` rows are real, by default all; later ones are not packed.
+        """
+        num_rows = len(rows)
+        num_responses = len(self.task.response_fields)
+        sequences = dataset.sequences(rows.tolist())
+        # The sequences of a pair are packed as one, so that both are in one row.
+        lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
+        parts = meshes.row_parts(self.mesh)
+        shards = meshes.row_shards(self.mesh) // parts
+        rows_at_once = packing.rows_per_micro_batch(
+            self.config.supervised.micro_batch_size_per_device,
+            self.row_length // parts,
+            num_rows,
+            shards,
+            meshes.needs_large_micro_batches(self.mesh),
+        )
+        if count is None:
+            count = num_rows
+        # A length of 0 takes no place in a row.
+        is_real = np.arange(num_rows) < count
+        plans, counts = packing.plan_packing(
+            lengths.sum(0) * is_real,
+            np.arange(num_rows)[None],
+            rows_at_once,
+            self.row_length,
+            self.config.packing.enabled,
+        )
+        plan = jax.tree.map(lambda x: x[0], plans)
+        if num_responses > 1:
+            plan = packing.split_pairs(plan, lengths[0])
+        plan = packing.split_columns(plan, shards, parts)
+        return (
+            self._replicate(sequences),
+            placement.place(plan, sharding.rows(self.mesh, axis=1)),
+            self._replicate(counts[0]),
+        )
+
+    def _batches_from(self, position: int) -> prompt_batches.PromptBatches:
+        """Return the training batches that follow a position; only their `indices` are read."""
+        return batches_in_order(self.config.data, self.config.seed, self.training.prompts, position)
+
+    def _replicate(self, tree: Any) -> Any:
+        """Return host arrays on every device of the mesh."""
+        return placement.place(tree, sharding.replicated(self.mesh))
+
+    def _state_shapes(self) -> State:
+        """Return shapes and shardings of the state."""
+        head = self.task.objective.head
+        return trained_shapes(self.config.supervised, self.model, head, self.mesh)
+
+    def _step_arguments(
+        self, state: State, step: int, batch: Batch
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of `train_step`, by position and by name."""
+        options = self.config.supervised
+        arguments = (
+            self.task.objective,
+            options,
+            self.model,
+            self.total_steps,
+            state["params"],
+            state["optimizer"],
+            self._replicate(np.int32(step)),
+            *batch,
+        )
+        return arguments, {"rounding_seed": rounding_seed(options.optim, self.config.seed)}
+
+    def _measure_held_out(
+        self, params: Params, before_batch: Callable[[], None]
+    ) -> dict[str, float]:
+        """Return the objective's means over the held-out examples."""
+        assert self.held_out is not None, "there are no validation files"
+        objective = self.task.objective
+        sums: collections.Counter[str] = collections.Counter()
+        batches = prompt_batches.evaluation_batches(
+            self.held_out.prompts, self.config.data.val_batch_size
+        )
+        with heartbeat.activity("evaluation") as activity:
+            for number, batch in enumerate(batches, start=1):
+                activity.update(f"batch {number}")
+                before_batch()
+                placed = self.place_batch(self.held_out, batch.indices, batch.count)
+                batch_sums = measure_batch(
+                    objective, self.config.supervised, self.model, params, *placed
+                )
+                sums.update(
+                    {name: float(value) for name, value in jax.device_get(batch_sums).items()}
+                )
+        # Sums of all batches over all units: batches of any size count by their content.
+        units = sums.pop("units")
+        return {name: sums[name] / units for name in objective.names}
 
 
 def _write_metrics(
@@ -216,60 +337,76 @@ def _write_metrics(
     )
 
 
-def _state_shapes(run: SupervisedRun) -> State:
-    """Return shapes and shardings of the state."""
-    return trained_shapes(run.config.supervised, run.model, run.task.objective.head, run.mesh)
+def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
+    """Build a run, cheap checks first; weights are not loaded.
 
-
-def start_parameters(run: SupervisedRun, checkpoints: Checkpointer, step: int) -> State:
-    """Return parameters and optimizer state to start from.
-
-    At step 0 the model's own parameters are read.
+    Raises:
+      UserError: an option does not fit the data, the model or the machine.
     """
-    # Shapes first: both a checkpoint and a model's folder are read into their shards.
-    shapes = _state_shapes(run)
-    if step:
-        return checkpoints.restore(step, shapes).arrays
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    options = run.config.supervised
-    params = load_checkpoint(
-        run.folder,
-        run.model.architecture,
-        shardings["params"],
-        jnp.dtype(options.optim.param_dtype),
-        run.task.objective.head,
-        console.make_loading_reporter("model"),
+    # 1. Notes and data, before anything of the model is read.
+    for note in notes.note_unread_options(config, task.command):
+        console.print_on_main(f"note: {note}")
+    response_key = config.supervised.response_key
+    training, held_out = load_examples(config.data, config.seed, response_key)
+    for examples, option in (
+        (training, "config.data.train_files"),
+        (held_out, "config.data.val_files"),
+    ):
+        responses.validate_responses(examples, task.response_fields, option, response_key)
+
+    # 2. The model's folder, tokenizer and architecture.
+    folder = resolve_model_folder(config.model.path)
+    tokenizer = load_model_tokenizer(config.model, folder)
+    architecture = read_architecture(folder)
+    for line in describe_unread_parts(folder):
+        console.print_on_main(line)
+    validate_model("model", mesh, architecture, tokenizer, config.sequence_length)
+    if task.objective.head == "scalar" and has_score_head(folder):
+        console.print_on_main(
+            f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
+            "new one is made"
+        )
+    head = task.objective.head
+    model = Transformer(architecture, jnp.dtype(config.model.dtype))
+    validate_memory(SupervisedMemory(config, model, head, mesh))
+
+    # 3. Examples as tokens, which fix the row length and the number of steps.
+    console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")
+
+    def tokenize(examples: list[Example], option: str) -> ResponseDataset:
+        return responses.tokenize_responses(
+            examples,
+            tokenizer,
+            task.response_fields,
+            make_encoding(config.data),
+            config.data.max_response_length,
+            option,
+        )
+
+    training_set = tokenize(training, "config.data.train_files")
+    held_out_set = tokenize(held_out, "config.data.val_files") if held_out else None
+    longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
+    parts = meshes.row_parts(mesh)
+    row_length = config.packing.row_length or packing.row_width(longest, parts)
+    batches = batches_in_order(config.data, config.seed, training_set.prompts)
+    run = SupervisedTraining(
+        config=config,
+        task=task,
+        mesh=mesh,
+        folder=folder,
+        tokenizer=tokenizer,
+        training=training_set,
+        held_out=held_out_set,
+        row_length=row_length,
+        model=build_decoder(architecture, config.model, row_length),
+        total_steps=count_steps(config.trainer, batches.steps_per_epoch),
     )
-    init_optimizer = make_optimizer(options.optim, options.grad_clip).init
-    optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
-    return {"params": params, "optimizer": optimizer}
-
-
-def evaluate(
-    run: SupervisedRun, params: Params, before_batch: Callable[[], None] = lambda: None
-) -> dict[str, float]:
-    """Return the objective's means over the held-out examples.
-
-    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
-    """
-    assert run.held_out is not None, "there are no validation files"
-    objective = run.task.objective
-    sums: collections.Counter[str] = collections.Counter()
-    batches = prompt_batches.evaluation_batches(
-        run.held_out.prompts, run.config.data.val_batch_size
+    coef = config.supervised.router_aux_loss_coef
+    refuse_router_loss("config.supervised", coef, run.model)
+    if attention := describe_attention(config.model, run.model, row_length):
+        console.print_on_main(attention)
+    console.print_on_main(
+        f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "
+        f"{run.total_steps} steps of {config.data.train_batch_size}"
     )
-    with heartbeat.activity("evaluation") as activity:
-        for number, batch in enumerate(batches, start=1):
-            activity.update(f"batch {number}")
-            before_batch()
-            batch_sums = measure_batch(
-                objective,
-                run.config.supervised,
-                run.model,
-                params,
-                *run.place_batch(run.held_out, batch.indices, batch.count),
-            )
-            sums.update({name: float(value) for name, value in jax.device_get(batch_sums).items()})
-    # Sums of all batches over all units: batches of any size count by their content.
-    units = sums.pop("units")
-    return {name: sums[name] / units for name in objective.names}
+    return run

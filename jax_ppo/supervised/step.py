@@ -37,21 +37,16 @@ SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metr
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedObjective:
-    """The loss of a supervised command; a static argument of compiled functions.
+    """The loss of a supervised command; a static argument of compiled functions."""
 
-    Attributes:
-      head: the head on the decoder, "lm" or "scalar".
-      units: (sequences, packing of the whole batch) -> how many units the loss is a mean over.
-      sums: (options, model, params, sequences, rows of a micro-batch) -> sums over its units by
-        name, of which "loss" is minimized; and, with `options.router_aux_loss_coef`, "router_loss",
-        the sum over sequences.
-      names: the names of all sums.
-    """
-
-    head: str
+    head: str  # the head on the decoder, "lm" or "scalar"
+    # (sequences, packing of the whole batch) -> how many units the loss is a mean over.
     units: Callable[[Sequences, Packing], jax.Array]
+    # (options, model, params, sequences, rows of a micro-batch) -> sums over its units by name, of
+    # which "loss" is minimized; and, with `options.router_aux_loss_coef`, "router_loss", the sum
+    # over sequences.
     sums: SumsFunction
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of all sums
 
 
 def _count_response_tokens(sequences: Sequences, plan: Packing) -> jax.Array:
@@ -218,7 +213,7 @@ def train_step(
     """Take one optimizer step on a batch.
 
     Args:
-      objective: what is minimized; static, like the next three.
+      objective: what is minimized; static, like the next three and `rounding_seed`.
       options: `config.supervised`.
       model: the network.
       total_steps: number of steps of the run, for the learning rate's schedule.
@@ -228,7 +223,7 @@ def train_step(
       sequences: the batch.
       plan: packing [A, R, L].
       micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
-      rounding_seed: see `optimizer.rounding_seed`; static.
+      rounding_seed: see `optimizer.rounding_seed`.
 
     Returns:
       Parameters, optimizer state, and metrics: scalars on the mesh.
@@ -274,11 +269,7 @@ def measure_batch(
 def trained_shapes(
     options: Supervised, model: Transformer, head: str, mesh: Mesh
 ) -> dict[str, Any]:
-    """Return shapes and shardings of parameters and optimizer state, as a checkpoint names them.
-
-    Returns:
-      Trees of `jax.ShapeDtypeStruct` under "params" and "optimizer".
-    """
+    """Return shapes and shardings of "params" and "optimizer", as a checkpoint names them."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     initial = jax.eval_shape(functools.partial(init_params, model, head=head), key)
     dtype = jnp.dtype(options.optim.param_dtype)

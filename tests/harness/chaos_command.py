@@ -23,7 +23,7 @@ PHASES = {
     "making the model": ("jax_ppo.demonstration.warmup:train_on_responses",),
     "loading": (
         "jax_ppo.training.state:StateBuilder.create",
-        "jax_ppo.run.supervised_loop:start_parameters",
+        "jax_ppo.run.supervised_loop:SupervisedTraining.load_state",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
     "compiling": (
@@ -35,7 +35,7 @@ PHASES = {
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
     "evaluating": (
         "jax_ppo.run.ppo_training:evaluate_policy",
-        "jax_ppo.run.supervised_loop:evaluate",
+        "jax_ppo.run.supervised_loop:SupervisedTraining.evaluate",
     ),
     "exporting": (
         "jax_ppo.run.export:export_checkpoint",
@@ -104,7 +104,7 @@ def announce_examples() -> None:
         return call
 
     wrap("jax_ppo.ppo.step:sample_batch", wrap_sample_batch)
-    wrap("jax_ppo.run.supervised_build:SupervisedRun.place_batch", wrap_place_batch)
+    wrap("jax_ppo.run.supervised_loop:SupervisedTraining.place_batch", wrap_place_batch)
     wrap("jax_ppo.run.supervised_loop:train_step", wrap_train_step)
 
 

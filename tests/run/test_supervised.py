@@ -20,7 +20,7 @@ from jax_ppo import replay
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
-from jax_ppo.run import supervised_build, supervised_loop
+from jax_ppo.run import supervised_loop, supervised_tasks
 from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -234,7 +234,7 @@ def load(files, *overrides, command="sft"):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "task"),
-    [("sft", supervised_build.SFT), ("reward_model", supervised_build.REWARD_MODEL)],
+    [("sft", supervised_tasks.SFT), ("reward_model", supervised_tasks.REWARD_MODEL)],
 )
 def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
     """The run is stopped in the evaluation after step 4, which the resumed run repeats."""
@@ -273,11 +273,11 @@ def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypat
 
     monkeypatch.setattr(supervised_loop.SupervisedTraining, "take_step", die)
     with pytest.raises(KeyError):
-        supervised_loop.train(options, tmp_path / "run", supervised_build.SFT)
+        supervised_loop.train(options, tmp_path / "run", supervised_tasks.SFT)
     monkeypatch.undo()
-    supervised_loop.train(options, tmp_path / "run", supervised_build.SFT)
+    supervised_loop.train(options, tmp_path / "run", supervised_tasks.SFT)
     assert "resuming after step 4 of 6" in capsys.readouterr().out
-    supervised_loop.train(load(files, *steps), tmp_path / "whole", supervised_build.SFT)
+    supervised_loop.train(load(files, *steps), tmp_path / "whole", supervised_tasks.SFT)
     ours, theirs = (
         (tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("run", "whole")
     )
@@ -288,8 +288,8 @@ def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypat
 @pytest.mark.parametrize("command", ["sft", "reward_model"])
 def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_path, command):
     task, model, (whole, _) = {
-        "sft": (supervised_build.SFT, files / "llama", sft),
-        "reward_model": (supervised_build.REWARD_MODEL, sft[0] / "actor", reward_model),
+        "sft": (supervised_tasks.SFT, files / "llama", sft),
+        "reward_model": (supervised_tasks.REWARD_MODEL, sft[0] / "actor", reward_model),
     }[command]
     mesh = "--config.mesh.fsdp=2", "--config.mesh.context=4"
     options = load(files, *mesh, f"--config.model.path={model}", command=command)
@@ -354,18 +354,18 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
     )
     with pytest.raises(UserError, match=message):
         supervised_loop.train(
-            load(files, override, command="reward_model"), tmp_path, supervised_build.REWARD_MODEL
+            load(files, override, command="reward_model"), tmp_path, supervised_tasks.REWARD_MODEL
         )
 
 
 def test_a_run_that_could_not_export_is_refused_before_it_trains(files, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.run.supervised_loop.set_up_run", lambda *_: pytest.fail("the run was set up")
+        "jax_ppo.run.supervised_loop.build_training", lambda *_: pytest.fail("the run was set up")
     )
-    (tmp_path / supervised_build.SFT.output).mkdir()
-    (tmp_path / supervised_build.SFT.output / "notes.txt").touch()
+    (tmp_path / supervised_tasks.SFT.output).mkdir()
+    (tmp_path / supervised_tasks.SFT.output / "notes.txt").touch()
     with pytest.raises(UserError, match="exists and holds something other than an export"):
-        supervised_loop.train(load(files), tmp_path, supervised_build.SFT)
+        supervised_loop.train(load(files), tmp_path, supervised_tasks.SFT)
 
 
 def test_what_ppo_alone_reads_is_noted():
