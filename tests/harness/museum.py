@@ -1921,8 +1921,8 @@ STOPS = [
         holds="the entropy is logged, and a fall below the threshold is reported once",
         test="tests/run/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
         where="_check_entropy",
-        old="entropy >= limit",
-        new="entropy >= 0",
+        old="entropy < limit",
+        new="entropy < 0",
     ),
     Exhibit(
         name="a_run_of_nan_updates_continues",
