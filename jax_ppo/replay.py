@@ -3,9 +3,10 @@
 Computes step N of a run again, from the newest checkpoint before it and with the run's own options.
 """
 
+import functools
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_ppo import command
 from jax_ppo.config import loading
@@ -35,20 +36,11 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2 or {"--help", "-h", "-help"} & set(arguments[1:]):
         print(USAGE, end="")
         return
-    command.run_job(lambda: _make_job(read_replay_arguments(arguments)))
+    command.run_job(lambda: _make_job(*read_replay_arguments(arguments)))
 
 
-class Request(NamedTuple):
-    """The arguments of a command line; `where` has options of the mesh and of the processes."""
-
-    source: Path
-    step: int
-    verifies: bool
-    where: dict[str, Any]
-
-
-def read_replay_arguments(arguments: list[str]) -> Request:
-    """Return what a command line asks for.
+def read_replay_arguments(arguments: list[str]) -> tuple[Path, int, bool, dict[str, Any]]:
+    """Return a run's folder, the step, whether it is verified, and options of mesh and processes.
 
     Raises:
       UserError: an argument is wrong.
@@ -75,19 +67,19 @@ def read_replay_arguments(arguments: list[str]) -> Request:
     if not values["--step"].isdecimal() or int(values["--step"]) < 1:
         raise UserError(f"--step={values['--step']}: expected the number of a step, from 1")
     source = expand_local_path(values["--workdir"], "--workdir")
-    return Request(source, int(values["--step"]), "--verify" in values, where)
+    return source, int(values["--step"]), "--verify" in values, where
 
 
-def _make_job(request: Request) -> command.Job:
+def _make_job(source: Path, step: int, verifies: bool, where: dict[str, Any]) -> command.Job:
     from jax_ppo.run import replay
 
-    source, step, verifies, where = request
+    cycle = functools.partial(replay.repeat_steps, source=source, step=step, verifies=verifies)
     options, trained_by = replay.read_run(source, step, where)
     return command.Job(
         options=options,
         workdir=source.with_name(f"{source.resolve().name}-replay-{step}"),
         runner=command.RUNNERS[trained_by],
-        arguments={"cycle": replay.Replay(source, step, verifies)},
+        arguments={"cycle": cycle},
     )
 
 

@@ -91,61 +91,57 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
     return config, command
 
 
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Takes steps of a run again, in the place of `life_cycle.train`.
+def repeat_steps(
+    config: Config,
+    folder: Path,
+    build: Callable[[Mesh], Training],
+    best_metric: str,
+    *,
+    source: Path,
+    step: int,
+    verifies: bool,
+) -> dict[str, Any]:
+    """Take steps of a run again, in the place of `life_cycle.train`, up to a step from 1.
 
-    Attributes:
-      source: the work directory of the run, which stays as it is.
-      step: the last step, from 1.
-      verifies: compare the hashes of all steps that are taken.
+    `source` is the work directory of the run, which stays as it is. With `verifies`, compare the
+    hashes of all steps that are taken.
+
+    Raises:
+      UserError: a hash differs, or the data or the models of the run have changed.
     """
-
-    source: Path
-    step: int
-    verifies: bool
-
-    def __call__(
-        self, config: Config, folder: Path, build: Callable[[Mesh], Training], best_metric: str
-    ) -> dict[str, Any]:
-        """Take the steps after a checkpoint; arguments as for `life_cycle.train`.
-
-        Raises:
-          UserError: a hash differs, or the data or the models of the run have changed.
-        """
-        steps = _steps(self.source, self.step)
-        start = steps[0] - 1
-        directory = self.source / staging.CHECKPOINTS
-        mesh = meshes.make_mesh(config.mesh)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.set_mesh(mesh))
-            compiled = stack.enter_context(compilation.count_compilations())
-            # A run that has not saved yet has no folder, and it stays without.
-            checkpoints = stack.enter_context(
-                Checkpointer(
-                    directory if start else folder / staging.CHECKPOINTS,
-                    best_metric=best_metric,
-                    read_only=bool(start),
-                )
+    steps = _steps(source, step)
+    start = steps[0] - 1
+    directory = source / staging.CHECKPOINTS
+    mesh = meshes.make_mesh(config.mesh)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        compiled = stack.enter_context(compilation.count_compilations())
+        # A run that has not saved yet has no folder, and it stays without.
+        checkpoints = stack.enter_context(
+            Checkpointer(
+                directory if start else folder / staging.CHECKPOINTS,
+                best_metric=best_metric,
+                read_only=bool(start),
             )
-            training = build(mesh)
-            progress = Progress()
-            if start:
-                meta = checkpoints.restore(start, {}).meta
-                progress = progress_to_repeat(start, meta, **training.fingerprints())
-            origin = f"checkpoint {start}" if start else "the start of the run"
-            console.print_on_main(f"computing step {self.step} from {origin}")
-            stack.enter_context(training.running())
-            journal = stack.enter_context(training.open_journal(folder, progress, compiled))
-            state = training.load_state(checkpoints, start)
-            state = training.begin(state, checkpoints, progress)
-            for step in steps:
-                state = training.take_step(state, step - 1, journal)
-            journal.flush()
-            summary = journal.write_summary(self.step, mesh)
-        if self.verifies:
-            distributed.run_on_main(lambda: _compare(self.source, folder, steps))
-        return summary
+        )
+        training = build(mesh)
+        progress = Progress()
+        if start:
+            meta = checkpoints.restore(start, {}).meta
+            progress = progress_to_repeat(start, meta, **training.fingerprints())
+        origin = f"checkpoint {start}" if start else "the start of the run"
+        console.print_on_main(f"computing step {step} from {origin}")
+        stack.enter_context(training.running())
+        journal = stack.enter_context(training.open_journal(folder, progress, compiled))
+        state = training.load_state(checkpoints, start)
+        state = training.begin(state, checkpoints, progress)
+        for number in steps:
+            state = training.take_step(state, number - 1, journal)
+        journal.flush()
+        summary = journal.write_summary(step, mesh)
+    if verifies:
+        distributed.run_on_main(lambda: _compare(source, folder, steps))
+    return summary
 
 
 def _steps(source: Path, step: int) -> range:

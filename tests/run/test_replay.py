@@ -41,7 +41,7 @@ def workdir(tmp_path):
 def test_wrong_arguments_are_told(workdir, arguments, message):
     words = ["replay", *(word.format(workdir) for word in arguments)]
     with pytest.raises(UserError, match=message):
-        replay._make_job(replay.read_replay_arguments(words))
+        replay._make_job(*replay.read_replay_arguments(words))
 
 
 def test_a_run_without_hashes_is_told(workdir):
@@ -55,10 +55,11 @@ def test_the_options_are_the_run_s_but_for_the_mesh_and_what_a_replay_does_not_w
     options = hash_options(dataclasses.asdict(run))
     HashLog(workdir, 0).write(1, "train", {"tokens": "a"}, options, {})
     words = ["replay", f"--workdir={workdir}", "--step=1", "--verify", "--config.mesh.fsdp=2"]
-    job = replay._make_job(replay.read_replay_arguments(words))
+    job = replay._make_job(*replay.read_replay_arguments(words))
     assert job.options.mesh == dataclasses.replace(run.mesh, fsdp=2)
     assert job.options.actor == run.actor and not job.options.trainer.export
-    assert job.options.model.path == str(workdir / "model") and job.arguments["cycle"].verifies
+    assert job.options.model.path == str(workdir / "model")
+    assert job.arguments["cycle"].keywords["verifies"]
     assert job.workdir == workdir.with_name(f"{workdir.name}-replay-1")
 
 
