@@ -99,7 +99,7 @@ UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: a section of the options and what it configures,
 # the two implementations of models and of caches, PPO and supervised runs, and `main` of commands.
 SHARED_NAMES = {
-    *("main", "train", "take_steps", "evaluate", "evaluate_if_due", "set_up_run", "Reporter"),
+    *("main", "train", "take_steps", "evaluate", "evaluate_if_due", "Reporter"),
     *("Lora", "Packing", "Role", "reference_kl", "token_logprobs", "trained_shapes"),
     *("Attention", "Layer", "MLP"),
     *("attend_to_cache", "empty_cache", "write_rows", "write_tokens"),

@@ -24,7 +24,7 @@ from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.update import update_state
 from jax_ppo.reporting import console
-from jax_ppo.run.build import set_up_run
+from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import meshes
@@ -156,7 +156,7 @@ def reach_target(config: schema.Config) -> dict:
     jax.clear_caches()  # programs of an earlier turn
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
-        run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
+        run = build_run(config, Path(workdir), mesh, console.print_on_main)
         start = time.perf_counter()
         discarded = Training(run)
         for _ in range(WARM_UP_STEPS):

@@ -1,22 +1,19 @@
-"""Set up a PPO run: from options to the parts that stay the same from step to step."""
+"""Build a PPO run: from options to the parts that stay the same from step to step."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Data, MultiTurn, Reward, RolloutOptions
-from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import (
-    ENVIRONMENT_OPTION,
     describe_tools,
     load_environment_class,
     try_first_reset,
@@ -39,24 +36,23 @@ from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.run.run_prompts import (
-    RunPrompts,
-    cache_training_prompts,
+    build_environment,
     load_run_examples,
     make_row_validation,
-    set_up_environment,
+    tokenize_run_prompts,
 )
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import Environment, PerDialogue
+from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
-from jax_ppo.training.setup import chat_template, count_steps, make_encoding
+from jax_ppo.training.setup import chat_template, count_steps
 from jax_ppo.training.state import StateBuilder, policy_params
 from jax_ppo.types import Example
 
 
-def set_up_run(
+def build_run(
     config: Config,
     workdir: Path,
     mesh: Mesh,
@@ -116,33 +112,36 @@ def set_up_run(
 
     # 3. Prompts as tokens, which fix the number of steps.
     data = config.data
-    read_cache = functools.partial(
-        cache_training_prompts,
-        data,
-        config.model.tokenizer_path or str(models.folders.actor),
-        make_row_validation(config.reward, config.rewards_by_environment_alone),
-    )
     with heartbeat.activity("tokenizing prompts"):
-        prompts = _tokenize_prompts(
-            data, models.tokenizer, examples, held_out_examples, given, read_cache
+        training, held_out = tokenize_run_prompts(
+            data,
+            models.tokenizer,
+            config.model.tokenizer_path or str(models.folders.actor),
+            make_row_validation(config.reward, config.rewards_by_environment_alone),
+            examples if given is None else [],
+            held_out_examples,
         )
+    if given is not None:
+        training = given
+    environment = None
     if environment_class is not None:
-        prompts = set_up_environment(
+        training, held_out, environment = build_environment(
             environment_class,
             config.rollout.multi_turn,
             models.tokenizer,
-            prompts,
+            training,
+            held_out,
             chat_template(data),
+            data.max_response_length,
         )
-        _try_environment(config.rollout.multi_turn, prompts.environment, data.max_response_length)
     total_steps = 0
     if trains:
-        steps_per_epoch = batches_in_order(data, config.seed, prompts.training).steps_per_epoch
+        steps_per_epoch = batches_in_order(data, config.seed, training).steps_per_epoch
         total_steps = count_steps(config.trainer, steps_per_epoch)
 
     # 4. How the engine samples.
     sampling, held_out_sampling = _sampling_options(
-        memory, rollout_mesh, models, prompts.environment, report
+        memory, rollout_mesh, models, environment, report
     )
     if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
         folder, length = models.folders.actor, config.sequence_length
@@ -160,8 +159,8 @@ def set_up_run(
         folders=models.folders,
         nets=models.nets,
         tokenizer=models.tokenizer,
-        training=prompts.training,
-        held_out=prompts.held_out,
+        training=training,
+        held_out=held_out,
         total_steps=total_steps,
         engine=make_engine(engine_class, models.nets.actor, sampled_params, mesh, rollout_mesh),
         sampling=sampling,
@@ -181,23 +180,12 @@ def set_up_run(
             rule=rule,
             model_weight=model_weight,
             reward_inputs=models.reward_inputs,
-            environment=prompts.environment,
+            environment=environment,
         ),
     )
     if trains:
         _report_size(run, report)
     return run
-
-
-def _try_environment(
-    options: MultiTurn, environment: Environment | None, max_response_length: int
-) -> None:
-    """Raise `UserError` if an environment of a user's fails in a dialogue."""
-    if isinstance(environment, PerDialogue):
-        turn = options.max_turn_length or max_response_length
-        plugin_trials.try_environment(
-            ENVIRONMENT_OPTION, options.environment, environment, turn, options.max_contexts
-        )
 
 
 def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) -> None:
@@ -248,30 +236,6 @@ def _resolve_rule(
     return RewardWorkers(options, 1 if takes_batches else workers, takes_batches)
 
 
-def _tokenize_prompts(
-    data: Data,
-    tokenizer: Any,
-    examples: list[Example],
-    held_out_examples: list[Example],
-    given: GivenResponses | None,
-    read_cache: Callable[[], PromptDataset],
-) -> RunPrompts:
-    """Return the prompts of a run as tokens, which given responses and a cache already have."""
-    training = PromptDataset((), (), data.max_prompt_length)
-    if given is not None:
-        training = given
-    elif examples and data.cache_dir:
-        training = read_cache()
-    elif examples:
-        training = tokenize_prompts(examples, tokenizer, make_encoding(data))
-    held_out = None
-    if held_out_examples:
-        held_out = tokenize_prompts(
-            held_out_examples, tokenizer, make_encoding(data), "config.data.val_files"
-        )
-    return RunPrompts(training, held_out)
-
-
 def _report_size(run: PPORun, report: Report) -> None:
     """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
     config = run.config
@@ -285,17 +249,13 @@ def _report_size(run: PPORun, report: Report) -> None:
         f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
         f"{config.rollout.n} ({epochs:.3g} epochs)"
     )
-    report(f"parameters: {', '.join(_count_parameters(run))}")
-
-
-def _count_parameters(run: PPORun) -> list[str]:
-    """Return the number of parameters of each role: with adapters, of those alone."""
-    state = run.states.shapes()
-    counts = []
-    for name, tree in state.models.items():
-        count = sum(leaf.size for leaf in jax.tree.leaves(tree))
-        counts.append(f"{name} {count / 1e6:,.4g} million")
-    return counts
+    # With adapters, of those alone.
+    sizes = {
+        name: sum(leaf.size for leaf in jax.tree.leaves(tree))
+        for name, tree in run.states.shapes().models.items()
+    }
+    counts = ", ".join(f"{name} {size / 1e6:,.4g} million" for name, size in sizes.items())
+    report(f"parameters: {counts}")
 
 
 def _sampling_options(
@@ -309,7 +269,12 @@ def _sampling_options(
     config, rollout = memory.config, memory.config.rollout
     architecture = models.nets.actor.architecture
     tokenizer = models.tokenizer
-    _validate_biased_tokens(rollout, architecture.vocab_size)
+    for token, _ in parse_logit_bias(rollout.logit_bias):
+        if token >= architecture.vocab_size:
+            raise UserError(
+                f"config.rollout.logit_bias={rollout.logit_bias!r}: the model has no token "
+                f"{token}, only 0 to {architecture.vocab_size - 1}"
+            )
     build = functools.partial(
         sampling_options,
         rollout,
@@ -333,13 +298,3 @@ def _sampling_options(
     if not rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
     return dataclasses.replace(sampling, slots=slots), dataclasses.replace(held_out, slots=slots)
-
-
-def _validate_biased_tokens(options: RolloutOptions, vocab_size: int) -> None:
-    """Raise `UserError` for a `rollout.logit_bias` of a token that the model does not have."""
-    for token, _ in parse_logit_bias(options.logit_bias):
-        if token >= vocab_size:
-            raise UserError(
-                f"config.rollout.logit_bias={options.logit_bias!r}: the model has no token "
-                f"{token}, only 0 to {vocab_size - 1}"
-            )

@@ -16,8 +16,6 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.moments import moments_std
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
-from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement
@@ -28,17 +26,11 @@ PARTS = 10  # of a response, and of the predicted values
 
 
 class Predictions(NamedTuple):
-    """Values and returns of the tokens that the policy chose, N tokens of any responses.
-
-    Attributes:
-      values: float [N], in units of reward.
-      returns: float [N].
-      tenths: int [N], the tenth of its response that a token is in, 0..9.
-    """
+    """Values and returns [N] of the tokens that the policy chose, in units of reward."""
 
     values: np.ndarray
     returns: np.ndarray
-    tenths: np.ndarray
+    tenths: np.ndarray  # the tenth of its response that a token is in, 0..9
 
 
 def predict_returns(
@@ -53,18 +45,15 @@ def predict_returns(
     """Return the critic's predictions for the responses of a batch.
 
     The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
-
     `rewards` [B] are those of whole responses; of the rules', those within the responses are read.
     The first `num_real` responses count; the others fill up the batch.
     """
     options = run.step_options
-    sequences = join_sequences(rollout, options.sequence_length)
-    packed = run.packer.pack_rows(sample_lengths(batch, rollout))
-    forward = options.forward
-    if not (options.experience.algorithm.use_kl_in_reward or forward.teacher):
+    changes = {}
+    if not (options.experience.algorithm.use_kl_in_reward or options.forward.teacher):
         # Only a KL in the reward needs more than values.
-        forward = dataclasses.replace(forward, old_logprobs=False, reference=False, full_kl=False)
-    outputs = run_forward_passes(forward, run.nets, state, sequences, *packed)
+        changes = dict.fromkeys(("old_logprobs", "reference", "full_kl"), False)
+    sequences, outputs = run.run_forward_passes(state, batch, rollout, **changes)
     assert outputs.values is not None, "there is a critic"
     values = in_units_of_reward(outputs.values, state.control)
     algorithm = dataclasses.replace(
@@ -121,13 +110,8 @@ def collect_predictions(
     return Predictions(values[actions], returns[actions], tenths[actions])
 
 
-def join_predictions(batches: Sequence[Predictions]) -> Predictions:
-    """Return the predictions of several batches together."""
-    return Predictions(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
-
-
-def describe_critic(predictions: Predictions) -> dict[str, float]:
-    """Return the figures of an evaluation by name.
+def describe_critic(batches: Sequence[Predictions]) -> dict[str, float]:
+    """Return the figures of an evaluation by name, from the predictions of its batches.
 
     They are, over all tokens and over each tenth of the responses (explained_variance_tenth_1 and
     so on), explained_variance (1 - Var[G - V] / Var[G]; 0 where all returns G are equal), bias (the
@@ -135,6 +119,7 @@ def describe_critic(predictions: Predictions) -> dict[str, float]:
     sorted by their values into ten bins of equal size: value_bin_1 to return_bin_10 are the means
     of each bin, and calibration_error is the mean distance of the two.
     """
+    predictions = Predictions(*map(np.concatenate, zip(*batches, strict=True)))
     if not len(predictions.values):
         return {}
     figures = _describe_tokens(predictions.values, predictions.returns)

@@ -106,12 +106,9 @@ def format_report(report: dict[str, Any]) -> str:
 
 def _load_tokenizer(options: Model) -> Any:
     """Return the tokenizer that a run would use, `None` if no model is named."""
-    if options.tokenizer_path:
-        return tokenizer_lib.load_tokenizer(
-            options.tokenizer_path, option="config.model.tokenizer_path"
-        )
-    if options.path:
-        return tokenizer_lib.load_tokenizer(options.path, option="config.model.path")
+    for name in ("tokenizer_path", "path"):
+        if path := getattr(options, name):
+            return tokenizer_lib.load_tokenizer(path, option=f"config.model.{name}")
     return None
 
 
@@ -135,13 +132,8 @@ def _tell_command(examples: Sequence[Example], options: Reward, by_environment: 
 def _describe(
     examples: Sequence[Example], tokenizer: Any, reward: Reward, data: Data, not_run: str
 ) -> dict[str, Any]:
-    """Return counts over examples.
-
-    Without a tokenizer `prompt_tokens` is `None`. `not_run` says why their rule is not run; "" if
-    it is.
-    """
+    """Return counts over examples; `not_run` says why their rule is not run, "" if it is."""
     columns = collections.Counter(name for example in examples for name in example.extra_info)
-    prompts = collections.Counter(map(prompt_text, examples))
     return {
         "rows": len(examples),
         "columns": dict(columns.most_common()),
@@ -151,7 +143,7 @@ def _describe(
         "with_response": sum(example.response is not None for example in examples),
         "rule": _describe_rule(examples, reward, not_run),
         "preferences": sum(example.rejected is not None for example in examples),
-        "duplicates": len(examples) - len(prompts),
+        "duplicates": len(examples) - len(set(map(prompt_text, examples))),
         "prompt_tokens": _count_tokens(examples, tokenizer, data),
     }
 
@@ -172,10 +164,7 @@ def _describe_rule(examples: Sequence[Example], options: Reward, not_run: str) -
 def _count_tokens(
     examples: Sequence[Example], tokenizer: Any, options: Data
 ) -> dict[str, Any] | None:
-    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long.
-
-    Returns `None` without a tokenizer.
-    """
+    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long."""
     if tokenizer is None:
         return None
     template = chat_template(options)
@@ -313,12 +302,10 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
                 continue
             text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
             note = f"example {row}, {len(ids)} tokens"
-            length = len(
-                tokenizer_lib.encode_prompt(
-                    tokenizer, example.prompt, encoding.chat_template, example.tools
-                )
+            whole = tokenizer_lib.encode_prompt(
+                tokenizer, example.prompt, encoding.chat_template, example.tools
             )
-            if length > len(ids):
+            if (length := len(whole)) > len(ids):
                 note += f" of {length}, config.data.truncation={options.truncation}"
             return text, note
     return "", "all prompts are empty"

@@ -1,13 +1,13 @@
 """Held-out evaluation: sample, score with the rules and the reward model, average."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
@@ -19,48 +19,38 @@ from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
-from jax_ppo.runtime import heartbeat, placement, sharding
+from jax_ppo.runtime import heartbeat, placement
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import Rollout
 
-# (prompts on the mesh, key, index of the first sample) -> rollout
-SampleFunction = Callable[[Prompts, jax.Array, int], Rollout]
-# (batch, rollout, index of the first sample) -> scores [B], correct [B], records of all samples
-RewardFunction = Callable[[PromptBatch, Rollout, int], tuple[np.ndarray, np.ndarray, list[dict]]]
+# (batch, index of its first sample) -> rollout, scores [B], correct [B], records of all samples
+Respond = Callable[[PromptBatch, int], tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Averages over all held-out prompts and their responses.
+    """Averages over all held-out prompts and their responses."""
 
-    Attributes:
-      accuracy: share of correct answers, 0..1; `None` if the rules do not define correctness.
-      reward_mean: the mean reward, of rules and reward model.
-      length_mean: tokens per response.
-      figures: further statistics by name: see `evaluation_statistics.describe_prompts`; and the
-        environment's metrics.
-      records: all responses, those to a prompt one after the other: see `sample_records`.
-      responses_per_prompt: how many.
-      greedy: the same of one greedy response per prompt; `None` unless that was asked for.
-      failures: responses that the rule failed on: they have the fallback score, and the accuracy
-        does not count them.
-      scored: all responses that were scored, among them those that fill up the last batch.
-      first_failure: the first response of this process that the rule failed on and why.
-    """
-
+    # Share of correct answers, 0..1; `None` if the rules do not define correctness.
     accuracy: float | None
-    reward_mean: float
-    length_mean: float
+    reward_mean: float  # the mean reward, of rules and reward model
+    length_mean: float  # tokens per response
+    # Further statistics by name: see `evaluation_statistics.describe_prompts`; and the
+    # environment's metrics.
     figures: dict[str, float]
+    # All responses, those to a prompt one after the other: see `sample_records`.
     records: list[dict[str, Any]]
     responses_per_prompt: int
+    # The same of one greedy response per prompt; `None` unless that was asked for.
     greedy: "Evaluation | None" = None
+    # Responses that the rule failed on: they have the fallback score, and the accuracy does not
+    # count them.
     failures: int = 0
-    scored: int = 0
-    first_failure: str = ""
+    scored: int = 0  # all responses that were scored, among them those that fill up the last batch
+    first_failure: str = ""  # the first response of this process that the rule failed on and why
 
     def samples(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the first responses to different prompts."""
@@ -107,10 +97,6 @@ def _evaluate_sampled(
     rank_by: str = "none",
 ) -> Evaluation:
     """Evaluate the weights that the engine holds; `sampling` says how responses are drawn."""
-
-    def sample(prompts: Prompts, key: jax.Array, first_sample_index: int) -> Rollout:
-        return run.engine.generate(prompts, key, sampling, first_sample_index)
-
     rewards_of_batches: list[RuleRewards] = []
     predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
@@ -121,11 +107,15 @@ def _evaluate_sampled(
         and sampling is run.held_out_sampling
         and critic_quality.knows_unit_of_rewards(state.control)
     )
+    key = run.sample_keys(Stream.EVALUATION, 0)
+    address = {"seed": run.config.seed, "stream": "evaluation", "step": 0}
 
-    def reward(
-        batch: PromptBatch, rollout: Rollout, first_sample_index: int
-    ) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
+    def respond(
+        batch: PromptBatch, first: int
+    ) -> tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        before_batch()
         activity.update(f"batch {len(rewards_of_batches) + 1}")
+        rollout = run.engine.generate(run.place_prompts(batch.prompts), key, sampling, first)
         rule_rewards = run.rules.score(batch, rollout)
         rewards_of_batches.append(rule_rewards)
         # Whole responses: with the reward model's scores, without rewards within the responses.
@@ -139,14 +129,7 @@ def _evaluate_sampled(
             )
         if rule_rewards.steps is not None:
             rewards = rewards + rule_rewards.steps.sum(1)
-        scores = placement.to_host(rewards)
-        correct = placement.to_host(rule_rewards.correct)
-        address = {
-            "seed": run.config.seed,
-            "stream": "evaluation",
-            "step": 0,
-            "sample": first_sample_index,
-        }
+        scores, correct = placement.to_host(rewards), placement.to_host(rule_rewards.correct)
         records = describe_samples(
             range(len(scores)),
             batch,
@@ -155,32 +138,20 @@ def _evaluate_sampled(
             correct,
             rule_rewards.answers,
             run.tokenizer,
-            address,
+            address | {"sample": first},
         )
         if rank_by != "none":
             ranks = rank_responses(run, state, batch, rollout, rule_rewards, rank_by)
             for record, rank in zip(records, placement.to_host(ranks).tolist(), strict=True):
                 record["rank"] = rank
-        return scores, correct, records
-
-    def batches() -> Iterator[PromptBatch]:
-        for batch in run.held_out_batches():
-            before_batch()
-            yield batch
+        return rollout, scores, correct, records
 
     with heartbeat.activity("evaluation") as activity:
-        evaluation = evaluate(
-            sample=sample,
-            reward=reward,
-            batches=batches(),
-            mesh=run.mesh,
-            key=run.sample_keys(Stream.EVALUATION, 0),
-        )
-    evaluation = with_failures(evaluation, rewards_of_batches)
+        evaluation = with_failures(evaluate(run.held_out_batches(), respond), rewards_of_batches)
     require_scores(evaluation)
     if not predictions:
         return evaluation
-    critic = critic_quality.describe_critic(critic_quality.join_predictions(predictions))
+    critic = critic_quality.describe_critic(predictions)
     figures = {f"critic/{name}": value for name, value in critic.items()}
     return dataclasses.replace(evaluation, figures=evaluation.figures | figures)
 
@@ -207,38 +178,20 @@ def require_scores(evaluation: Evaluation) -> None:
         )
 
 
-def evaluate(
-    *,
-    sample: SampleFunction,
-    reward: RewardFunction,
-    batches: Iterable[PromptBatch],
-    mesh: Mesh,
-    key: jax.Array,
-) -> Evaluation:
-    """Sample every batch and average over its real rows.
+def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
+    """Return the averages over the real rows of batches of one size.
 
-    Args:
-      sample: samples responses.
-      reward: scores them, for the rows of all processes; `correct` is NaN where it is undefined,
-        and the records hold `answer`.
-      batches: batches of one size; the first `count` prompts of each are real.
-      mesh: the run's mesh.
-      key: the same for every batch; samples differ by their index.
+    `respond` samples and scores the responses to a batch, for the rows of all processes; `correct`
+    is NaN where it is undefined, and the records hold `answer`.
     """
-    scores: list[np.ndarray] = []
-    correct: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
+    scores, correct, lengths = [], [], []
     sources: list[str] = []
     records: list[dict[str, Any]] = []
-    metrics: dict[str, list[np.ndarray]] = {}
+    metrics = collections.defaultdict[str, list[np.ndarray]](list)
     n = 1
-    first_sample_index = 0
+    first_sample = 0
     for batch in batches:
-        prompts = placement.place(
-            batch.prompts, sharding.batch_rows(mesh, len(batch.prompts.lengths))
-        )
-        rollout = sample(prompts, key, first_sample_index)
-        batch_scores, batch_correct, batch_records = reward(batch, rollout, first_sample_index)
+        rollout, batch_scores, batch_correct, batch_records = respond(batch, first_sample)
         # The last batch is filled up with repeated prompts; samples of a prompt are adjacent.
         n = len(batch_scores) // len(batch.examples)
         num_real = n * batch.count
@@ -248,33 +201,29 @@ def evaluate(
         lengths.append(placement.to_host(rollout.lengths)[:num_real])
         records += batch_records[:num_real]
         for name, values in (rollout.environment_metrics or {}).items():
-            metrics.setdefault(name, []).append(placement.to_host(values)[:num_real])
+            metrics[f"environment/{name}"].append(placement.to_host(values)[:num_real])
         # A sample's random numbers follow from its index over all batches.
-        first_sample_index += len(batch_scores)
-    all_scores = np.concatenate(scores)
-    all_correct = np.concatenate(correct)
+        first_sample += len(batch_scores)
+    all_scores, all_correct = np.concatenate(scores), np.concatenate(correct)
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
-    accuracy = float(defined_correct.mean()) if len(defined_correct) else None
-    ranks = None
-    if "rank" in records[0]:
-        ranks = np.array([record["rank"] for record in records]).reshape(-1, n)
-    means = {
-        f"environment/{name}": mean_of_known(np.concatenate(values))
-        for name, values in metrics.items()
+    columns = {
+        name: np.array([record.get(name) for record in records], object).reshape(-1, n)
+        for name in ("answer", "rank")
     }
+    figures = describe_prompts(
+        all_scores.reshape(-1, n),
+        all_correct.reshape(-1, n),
+        columns["answer"],
+        sources,
+        columns["rank"].astype(float) if "rank" in records[0] else None,
+    )
+    means = {name: mean_of_known(np.concatenate(values)) for name, values in metrics.items()}
     return Evaluation(
-        accuracy=accuracy,
+        accuracy=float(defined_correct.mean()) if len(defined_correct) else None,
         reward_mean=float(all_scores.mean()),
         length_mean=float(np.concatenate(lengths).mean()),
-        figures=describe_prompts(
-            all_scores.reshape(-1, n),
-            all_correct.reshape(-1, n),
-            np.array([record["answer"] for record in records], object).reshape(-1, n),
-            sources,
-            ranks,
-        )
-        | {name: mean for name, mean in means.items() if not np.isnan(mean)},
+        figures=figures | {name: mean for name, mean in means.items() if not np.isnan(mean)},
         records=records,
         responses_per_prompt=n,
     )
@@ -325,22 +274,8 @@ def rank_responses(
     if rank_by == "reward_model":
         unscored = dataclasses.replace(rule_rewards, scores=jnp.zeros_like(rule_rewards.scores))
         return response_rewards(run, state, batch, rollout, unscored, model_weight=1.0)
-    options = run.step_options
-    only_values = dataclasses.replace(
-        options.forward,
-        old_logprobs=False,
-        reference=False,
-        full_kl=False,
-        last_values=False,
-        teacher=False,
-    )
-    outputs = forward_passes.run_forward_passes(
-        only_values,
-        run.nets,
-        state,
-        forward_passes.join_sequences(rollout, options.sequence_length),
-        *run.packer.pack_rows(sample_lengths(batch, rollout)),
-    )
+    others = ("old_logprobs", "reference", "full_kl", "last_values", "teacher")
+    _, outputs = run.run_forward_passes(state, batch, rollout, **dict.fromkeys(others, False))
     assert outputs.values is not None, "there is a critic"
     return _last_values(outputs.values, rollout.action_mask)
 

@@ -1,7 +1,7 @@
 """Statistics of several responses to each held-out prompt: pass@k, maj@k, best of k, intervals.
 
-The k responses are a random subset of the n sampled ones. Averages over all subsets are computed
-exactly, so that choosing subsets adds no noise.
+The k responses are a random subset of the N sampled ones, k 1..N. Averages over all subsets are
+computed exactly, so that choosing subsets adds no noise. Arrays `correct_...` have 1 or 0.
 """
 
 import collections
@@ -20,36 +20,22 @@ def subset_sizes(n: int) -> list[int]:
 
 
 def pass_at_k(correct_PxN: np.ndarray, k: int) -> np.ndarray:
-    """Return the probability [P] that one of k responses is right (Chen et al. 2021, 2107.03374).
-
-    Args:
-      correct_PxN: 1 or 0.
-      k: 1..N.
-    """
+    """Return the probability [P] that one of k is right (Chen et al. 2021, 2107.03374)."""
     n = correct_PxN.shape[1]
     wrong = n - correct_PxN.sum(1).astype(int)
     return np.array([1 - math.comb(w, k) / math.comb(n, k) for w in wrong.tolist()])
 
 
 def best_of_k(scores_PxN: np.ndarray, k: int) -> np.ndarray:
-    """Return the expected largest score [P] of k responses; negate twice for the smallest.
-
-    Args:
-      scores_PxN: scores.
-      k: 1..N.
-    """
+    """Return the expected largest score [P] of k responses; negate twice for the smallest."""
     return np.sort(scores_PxN, axis=1) @ _largest_of_k(scores_PxN.shape[1], k)
 
 
 def ranked_first_of_k(values_PxN: np.ndarray, ranks_PxN: np.ndarray, k: int) -> np.ndarray:
     """Return the expected value [P] of the response that ranks highest among k.
 
-    Of responses that rank equally each is as likely to be chosen.
-
-    Args:
-      values_PxN: what the chosen response counts, such as 1 or 0 for right or wrong.
-      ranks_PxN: what they are ranked by; the largest is chosen.
-      k: 1..N.
+    Of responses that rank equally each is as likely to be chosen. Values are what the chosen one
+    counts, such as 1 or 0 for right or wrong.
     """
     weights = _largest_of_k(values_PxN.shape[1], k)
     chosen = []
@@ -75,10 +61,7 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
     an answer do not vote. Of equally frequent answers each is as likely to be chosen.
     (Wang et al. 2022, 2203.11171; there k responses are sampled, here all subsets count.)
 
-    Args:
-      correct_N: 1 or 0, of N responses to one prompt.
-      answers_N: their answers, `None` for none.
-      sizes: the k, 1..N.
+    Of N responses to one prompt, `answers_N` are the answers, `None` for none; `sizes` are the k.
     """
     right = int(correct_N.sum())
     wrong = [answer for answer, is_right in zip(answers_N, correct_N, strict=True) if not is_right]
@@ -97,16 +80,11 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
 
 
 def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
-    """Count the choices of responses in which no wrong answer has more than `votes` votes.
-
-    Args:
-      counts: the number of responses of each wrong answer.
-      votes: the votes of the right answer.
-      largest: the largest number of responses to choose.
+    """Count the choices of n <= largest wrong responses, `counts` of each wrong answer.
 
     Returns:
-      [ties, n]: the number of choices of n wrong responses in which exactly `ties` wrong answers
-      have `votes` votes.
+      [ties, n]: the number of those in which exactly `ties` wrong answers have as many votes as the
+      right one, `votes`, and no other has more.
     """
     ways = np.zeros((1 + largest // votes, 1 + largest))
     ways[0, 0] = 1
@@ -121,12 +99,7 @@ def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
 
 
 def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the percentile interval of the mean at `LEVEL`, with prompts resampled.
-
-    Args:
-      values_P: one value per prompt.
-      seed: seed of the draws; the interval of the same values is always the same.
-    """
+    """Return the percentile interval of the mean at `LEVEL`, with prompts resampled."""
     generator = np.random.default_rng(seed)
     size = len(values_P)
     means = [
@@ -159,7 +132,7 @@ def describe_prompts(
 
     Args:
       scores_PxN: N scores per prompt.
-      correct_PxN: 1 or 0, NaN where correctness is undefined.
+      correct_PxN: NaN where correctness is undefined.
       answers_PxN: the answers that the rules read, `None` where there is none.
       sources: the data source of each prompt.
       ranks_PxN: what responses are ranked by; `None` if they are not. ranked@k and

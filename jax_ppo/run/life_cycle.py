@@ -30,21 +30,14 @@ Quality = dict[str, float | None]
 
 
 class Training(Protocol[JournalT]):
-    """One kind of training, as the life cycle drives it; its state is a pytree on the mesh.
+    """One kind of training, as the life cycle drives it; its state is a pytree on the mesh."""
 
-    Attributes:
-      command: the command's name. Options that this command does not read may change on resume.
-      mesh: the run's mesh.
-      total_steps: number of steps of the whole run.
-      position: training examples consumed by the steps so far.
-      can_evaluate: whether there are held-out data.
-    """
-
+    # The command's name. Options that this command does not read may change on resume.
     command: str
     mesh: Mesh
-    total_steps: int
-    position: int
-    can_evaluate: bool
+    total_steps: int  # number of steps of the whole run
+    position: int  # training examples consumed by the steps so far
+    can_evaluate: bool  # whether there are held-out data
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training data ("data") and, if any, frozen models ("frozen").
@@ -106,11 +99,9 @@ def train(
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
-    Most user errors surface in `build`, before weights are loaded. `best_metric` is the entry of an
-    evaluation's `Quality` by which the best checkpoint is chosen.
-
-    Returns:
-      The contents of summary.json.
+    Return the contents of summary.json. Most user errors surface in `build`, before weights are
+    loaded. `best_metric` is the entry of an evaluation's `Quality` by which the best checkpoint is
+    chosen.
     """
     mesh = meshes.make_mesh(config.mesh)
     with (
@@ -131,8 +122,7 @@ def train(
             training.running(),
             training.open_journal(workdir, progress, compiled) as journal,
         ):
-            options = dataclasses.asdict(config)
-            cycle = LifeCycle(training, config.trainer, options, checkpoints, progress, journal)
+            cycle = LifeCycle(training, config, checkpoints, progress, journal)
             state, was_preempted = cycle.take_steps()
             journal.flush()
             # A preempted run ends without an export: the next start resumes it.
@@ -178,31 +168,19 @@ def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: s
     return checkpoints
 
 
+@dataclasses.dataclass
 class LifeCycle:
-    """The loop over the steps of a run, with the evaluations and checkpoints between them.
+    """The loop over the steps of a run, with the evaluations and checkpoints between them."""
 
-    Attributes:
-      completed_steps: the number of completed steps.
-    """
+    training: Training[Any]
+    config: Config
+    checkpoints: Checkpointer
+    progress: Progress
+    journal: Journal
 
-    def __init__(
-        self,
-        training: Training[JournalT],
-        trainer: Trainer,
-        options: dict[str, Any],
-        checkpoints: Checkpointer,
-        progress: Progress,
-        journal: JournalT,
-    ) -> None:
-        """Collect the parts; each checkpoint also records `options`, all options of the run."""
-        self._training = training
-        self._trainer = trainer
-        self._options = options
-        self._checkpoints = checkpoints
-        self._progress = progress
-        self._journal = journal
+    def __post_init__(self) -> None:
+        self.completed_steps = self.progress.step
         self._stop_request = StopRequest()
-        self.completed_steps = progress.step
 
     def take_steps(self) -> tuple[Any, bool]:
         """Take the remaining steps of the run.
@@ -211,12 +189,12 @@ class LifeCycle:
           The last state, and whether a signal has ended the run early; its state is then saved.
         """
         state = self._start()
-        for step in range(self.completed_steps, self._training.total_steps):
-            state = self._training.take_step(state, step, self._journal)
+        for step in range(self.completed_steps, self.training.total_steps):
+            state = self.training.take_step(state, step, self.journal)
             self.completed_steps = step + 1
             self.finish_step(state)
             if self._stop_request.should_stop(step + 1):
-                self._checkpoints.wait()
+                self.checkpoints.wait()
                 return state, True
         return state, False
 
@@ -225,60 +203,59 @@ class LifeCycle:
 
         The state is evaluated if it is untrained, or if a signal interrupted its evaluation.
         """
-        training, progress = self._training, self._progress
+        training, progress = self.training, self.progress
         with contextlib.ExitStack() as precompilation:
             # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
                 programs = training.compile_programs(progress)
                 precompilation.enter_context(compile_in_background(programs, training.mesh))
-            state = training.load_state(self._checkpoints, progress.step)
-            evaluates_first = progress.step == 0 and self._trainer.val_before_train
+            state = training.load_state(self.checkpoints, progress.step)
+            evaluates_first = progress.step == 0 and self.config.trainer.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
-                training.evaluate(state, progress.step, self._journal)
+                training.evaluate(state, progress.step, self.journal)
                 progress.evaluation_pending = False
-        state = training.begin(state, self._checkpoints, progress)
-        self._journal.restart_clock()
+        state = training.begin(state, self.checkpoints, progress)
+        self.journal.restart_clock()
         return state
 
     def finish_step(self, state: Any) -> None:
         """Evaluate if that is due; save if that is due or the run is to stop."""
         quality = self._evaluate_if_due(state)
-        step, trainer = self.completed_steps, self._trainer
-        saves = is_due(step, self._training.total_steps, trainer.save_freq)
+        step, trainer = self.completed_steps, self.config.trainer
+        saves = is_due(step, self.training.total_steps, trainer.save_freq)
         # A preempted run saves even if no checkpoint is due.
         saves = saves or self._stop_request.should_stop(step)
         saves_locally = bool(trainer.local_dir) and step % trainer.local_save_freq == 0
         if not (saves or saves_locally):
             return
-        self._journal.flush()
-        with self._journal.phase("checkpoint"):
+        self.journal.flush()
+        with self.journal.phase("checkpoint"):
             meta = {
-                "position": self._training.position,
-                **self._training.fingerprints(),
-                **self._progress.history(),
-                "config": self._options,
+                "position": self.training.position,
+                **self.training.fingerprints(),
+                **self.progress.history(),
+                "config": dataclasses.asdict(self.config),
             }
-            trees = self._training.checkpoint_trees(state)
+            trees = self.training.checkpoint_trees(state)
             if saves:
-                self._checkpoints.save(step, trees, meta, quality)
+                self.checkpoints.save(step, trees, meta, quality)
             else:
-                self._checkpoints.save_local(step, trees, meta)
+                self.checkpoints.save_local(step, trees, meta)
         # Exclude the checkpoint from the next step's time.
-        self._journal.restart_clock()
+        self.journal.restart_clock()
 
     def _evaluate_if_due(self, state: Any) -> Quality | None:
         """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
         step = self.completed_steps
-        if not self._training.can_evaluate or not is_due(
-            step, self._training.total_steps, self._trainer.test_freq
-        ):
+        test_freq = self.config.trainer.test_freq
+        if not (self.training.can_evaluate and is_due(step, self.training.total_steps, test_freq)):
             return None
-        self._journal.flush()  # the evaluation is not part of the step's time
+        self.journal.flush()  # the evaluation is not part of the step's time
         interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
         try:
-            return self._training.evaluate(state, step, self._journal, interrupt)
+            return self.training.evaluate(state, step, self.journal, interrupt)
         except EvaluationInterrupted:
-            self._progress.evaluation_pending = True
+            self.progress.evaluation_pending = True
             return None
 
 
@@ -356,10 +333,10 @@ class StopRequest:
             self._asked_step = step
             signals.defer_signals()
             # A signal may come at any time: the answer is fixed at the first question about a step.
-            if jax.process_count() == 1:
-                self._should_stop = signals.received_signal() is not None
-            else:
-                self._should_stop = _agree_to_stop()
+            received = signals.received_signal()
+            if jax.process_count() > 1 and (received := distributed.agree_on_signal(received)):
+                signals.record_signal(received)
+            self._should_stop = received is not None
         return self._should_stop
 
     def interrupt_evaluation(self, step: int) -> None:
@@ -373,12 +350,3 @@ class StopRequest:
         self._asked_step = None  # a signal may have come since the last question
         if self.should_stop(step):
             raise EvaluationInterrupted
-
-
-def _agree_to_stop() -> bool:
-    """Return whether the processes agreed to stop now, and record the signal."""
-    agreed = distributed.agree_on_signal(signals.received_signal())
-    if agreed is None:
-        return False
-    signals.record_signal(agreed)
-    return True

@@ -11,41 +11,34 @@ from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
 from jax_ppo.demonstration import warmup
+from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
+from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.step_parts import StepParts, TrainingBatches
 from jax_ppo.reporting import console
 from jax_ppo.runtime import work_directory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
-from jax_ppo.training.state import StateBuilder
+from jax_ppo.training.state import StateBuilder, TrainState
+from jax_ppo.types import Rollout, Sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPORun(StepParts):
-    """The parts of a run: the parts of a step, and what the run reads and writes around it.
-
-    Attributes:
-      config: all options.
-      states: makes the train state.
-      folders: each role's checkpoint.
-      tokenizer: the actor's.
-      held_out: the prompts of evaluations; `None` without validation files.
-      held_out_sampling: how the engine samples in evaluations (`rollout.val_kwargs`).
-    """
+    """The parts of a run: the parts of a step, and what the run reads and writes around it."""
 
     config: Config
-    states: StateBuilder
-    folders: Folders
-    tokenizer: Any
-    held_out: PromptDataset | None
+    states: StateBuilder  # makes the train state
+    folders: Folders  # each role's checkpoint
+    tokenizer: Any  # the actor's
+    held_out: PromptDataset | None  # the prompts of evaluations; `None` without validation files
+    # How the engine samples in evaluations (`rollout.val_kwargs`).
     held_out_sampling: SamplingOptions
 
     def batches(self, position: int, solve_rates: SolveRates | None = None) -> TrainingBatches:
-        """Return the training batches that follow a position.
+        """Return the training batches that follow a position, in examples consumed.
 
-        Args:
-          position: examples consumed.
-          solve_rates: those at that position, for `data.curriculum`, which updates them in place.
-            `None` follows the order of the data.
+        `solve_rates` are those at that position, for `data.curriculum`, which updates them in
+        place; `None` follows the order of the data.
         """
         data = self.config.data
         if data.curriculum == "none" or solve_rates is None:
@@ -57,6 +50,16 @@ class PPORun(StepParts):
             position=position,
             solve_rates=solve_rates,
         )
+
+    def run_forward_passes(
+        self, state: TrainState, batch: PromptBatch, rollout: Rollout, **changes: bool
+    ) -> tuple[Sequences, ForwardOutputs]:
+        """Return the sequences of a batch and their outputs; `changes` replace `ForwardOptions`."""
+        options = self.step_options
+        sequences = join_sequences(rollout, options.sequence_length)
+        forward = dataclasses.replace(options.forward, **changes)
+        packed = self.packer.pack_rows(sample_lengths(batch, rollout))
+        return sequences, run_forward_passes(forward, self.nets, state, sequences, *packed)
 
     def train_missing_actor(self) -> None:
         """Train the weights of the small actor that a run makes for itself, unless it has them."""

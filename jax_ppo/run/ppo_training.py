@@ -27,7 +27,7 @@ from jax_ppo.ppo.step import StepResult, take_step
 from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
-from jax_ppo.run.build import set_up_run
+from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy, response_rewards
 from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.given_responses import read_given_responses
@@ -54,13 +54,7 @@ POOL = "pool"
 def train(
     config: Config, workdir: Path, cycle: Callable[..., dict[str, Any]] = life_cycle.train
 ) -> dict[str, Any]:
-    """Train from the newest checkpoint in `workdir`, or from the start if there is none.
-
-    `cycle` runs the life cycle; it takes the same arguments as `life_cycle.train`.
-
-    Returns:
-      The contents of summary.json.
-    """
+    """Train as `life_cycle.train` does, or as `cycle`, which takes the same arguments."""
 
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
@@ -70,7 +64,7 @@ def train(
         given = None
         if config.learns_from_files:
             given, _, _ = read_given_responses(config, workdir)
-        return PPOTraining(set_up_run(config, workdir, mesh, console.print_on_main, given=given))
+        return PPOTraining(build_run(config, workdir, mesh, console.print_on_main, given=given))
 
     return cycle(config, workdir, build, config.trainer.best_metric)
 

@@ -1,7 +1,8 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
+import collections
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -35,49 +36,44 @@ COLUMNS = (
 )
 PANELS = (
     Panel(
-        title="reward",
-        unit="score",
-        curves={
+        "reward",
+        "score",
+        {
             "mean": "reward/mean",
             "evaluation": "eval/reward_mean",
             "greedy evaluation": "eval/greedy/reward_mean",
         },
     ),
     Panel(
-        title="accuracy",
-        unit="share of responses",
-        curves={
+        "accuracy",
+        "share of responses",
+        {
             "training": "reward/accuracy",
             "evaluation": "eval/accuracy",
             "greedy evaluation": "eval/greedy/accuracy",
         },
     ),
-    Panel(title="KL to the reference", unit="nats per token", curves={"KL": "kl/reference"}),
+    Panel("KL to the reference", "nats per token", {"KL": "kl/reference"}),
     Panel(
-        title="KL to the teacher",
-        unit="nats per token",
-        curves={"sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"},
+        "KL to the teacher",
+        "nats per token",
+        {"sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"},
     ),
-    Panel(title="entropy", unit="nats per token", curves={"entropy": "actor/entropy"}),
+    Panel("entropy", "nats per token", {"entropy": "actor/entropy"}),
     Panel(
-        title="response length",
-        unit="tokens",
-        curves={"mean": "response_length/mean", "max": "response_length/max"},
+        "response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}
     ),
     Panel(
-        title="clip fraction",
-        unit="share of tokens",
-        curves={"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
+        "clip fraction",
+        "share of tokens",
+        {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
     ),
     Panel(
-        title="explained variance",
-        unit="share",
-        curves={
-            "critic": "critic/explained_variance",
-            "evaluation": "eval/critic/explained_variance",
-        },
+        "explained variance",
+        "share",
+        {"critic": "critic/explained_variance", "evaluation": "eval/critic/explained_variance"},
     ),
-    Panel(title="losses", unit="loss", curves={"actor": "actor/loss", "critic": "critic/loss"}),
+    Panel("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
 )
 LAYOUT = journal.ReportLayout(
     columns=COLUMNS,
@@ -133,9 +129,8 @@ class Reporter(journal.Journal):
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
         trainer = self._run.config.trainer
-        if not trainer.log_rollouts or not trainer.log_rollouts_freq:
-            return False
-        return step == 0 or (step + 1) % trainer.log_rollouts_freq == 0
+        frequency = trainer.log_rollouts and trainer.log_rollouts_freq
+        return bool(frequency) and (step == 0 or (step + 1) % frequency == 0)
 
     def _shows_samples(self, step: int) -> bool:
         """Return whether a step, numbered from 0, is shown token by token."""
@@ -155,12 +150,8 @@ class Reporter(journal.Journal):
         with self.phase("update"):
             fetched = jax.device_get(on_mesh)
         self.write_hashes(step + 1, "train", take_hashes(fetched))
-        optimizer_steps = {
-            name.removeprefix(OPTIMIZER_STEPS): fetched.pop(name)
-            for name in list(fetched)
-            if name.startswith(OPTIMIZER_STEPS)
-        }
-        self._write_optimizer_steps(step, optimizer_steps)
+        names = [name for name in fetched if name.startswith(OPTIMIZER_STEPS)]
+        self._write_optimizer_steps(step, {name: fetched.pop(name) for name in names})
         metrics = {name: float(value) for name, value in fetched.items()}
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
@@ -201,17 +192,16 @@ class Reporter(journal.Journal):
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Write the metrics of a step's optimizer steps, if they are logged.
 
-        Values are float32 [U] by ROLE/NAME, NaN of a step without tokens to learn from; the
-        optimizer steps of a run are numbered from 1.
+        Values are float32 [U] by optimizer_steps/ROLE/NAME, NaN of a step without tokens to learn
+        from; the optimizer steps of a run are numbered from 1.
         """
         if not distributed.is_main():
             return
-        for role in dict.fromkeys(name.partition("/")[0] for name in values):
-            metrics_U = {
-                name.partition("/")[2]: value
-                for name, value in values.items()
-                if name.startswith(f"{role}/")
-            }
+        by_role = collections.defaultdict[str, dict[str, np.ndarray]](dict)
+        for full_name, value in values.items():
+            _, role, name = full_name.split("/", maxsplit=2)
+            by_role[role][name] = value
+        for role, metrics_U in by_role.items():
             U = len(next(iter(metrics_U.values())))
             if role not in self._optimizer_step_files:
                 path = self._workdir / f"optimizer_steps_{role}.csv"
@@ -252,15 +242,10 @@ class Reporter(journal.Journal):
                 )
         self.write_evaluation(completed_steps, means, shown, title)
         if evaluation.accuracy == 0:
-            lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
+            wrong = (record for record in evaluation.records if record["correct"] is False)
+            misses = (Miss(x["ground_truth"], x["response"], x["answer"]) for x in wrong)
+            lines = ["no answer is right", *describe_misses(misses)]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
-
-
-def _wrong_records(evaluation: Evaluation) -> Iterator[Miss]:
-    """Yield the wrong responses of an evaluation."""
-    for record in evaluation.records:
-        if record["correct"] is False:
-            yield Miss(record["ground_truth"], record["response"], record["answer"])
 
 
 def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:
@@ -277,9 +262,7 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
         for name, value in evaluation.figures.items()
         if not name.endswith(("_low", "_high")) and not name.startswith("critic/")
     ]
-    failures = {}
-    if evaluation.failures:
-        failures = {"rule_failures": float(evaluation.failures)}
+    failures = {"rule_failures": float(evaluation.failures)} if evaluation.failures else {}
     means = {
         "accuracy": evaluation.accuracy,
         "reward_mean": evaluation.reward_mean,

@@ -18,23 +18,14 @@ _FIRST_ROWS = 8  # that are tried before a run
 
 
 class Trial(NamedTuple):
-    """Findings of a trial.
+    """Findings of a trial: numbers of responses, and texts that are empty if there is nothing."""
 
-    Attributes:
-      not_run: why the rule was not run; "" if it was.
-      tried: the number of responses that it scored.
-      wrong: how many of them it scored as wrong.
-      failed: how many of them it could not score.
-      first_failure: the first of these and why; "" if there is none.
-      misses: lines about wrong responses.
-    """
-
-    not_run: str = ""
+    not_run: str = ""  # why
     tried: int = 0
     wrong: int = 0
-    failed: int = 0
+    failed: int = 0  # the rule could not score them
     first_failure: str = ""
-    misses: tuple[str, ...] = ()
+    misses: tuple[str, ...] = ()  # lines about wrong responses
 
 
 def try_rule(

@@ -32,14 +32,10 @@ Report = Callable[[str], None]  # takes a line for the user
 
 @dataclasses.dataclass(frozen=True)
 class RunModels:
-    """The models of a run, as their folders describe them.
+    """The models of a run, as their folders describe them, and the actor's tokenizer.
 
-    Attributes:
-      folders: each role's checkpoint.
-      nets: each role's model.
-      tokenizer: the actor's.
-      reward_inputs: makes the reward model's inputs; `None` without one, or if it reads the sampled
-        tokens.
+    `reward_inputs` makes the reward model's inputs; `None` without one, or if it reads the sampled
+    tokens.
     """
 
     folders: Folders
@@ -124,19 +120,14 @@ def validate_run_models(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
     for role in roles:
-        if role.is_used and role.path and role.entry.reads_actors_tokens:
-            _validate_vocabulary(role, models.folders[role.name], models.tokenizer)
-
-
-def _validate_vocabulary(role: RunRole, folder: Path, tokenizer: Any) -> None:
-    """Raise `UserError` if the folder of a role has a tokenizer of another vocabulary."""
-    # A folder without a tokenizer gives nothing to compare.
-    if not tokenizer_lib.has_tokenizer(folder):
-        return
-    option = f"config.{role.entry.path_option}"
-    other = tokenizer_lib.load_tokenizer(str(folder), option=option)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"{option}={role.path!r}: has the tokenizer of another vocabulary; a "
-            f"{role.entry.title} reads the actor's tokens"
-        )
+        if not (role.is_used and role.path and role.entry.reads_actors_tokens):
+            continue
+        folder, option = models.folders[role.name], f"config.{role.entry.path_option}"
+        # A folder without a tokenizer gives nothing to compare.
+        if tokenizer_lib.has_tokenizer(folder):
+            other = tokenizer_lib.load_tokenizer(str(folder), option=option)
+            if other.get_vocab() != models.tokenizer.get_vocab():
+                raise UserError(
+                    f"{option}={role.path!r}: has the tokenizer of another vocabulary; a "
+                    f"{role.entry.title} reads the actor's tokens"
+                )

@@ -5,19 +5,20 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from jax_ppo.config.schema import Data, MultiTurn, Reward
 from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.data.sources import locate_parquet
 from jax_ppo.data.tokenizer import ChatTemplate
-from jax_ppo.environments.loading import make_environment
+from jax_ppo.environments.loading import ENVIRONMENT_OPTION, make_environment
 from jax_ppo.errors import UserError
+from jax_ppo.ppo import plugin_trials
 from jax_ppo.reporting import console
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.runtime import signals
-from jax_ppo.sampler.environment import Environment
+from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.storage import paths
 from jax_ppo.training.setup import load_examples, make_encoding, make_parser
 from jax_ppo.types import Example
@@ -34,33 +35,47 @@ def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example
     if trains and not data.cache_dir:
         return load_examples(data, seed)
     _, held_out = load_examples(dataclasses.replace(data, train_files=""), seed)
-    return _find_representatives(data) if trains else [], held_out
-
-
-def _find_representatives(data: Data) -> list[Example]:
-    """Return a training example of each `data_source`; rules and workers depend on nothing else.
-
-    Raises:
-      UserError: the files do not exist, are not Parquet, or have rows of an unknown form.
-    """
+    if not trains:
+        return [], held_out
     located = locate_parquet(data.train_files, _TRAIN_FILES)
-    examples = list(representative_examples(located, make_parser(data)))
-    if not examples:
+    # Rules and workers depend on nothing else.
+    training = list(representative_examples(located, make_parser(data)))
+    if not training:
         raise UserError(f"{_TRAIN_FILES}={data.train_files!r}: the files hold no rows")
-    return examples
+    return training, held_out
 
 
-def cache_training_prompts(
-    data: Data, tokenizer: str, validate: functools.partial[None]
-) -> PromptDataset:
-    """Return the training prompts, tokenized by worker processes unless the cache has them.
+def tokenize_run_prompts(
+    data: Data,
+    tokenizer: Any,
+    tokenizer_path: str,
+    validate: functools.partial[None],
+    examples: list[Example],
+    held_out_examples: list[Example],
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Return training prompts as tokens, from a cache if there is one, and held-out prompts.
 
-    `tokenizer` is its folder, or the name of its model; `validate` raises `UserError` for examples
-    that the reward cannot score.
+    Worker processes load the tokenizer again from `tokenizer_path`, for what the cache lacks;
+    `validate` raises `UserError` for examples that the reward cannot score.
 
     Raises:
       UserError: a row cannot be used or scored, or no prompt is left.
     """
+    training = PromptDataset((), (), data.max_prompt_length)
+    encoding = make_encoding(data)
+    if examples and data.cache_dir:
+        training = _read_cache(data, encoding, tokenizer_path, validate)
+    elif examples:
+        training = tokenize_prompts(examples, tokenizer, encoding)
+    if not held_out_examples:
+        return training, None
+    option = "config.data.val_files"
+    return training, tokenize_prompts(held_out_examples, tokenizer, encoding, option)
+
+
+def _read_cache(
+    data: Data, encoding: PromptEncoding, tokenizer_path: str, validate: functools.partial[None]
+) -> PromptDataset:
     report_count = console.make_count_reporter("tokenizing", "prompt")
 
     def on_progress(tokenized: int, total: int) -> None:
@@ -71,8 +86,8 @@ def cache_training_prompts(
         paths.expand_local_path(data.cache_dir, "config.data.cache_dir"),
         locate_parquet(data.train_files, _TRAIN_FILES),
         make_parser(data),
-        make_encoding(data),
-        tokenizer,
+        encoding,
+        tokenizer_path,
         validate,
         max_samples=data.train_max_samples,
         on_progress=on_progress,
@@ -120,37 +135,30 @@ class ConcatenatedExamples(Sequence[Example]):
         return self._parts[part][row - self._ends[part] + len(self._parts[part])]
 
 
-class RunPrompts(NamedTuple):
-    """The prompts of a run, and what answers the policy's turns.
-
-    Attributes:
-      training: the training prompts.
-      held_out: the held-out prompts; `None` without validation files.
-      environment: `None` if responses are one turn.
-    """
-
-    training: PromptDataset
-    held_out: PromptDataset | None
-    environment: Environment | None = None
-
-
-def set_up_environment(
+def build_environment(
     environment_class: Callable[..., Any],
     options: MultiTurn,
     tokenizer: Any,
-    prompts: RunPrompts,
+    training: PromptDataset,
+    held_out: PromptDataset | None,
     chat_template: ChatTemplate = True,
-) -> RunPrompts:
+    max_response_length: int = 0,
+) -> tuple[PromptDataset, PromptDataset | None, Environment]:
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
-    `environment_class` is the result of `load_environment_class`.
+    `environment_class` is the result of `load_environment_class`. If it is a user's, in JAX, try a
+    turn, which is of `max_response_length` unless the options limit it.
     """
-    training = dataclasses.replace(prompts.training, first_row=0)
+    training = dataclasses.replace(training, first_row=0)
     parts = [training.examples]
-    held_out = None
-    if prompts.held_out is not None:
-        held_out = dataclasses.replace(prompts.held_out, first_row=len(training))
+    if held_out is not None:
+        held_out = dataclasses.replace(held_out, first_row=len(training))
         parts.append(held_out.examples)
     examples = ConcatenatedExamples(parts)
     environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
-    return RunPrompts(training, held_out, environment)
+    if isinstance(environment, PerDialogue):
+        turn = options.max_turn_length or max_response_length
+        plugin_trials.try_environment(
+            ENVIRONMENT_OPTION, options.environment, environment, turn, options.max_contexts
+        )
+    return training, held_out, environment

@@ -22,20 +22,7 @@ def measure_sampling(
     step: int,
     accepted_B: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Return metrics of the sampled responses, scalars on the mesh.
-
-    They are
-
-    - the shares of correct answers (NaN if the rules do not define correctness), of truncated
-      responses, and of the most common response;
-    - the share of slot-steps that drew a token, if the engine counts them;
-    - with drafts, the shares of tokens and of whole responses that were accepted from them;
-    - with an environment, the turns of a response, the share of tokens that are observations, and
-      what the turns earned;
-    - with responses that continue from step to step, by how many updates the weights that drew a
-      token are older than the trained ones, and the share of responses with such tokens;
-    - with several responses per prompt, the shares of responses that repeat another one to the same
-      prompt, and of prompts whose responses all earned the same.
+    """Return metrics of the sampled responses, scalars on the mesh (docs/metrics.md).
 
     Responses to a prompt are adjacent. `accepted_B` is `SampledBatch.accepted`; `correct_B` is NaN
     where correctness is undefined; `rewards_B` are those of whole responses, `steps_BxT` those

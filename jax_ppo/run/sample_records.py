@@ -17,11 +17,6 @@ from jax_ppo.types import Example, Rollout
 _WIDTH = 16  # characters of a column of the table of tokens
 
 
-def spread_rows(total: int, count: int) -> np.ndarray:
-    """Return at most `count` rows of `total`, spread evenly, so that prompts differ."""
-    return np.unique(np.linspace(0, total, min(count, total), endpoint=False, dtype=int))
-
-
 def describe_step(
     samples: StepResult, count: int, tokenizer: Any, address: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -34,7 +29,9 @@ def describe_step(
     experience = samples.experience
     rollout = samples.sampled.rollout
     addresses = samples.sampled.addresses
-    rows = spread_rows(len(samples.rewards), count)
+    # Spread evenly, so that prompts differ.
+    total = len(samples.rewards)
+    rows = np.unique(np.linspace(0, total, min(count, total), endpoint=False, dtype=int))
     arrays = {
         "logprobs": experience.old_logprobs,
         "sampled_logprobs": rollout.logprobs,
@@ -96,13 +93,14 @@ def describe_samples(
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)
     truncated = placement.to_host(rollout.truncated)
-    masks: dict[str, np.ndarray] = {}
-    if rollout.turn_rewards is not None:
-        masks["action_mask"] = placement.to_host(rollout.action_mask)
-    if rollout.turn_starts is not None:
-        masks["turn_starts"] = placement.to_host(rollout.turn_starts)
-    if rollout.context_starts is not None:
-        masks["context_starts"] = placement.to_host(rollout.context_starts)
+    # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn, and of
+    # each context that replaced the one before.
+    found = {
+        "action_mask": None if rollout.turn_rewards is None else rollout.action_mask,
+        "turn_starts": rollout.turn_starts,
+        "context_starts": rollout.context_starts,
+    }
+    masks = {name: placement.to_host(mask) for name, mask in found.items() if mask is not None}
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):
@@ -118,7 +116,7 @@ def describe_samples(
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
                 "answer": answers.get(row),
-                "correct": _bool_or_none(correct[row]),
+                "correct": None if np.isnan(correct[row]) else bool(correct[row]),
                 "truncated": bool(truncated[row]),
                 "address": address | {"sample": address.get("sample", 0) + row},
                 "prompt_ids": np.asarray(prompt_ids).tolist(),
@@ -126,8 +124,6 @@ def describe_samples(
                 "tokens": decode_tokens(tokenizer, last_id, response_ids),
             }
         )
-        # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn, and
-        # of each context that replaced the one before.
         for name, mask in masks.items():
             records[-1][name] = mask[row, : lengths[row]].astype(int).tolist()
     return records
@@ -140,19 +136,10 @@ def prompt_text(example: Example) -> str:
     return "\n".join(message["content"] for message in example.prompt)
 
 
-def _bool_or_none(correct: np.ndarray) -> bool | None:
-    """Return whether a response is correct, `None` where correctness is undefined."""
-    if np.isnan(correct):
-        return None
-    return bool(correct)
-
-
 def _rounded(values: np.ndarray) -> Any:
     """Return float32 values as numbers with six significant digits, a float's precision."""
     rounded = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
-    if np.ndim(values) == 0:
-        return rounded[0]
-    return rounded
+    return rounded if np.ndim(values) else rounded[0]
 
 
 def format_first_step(samples: StepResult, record: dict[str, Any]) -> str:

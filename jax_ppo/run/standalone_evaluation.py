@@ -12,7 +12,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.reporting import console
-from jax_ppo.run.build import set_up_run
+from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
@@ -25,10 +25,7 @@ from jax_ppo.training.state import TrainState
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
-    """Evaluate config.model.path on the held-out prompts.
-
-    Returns:
-      The contents of summary.json.
+    """Evaluate config.model.path on the held-out prompts; return the contents of summary.json.
 
     Raises:
       UserError: there are no held-out prompts or no such model.
@@ -39,10 +36,9 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     if checkpoint is not None:
         saved = read_run_options(checkpoint)
         # The shapes in the checkpoint depend on these.
-        config = replace_options(config, {"reward.normalize": saved.reward.normalize})
-        config = dataclasses.replace(
-            config, model=saved.model, critic=saved.critic, algorithm=saved.algorithm
-        )
+        sections = {name: getattr(saved, name) for name in ("model", "critic", "algorithm")}
+        normalize = saved.reward.normalize
+        config = replace_options(config, {"reward.normalize": normalize, **sections})
     elif config.evaluate.rank_by == "critic":
         model, critic = with_exported_models(config.model, config.critic, config.has_critic)
         config = dataclasses.replace(config, model=model, critic=critic)
@@ -59,7 +55,7 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
         )
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
-        run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
+        run = build_run(config, workdir, mesh, console.print_on_main, trains=False)
         with (
             engine.running(run.engine),
             run.rules.running(),
@@ -81,9 +77,7 @@ def find_checkpoint(model_path: str) -> Path | None:
     path = Path(model_path)
     # Other models may be in a folder of this name, too.
     is_step = path.name.isdecimal() and path.parent.name == staging.CHECKPOINTS
-    if is_step and path.is_dir():
-        return path
-    return None
+    return path if is_step and path.is_dir() else None
 
 
 def with_exported_actor(model: Model) -> Model:

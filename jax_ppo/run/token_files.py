@@ -41,25 +41,15 @@ Figures = dict[str, np.ndarray]  # float32 [N, T] by column, N responses of at m
 
 @dataclasses.dataclass
 class Scores:
-    """The numbers of all usable rows.
+    """The numbers of all usable rows."""
 
-    Attributes:
-      figures: see `Figures`; NaN where a token has no such number.
-      scores: float32 [N], the rewards of whole responses.
-      correct: float32 [N], NaN where correctness is undefined.
-      values: float32 [N, T], values in units of reward; `None` without a critic.
-      answers: the answers that the rules read, by row.
-      failures: responses that the rule failed on.
-      incomplete: responses without an advantage, for want of others to the same prompt.
-    """
-
-    figures: Figures
-    scores: np.ndarray
-    correct: np.ndarray
-    values: np.ndarray | None
-    answers: dict[int, str]
-    failures: int
-    incomplete: int
+    figures: Figures  # NaN where a token has no such number
+    scores: np.ndarray  # float32 [N], the rewards of whole responses
+    correct: np.ndarray  # float32 [N], NaN where correctness is undefined
+    values: np.ndarray | None  # float32 [N, T], in units of reward; `None` without a critic
+    answers: dict[int, str]  # that the rules read, by row
+    failures: int  # responses that the rule failed on
+    incomplete: int  # responses without an advantage, for want of others to the same prompt
 
 
 def write_results(
@@ -81,10 +71,8 @@ def write_results(
         write_json_lines(path, _token_rows(rows, texts, scores.figures))
     else:
         _write_parquet(path, rows, texts, scores.figures)
-    records = [
-        _describe_row(tokenizer, rows[number], texts[number], scores, number)
-        for number in range(min(len(rows), SHOWN_RESPONSES))
-    ]
+    shown = enumerate(zip(rows[:SHOWN_RESPONSES], texts, strict=False))
+    records = [_describe_row(tokenizer, *row, scores, number) for number, row in shown]
     status = f"{counted(len(rows), 'response')} of {score.file}, {len(records)} shown"
     html_report.write_scores_page(
         workdir / "report.html",
@@ -94,8 +82,7 @@ def write_results(
         records,
         lambda_table.format_rows(summary["lambda_table"]),
     )
-    seconds = time.monotonic() - started
-    write_summary_file(workdir, summary | {"seconds": seconds})
+    write_summary_file(workdir, summary | {"seconds": time.monotonic() - started})
 
 
 def _token_rows(

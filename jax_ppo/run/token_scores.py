@@ -21,12 +21,11 @@ from jax_ppo.data.response_rows import GivenResponses, ResponseRow
 from jax_ppo.errors import counted
 from jax_ppo.ppo import reward_shaping
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
-from jax_ppo.ppo.mini_batches import sample_lengths
+from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.rewarding import given_rewards
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.reporting import console, lambda_table
-from jax_ppo.run.build import set_up_run
+from jax_ppo.run.build import build_run
 from jax_ppo.run.critic_quality import in_units_of_reward
 from jax_ppo.run.evaluation import response_rewards
 from jax_ppo.run.given_responses import read_given_responses
@@ -53,10 +52,7 @@ WITHOUT_CRITIC = "reinforce_plus_plus"  # rewards to go
 
 
 def score_file(config: Config, workdir: Path) -> dict[str, Any]:
-    """Score the rows of `score.file`, and write what they got to the work directory.
-
-    Returns:
-      The contents of summary.json.
+    """Score the rows of `score.file`, and return the contents of summary.json.
 
     Raises:
       UserError: the file or a model cannot be read, or no row can be used.
@@ -71,7 +67,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         given, refused, refusal = read_given_responses(config, workdir)
         notes += refusal
         rows = given.rows
-        run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False, given=given)
+        run = build_run(config, workdir, mesh, console.print_on_main, trains=False, given=given)
         state = load_models(run, checkpoint, ("actor", "critic"))
         with run.rules.running():
             scores, late_programs = _score_rows(run, state, given, compiled)
@@ -83,7 +79,6 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
             f"config.algorithm.adv_estimator={config.algorithm.adv_estimator!r} compares "
             f"{config.responses_per_prompt} responses to the same prompt"
         )
-    table = _compare_lambdas(config.algorithm, rows, scores)
     summary = {
         "rows": len(rows),
         "refused": refused,
@@ -91,7 +86,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         "reward_mean": float(scores.scores.mean()),
         "rule_failures": scores.failures,
         "without_advantage": scores.incomplete,
-        "lambda_table": table,
+        "lambda_table": _compare_lambdas(config.algorithm, rows, scores),
         "compiled_programs": compiled.programs,
         "programs_after_first_batch": late_programs,
         "notes": notes,
@@ -135,10 +130,8 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
                 f"run had {run.reward.normalize!r}, and has saved the moments for it"
             )
         # The shapes in the checkpoint depend on these.
-        config = replace_options(config, {"reward.normalize": run.reward.normalize})
-        config = dataclasses.replace(
-            config, model=run.model, critic=run.critic, reference=run.reference
-        )
+        sections = {name: getattr(run, name) for name in ("model", "critic", "reference")}
+        config = replace_options(config, {"reward.normalize": run.reward.normalize, **sections})
         has_critic = run.has_critic
     else:
         model, critic = with_exported_models(config.model, config.critic, config.has_critic)
@@ -175,37 +168,29 @@ def _score_rows(
         programs = programs or compiled.programs
         report(start + count, len(given))
     late_programs = compiled.programs - programs
-    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    scores = _estimate(run, state, given.rows, joined)
-    return dataclasses.replace(scores, answers=answers, failures=failures), late_programs
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    return _estimate(run, state, given.rows, joined, answers, failures), late_programs
 
 
 def _score_batch(
     run: PPORun, state: TrainState, given: GivenResponses, batch: PromptBatch
 ) -> dict[str, Any]:
     """Return the outputs of the forward passes and the rewards of the real rows of a batch."""
-    options = run.step_options
     layout = sharding.batch_rows(run.mesh, len(batch.examples))
     rollout = placement.place(given.rollout(batch), layout)
     # The sampler's log-probs are not known, or of another model.
-    forward = dataclasses.replace(options.forward, old_logprobs=True, entropy=True)
-    outputs = run_forward_passes(
-        forward,
-        run.nets,
-        state,
-        join_sequences(rollout, options.sequence_length),
-        *run.packer.pack_rows(sample_lengths(batch, rollout)),
-    )
-    found = {f"outputs/{name}": x for name, x in vars(outputs).items() if x is not None}
+    _, outputs = run.run_forward_passes(state, batch, rollout, old_logprobs=True, entropy=True)
     if given.has_rewards:
         rule_rewards = given_rewards(run.mesh, given, batch, rollout)
     else:
         rule_rewards = run.rules.score(batch, rollout)
-    found["rewards"] = response_rewards(run, state, batch, rollout, rule_rewards)
-    found["correct"] = rule_rewards.correct
-    if rule_rewards.steps is not None:
-        found["steps"] = rule_rewards.steps
-    on_host = {name: placement.to_host(x)[: batch.count] for name, x in found.items()}
+    found = {
+        "outputs": outputs,
+        "rewards": response_rewards(run, state, batch, rollout, rule_rewards),
+        "correct": rule_rewards.correct,
+        "steps": rule_rewards.steps,
+    }
+    on_host = jax.tree.map(lambda x: placement.to_host(x)[: batch.count], found)
     answers = {row: text for row, text in rule_rewards.answers.items() if row < batch.count}
     return on_host | {"failures": rule_rewards.failures, "answers": answers}
 
@@ -214,7 +199,9 @@ def _estimate(
     run: PPORun,
     state: TrainState,
     rows: Sequence[ResponseRow],
-    found: dict[str, np.ndarray],
+    found: dict[str, Any],
+    answers: dict[int, str],
+    failures: int,
 ) -> Scores:
     """Return the scores of the rows, with advantages over all of them at once."""
     options = run.step_options
@@ -224,11 +211,9 @@ def _estimate(
     for row, *masks in zip(rows, actions, starts, strict=True):
         for target, mask in zip(masks, (row.action_mask, row.turn_starts), strict=True):
             target[: len(mask)] = mask
-    outputs: dict[str, Any] = {
-        name.removeprefix("outputs/"): x if x.ndim == 1 else x[:, :width]
-        for name, x in found.items()
-        if name.startswith("outputs/")
-    }
+    outputs: ForwardOutputs = jax.tree.map(
+        lambda x: x if x.ndim == 1 else x[:, :width], found["outputs"]
+    )
     order = _group_rows(run.config.algorithm.adv_estimator, run.config.responses_per_prompt, rows)
     figures = {name: np.full(actions.shape, np.nan, np.float32) for name in FIGURES}
 
@@ -237,19 +222,18 @@ def _estimate(
             chosen = placement.to_host(values) if isinstance(values, jax.Array) else values
             figures[name][numbers] = np.where(actions[numbers], chosen, np.nan)
 
-    write("logprob", outputs["old_logprobs"])
-    write("entropy", outputs["entropy"])
-    write("ref_logprob", outputs.get("ref_logprobs"))
-    write("value", outputs.get("values"))
-    if "ref_logprobs" in outputs:
-        everywhere = sharding.batch_rows(run.mesh, len(rows))
-        on_mesh = placement.place((ForwardOutputs(**outputs), actions), everywhere)
-        write("kl", _reference_kl(options.experience.algorithm, *on_mesh))
+    write("logprob", outputs.old_logprobs)
+    write("entropy", outputs.entropy)
+    write("ref_logprob", outputs.ref_logprobs)
+    write("value", outputs.values)
+    if outputs.ref_logprobs is not None:
+        placed = placement.place((outputs, actions), sharding.batch_rows(run.mesh, len(rows)))
+        write("kl", _reference_kl(options.experience.algorithm, *placed))
     if len(order):
         place = functools.partial(
             placement.place, sharding=sharding.batch_rows(run.mesh, len(order))
         )
-        on_mesh = ForwardOutputs(**{name: place(x[order]) for name, x in outputs.items()})
+        on_mesh = jax.tree.map(lambda x: place(x[order]), outputs)
         sequences = Sequences(
             tokens=place(np.zeros((len(order), 1), np.int32)),  # not read
             prompt_lengths=place(np.ones(len(order), np.int32)),
@@ -258,7 +242,7 @@ def _estimate(
             action_mask=place(actions[order]),
             turn_starts=place(starts[order]),
         )
-        steps = found.get("steps")
+        steps = found["steps"]
         experience, _ = estimate_experience(
             options.experience,
             state.control,
@@ -272,20 +256,13 @@ def _estimate(
         write("advantage", experience.advantages, order)
         write("return", experience.returns, order)
     values = None
-    if "values" in outputs:
-        values = np.asarray(in_units_of_reward(outputs["values"], state.control))
+    if outputs.values is not None:
+        values = np.asarray(in_units_of_reward(outputs.values, state.control))
     rewards = found["rewards"]
-    if "steps" in found:
+    if found["steps"] is not None:
         rewards = rewards + found["steps"].sum(1)
-    return Scores(
-        figures=figures,
-        scores=rewards,
-        correct=found["correct"],
-        values=values,
-        answers={},
-        failures=0,
-        incomplete=len(rows) - len(order),
-    )
+    incomplete = len(rows) - len(order)
+    return Scores(figures, rewards, found["correct"], values, answers, failures, incomplete)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm",))

@@ -12,7 +12,7 @@ from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import has_weights, read_architecture
-from jax_ppo.run.build import set_up_run
+from jax_ppo.run.build import build_run
 from jax_ppo.training.optimizer import learning_rate
 
 
@@ -69,7 +69,7 @@ def test_a_mesh_that_cannot_split_the_model_is_refused_before_its_weights_are_tr
     config = tiny.config(model__create__intermediate_size=36)
     mesh = tiny.make_mesh(8, model=8)
     with pytest.raises(UserError, match="config.mesh.model=8: must divide .*MLP width .36."):
-        set_up_run(config, tmp_path, mesh, print)
+        build_run(config, tmp_path, mesh, print)
     assert (tmp_path / "model" / "config.json").exists()
     assert not has_weights(tmp_path / "model")
 

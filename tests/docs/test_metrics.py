@@ -42,7 +42,7 @@ def evaluation_figures() -> set[str]:
         ).keys()
     tokens = np.arange(10.0)
     critic = critic_quality.describe_critic(
-        critic_quality.Predictions(tokens, tokens, tokens.astype(int))
+        [critic_quality.Predictions(tokens, tokens, tokens.astype(int))]
     )
     figures |= {re.sub(r"_\d+$", "_K", f"critic/{name}") for name in critic}
     figures = {re.sub(r"@\d+", "@K", name) for name in figures}

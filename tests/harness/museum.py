@@ -1778,8 +1778,8 @@ RULES_IN_A_RUN = [
             "tests/run/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
         ),
         where="evaluate",
-        old="first_sample_index += len(batch_scores)",
-        new="first_sample_index += 0",
+        old="first_sample += len(batch_scores)",
+        new="first_sample += 0",
     ),
 ]
 

@@ -26,7 +26,7 @@ def predictions(values, returns, tenths=None):
 
 def test_figures_by_hand():
     """Errors 1, 0, -1, 2 of returns 0, 1, 2, 3: variances 1.25 of both."""
-    figures = describe_critic(predictions([1, 1, 1, 5], [0, 1, 2, 3], [0, 0, 9, 9]))
+    figures = describe_critic([predictions([1, 1, 1, 5], [0, 1, 2, 3], [0, 0, 9, 9])])
     assert figures["bias"] == pytest.approx(0.5)
     assert figures["error"] == pytest.approx(np.sqrt(1.5))
     assert figures["explained_variance"] == pytest.approx(0.0)
@@ -38,13 +38,13 @@ def test_figures_by_hand():
 
 def test_an_exact_critic_explains_everything_and_is_calibrated():
     returns = np.random.default_rng(0).normal(size=100)
-    figures = describe_critic(predictions(returns, returns))
+    figures = describe_critic([predictions(returns, returns)])
     assert figures["explained_variance"] == 1
     assert figures["bias"] == figures["error"] == figures["calibration_error"] == 0
 
 
 def test_equal_returns_leave_no_variance_to_explain():
-    assert describe_critic(predictions([0, 1], [1, 1]))["explained_variance"] == 0
+    assert describe_critic([predictions([0, 1], [1, 1])])["explained_variance"] == 0
 
 
 def test_returns_have_no_unit_before_the_moments_have_seen_a_reward():

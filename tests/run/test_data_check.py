@@ -266,7 +266,7 @@ def test_training_tries_its_rule_on_the_first_rows_before_models_are_read(tmp_pa
     monkeypatch.setattr(build, "read_run_models", read)
     lines = []
     with pytest.raises(Read):
-        build.set_up_run(config, tmp_path, tiny.make_mesh(), lines.append)
+        build.build_run(config, tmp_path, tiny.make_mesh(), lines.append)
     (warning,) = [line for line in lines if line.startswith("warning: the rule scores")]
     assert "scores all 8 responses of the data that were tried as wrong" in warning
     assert "looked for '$2', in 'so\\n#### $2'" in warning
@@ -285,6 +285,6 @@ def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models
         Config(), data=Data(train_files=path), reward=Reward(function=f"{tmp_path}/mine.py:f")
     )
     with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
-        build.set_up_run(config, tmp_path, tiny.make_mesh(), print)
+        build.build_run(config, tmp_path, tiny.make_mesh(), print)
     with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
         data_check.check_data(config)

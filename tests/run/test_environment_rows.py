@@ -6,7 +6,7 @@ import pytest
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.calculator import Calculator
-from jax_ppo.run.run_prompts import ConcatenatedExamples, RunPrompts, set_up_environment
+from jax_ppo.run.run_prompts import ConcatenatedExamples, build_environment
 from jax_ppo.types import Example
 
 
@@ -29,8 +29,9 @@ def make_dataset(names):
 
 
 def test_rows_are_numbered_throughout_and_none_is_read_before_its_dialogue():
-    prompts = RunPrompts(make_dataset("abc"), make_dataset("de"))
-    training, held_out, environment = set_up_environment(Calculator, MultiTurn(), None, prompts)
+    training, held_out, environment = build_environment(
+        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de")
+    )
     assert (training.first_row, held_out.first_row) == (0, 3)
     assert Watched.read == ()
     examples = environment._examples

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
 from jax_ppo.data.prompt_batches import evaluation_batches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.run.evaluation import evaluate
@@ -24,7 +23,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
     dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
     first_indices = []
 
-    def sample(prompts, key, first):
+    def sample(prompts, first):
         first_indices.append(first)
         rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
         return Rollout(
@@ -37,7 +36,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
             environment_metrics={"row": jnp.where(rows > 1, jnp.nan, rows)},
         )
 
-    def reward(batch, rollout, first):
+    def reward(rollout):
         rows = rollout.responses
         correctness = (
             np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
@@ -48,13 +47,11 @@ def evaluate_prompts(scores, batch_size, correct=None):
             [{"response": str(row), "answer": None} for row in rows],
         )
 
-    result = evaluate(
-        sample=sample,
-        reward=reward,
-        batches=evaluation_batches(dataset, batch_size),
-        mesh=tiny.make_mesh(),
-        key=jax.random.key(0),
-    )
+    def respond(batch, first):
+        rollout = sample(batch.prompts, first)
+        return rollout, *reward(rollout)
+
+    result = evaluate(evaluation_batches(dataset, batch_size), respond)
     return result, first_indices
 
 

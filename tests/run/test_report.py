@@ -381,7 +381,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
     tmp_path, monkeypatch, folder, rank
 ):
     """Regression: it ended with a traceback after its last step."""
-    monkeypatch.setattr(ppo_training, "set_up_run", lambda *arguments: pytest.fail("it was set up"))
+    monkeypatch.setattr(ppo_training, "build_run", lambda *arguments: pytest.fail("it was set up"))
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "notes.txt").touch()
     with pytest.raises(UserError, match=f"{folder} exists and holds something other than an exp"):
@@ -389,7 +389,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
 
 
 def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_training, "set_up_run", lambda *_, **__: sys.exit("it is set up"))
+    monkeypatch.setattr(ppo_training, "build_run", lambda *_, **__: sys.exit("it is set up"))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "notes.txt").touch()
     with pytest.raises(SystemExit):

@@ -117,7 +117,7 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, 
     monkeypatch.setattr(run_models, "resolve_role_folders", stop)
     lines = []
     with pytest.raises(KeyError, match="folders"):
-        build.set_up_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
+        build.build_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
     assert any("off-policy" in line for line in lines) == reported
 
 
