@@ -543,12 +543,9 @@ IMPORTANCE_WEIGHTS = Registry(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLController(Entry):
-    """A function (options, coefficient, measured KL, samples of the step) -> next coefficient.
+    """A function (options, coefficient, measured KL, samples of the step) -> next coefficient."""
 
-    Attributes:
-      adapts: it reads the measured KL, and its coefficient continues when a run resumes.
-    """
-
+    # It reads the measured KL, and its coefficient continues when a run resumes.
     adapts: bool = False
 
 

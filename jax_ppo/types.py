@@ -61,53 +61,48 @@ class Rollout:
 
     Lengths and the action mask are authoritative: no module searches for pad or EOS ids to locate
     the end of a response.
-
-    Attributes:
-      prompts: the prompts, each repeated n times; sample b answers row b.
-      responses: row b holds its response in columns 0..lengths[b] - 1, including the EOS that
-        ended it.
-      lengths: number of response tokens, 1..T.
-      logprobs: log-probability of each token under the distribution it was drawn from, before
-        filters such as top-p: log_softmax(logits / temperature). 0 past the length.
-      truncated: True if T tokens were drawn without an EOS; with an environment, if the dialogue
-        had not ended by then.
-      action_mask: True on the response tokens that the policy chose. False past the length, and on
-        tokens inserted by the environment, such as the output of a tool. Models read all tokens;
-        losses, advantages and token metrics count only the actions.
-      slot_steps: one entry per decoder queue: the number of tokens that its slots could have
-        drawn. `None` if the engine does not count them.
-      turn_rewards: the rewards of an environment, each at the last token of its turn, which is an
-        action; `None` without an environment.
-      turn_starts: True on the first token of each turn, which is an action. An empty observation
-        leaves no other trace. `None` without an environment.
-      context_starts: True on the first token of each context that replaced the one before, which
-        the environment wrote: the tokens from there on are drawn, and trained on, as if nothing
-        preceded them. `None` if no context can be replaced.
-      environment_metrics: figures of each dialogue by name; NaN where it has none. `None` if the
-        environment reports none.
-      routed_experts: the experts that each token of prompt and response, joined without a gap,
-        passed through in each layer; the number of experts for tokens that were not run, such as
-        the last one. `None` unless the sampling options request it.
-      kept_tokens: the tokens among which each one was drawn, a bit for each of the vocabulary, as
-        `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
-        over these. `None` unless the sampling options request it.
-      versions: the step that began with the weights that drew each token; 0 past the length. `None`
-        unless responses continue under newer weights.
     """
 
-    prompts: Prompts
+    prompts: Prompts  # the prompts, each repeated n times; sample b answers row b
+    # Row b holds its response in columns 0..lengths[b] - 1, including the EOS that ended it.
     responses: Int32[Array, "B T"]
-    lengths: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]  # number of response tokens, 1..T
+    # Log-probability of each token under the distribution it was drawn from, before filters such as
+    # top-p: log_softmax(logits / temperature). 0 past the length.
     logprobs: Float32[Array, "B T"]
+    # True if T tokens were drawn without an EOS; with an environment, if the dialogue had not ended
+    # by then.
     truncated: Bool[Array, " B"]
+    # True on the response tokens that the policy chose. False past the length, and on tokens
+    # inserted by the environment, such as the output of a tool. Models read all tokens; losses,
+    # advantages and token metrics count only the actions.
     action_mask: Bool[Array, "B T"]
+    # One entry per decoder queue: the number of tokens that its slots could have drawn. `None` if
+    # the engine does not count them.
     slot_steps: Int32[Array, " queues"] | None = None
+    # The rewards of an environment, each at the last token of its turn, which is an action; `None`
+    # without an environment.
     turn_rewards: Float32[Array, "B T"] | None = None
+    # True on the first token of each turn, which is an action. An empty observation leaves no other
+    # trace. `None` without an environment.
     turn_starts: Bool[Array, "B T"] | None = None
+    # True on the first token of each context that replaced the one before, which the environment
+    # wrote: the tokens from there on are drawn, and trained on, as if nothing preceded them. `None`
+    # if no context can be replaced.
     context_starts: Bool[Array, "B T"] | None = None
+    # Figures of each dialogue by name; NaN where it has none. `None` if the environment reports
+    # none.
     environment_metrics: dict[str, Float32[Array, " B"]] | None = None
+    # The experts that each token of prompt and response, joined without a gap, passed through in
+    # each layer; the number of experts for tokens that were not run, such as the last one. `None`
+    # unless the sampling options request it.
     routed_experts: UInt[Array, "B S layers k"] | None = None
+    # The tokens among which each one was drawn, a bit for each of the vocabulary, as
+    # `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
+    # over these. `None` unless the sampling options request it.
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
+    # The step that began with the weights that drew each token; 0 past the length. `None` unless
+    # responses continue under newer weights.
     versions: Int32[Array, "B T"] | None = None
 
 
@@ -173,36 +168,28 @@ class Experience:
     """Everything that the update learns from, aligned with `Rollout.responses`.
 
     Arrays of [B, T] are 0 where `action_mask` is False.
-
-    Attributes:
-      sequences: the tokens.
-      sample_mask: False for samples that are excluded from all losses.
-      old_logprobs: log-probs of the policy at the start of the update, at the sampling temperature.
-      ref_logprobs: log-probs of the frozen reference at the same temperature; `None` without a
-        reference.
-      values: the critic's output for the state before each token; `None` without a critic.
-      rewards: what each token earned, shaped, with the penalties that are part of the reward.
-      advantages: whitened if configured.
-      returns: raw advantages + values, the critic's targets, normalized if its values are; `None`
-        without a critic.
-      value_mask: the tokens of samples in the losses whose values the critic learns; `None` for all
-        that the policy chose.
-      importance: weights of the policy loss for tokens sampled by another policy; `None` if all
-        weights are 1.
-      control: for the coming step.
     """
 
-    sequences: Sequences
-    sample_mask: Bool[Array, " B"]
+    sequences: Sequences  # the tokens
+    sample_mask: Bool[Array, " B"]  # False for samples that are excluded from all losses
+    # Log-probs of the policy at the start of the update, at the sampling temperature.
     old_logprobs: Float32[Array, "B T"]
+    # Log-probs of the frozen reference at the same temperature; `None` without a reference.
     ref_logprobs: Float32[Array, "B T"] | None
+    # The critic's output for the state before each token; `None` without a critic.
     values: Float32[Array, "B T"] | None
+    # What each token earned, shaped, with the penalties that are part of the reward.
     rewards: Float32[Array, "B T"]
-    advantages: Float32[Array, "B T"]
+    advantages: Float32[Array, "B T"]  # whitened if configured
+    # Raw advantages + values, the critic's targets, normalized if its values are; `None` without a
+    # critic.
     returns: Float32[Array, "B T"] | None
+    # The tokens of samples in the losses whose values the critic learns; `None` for all that the
+    # policy chose.
     value_mask: Bool[Array, "B T"] | None
+    # Weights of the policy loss for tokens sampled by another policy; `None` if all weights are 1.
     importance: Float32[Array, "B T"] | None
-    control: Control
+    control: Control  # for the coming step
 
     @property
     def action_mask(self) -> Bool[Array, "B T"]:

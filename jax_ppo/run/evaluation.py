@@ -66,9 +66,8 @@ def evaluate_policy(
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
     With `rollout.val_kwargs.and_greedy`, the prompts are then answered greedily, too. The random
-    draws are the same at every step, so that only the policy makes a difference.
-
-    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
+    draws are the same at every step, so that only the policy makes a difference. `before_batch` is
+    called before each batch; it may raise an exception to end the evaluation.
 
     Raises:
       UserError: the reward function failed on every response.

@@ -58,10 +58,9 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
     """Return the probability that the most frequent answer of k responses is right, for each k.
 
     Right responses agree, and wrong ones do where their answers are equal texts. Responses without
-    an answer do not vote. Of equally frequent answers each is as likely to be chosen.
-    (Wang et al. 2022, 2203.11171; there k responses are sampled, here all subsets count.)
-
-    Of N responses to one prompt, `answers_N` are the answers, `None` for none; `sizes` are the k.
+    an answer do not vote. Of equally frequent answers each is as likely to be chosen. (Wang et al.
+    2022, 2203.11171; there k responses are sampled, here all subsets count.) Of N responses to one
+    prompt, `answers_N` are the answers, `None` for none; `sizes` are the k.
     """
     right = int(correct_N.sum())
     wrong = [answer for answer, is_right in zip(answers_N, correct_N, strict=True) if not is_right]

@@ -265,11 +265,9 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
 
     A later call with arguments of the same shapes and shardings uses the compiled program: JAX
     keeps one cache for all threads. If the context ends with an error, no further program is
-    compiled.
-
-    The iterator compiles a program with each `next`. It must make no arrays: making one runs a
-    program, and all processes must run their programs in the same order, which another thread would
-    disturb.
+    compiled. The iterator compiles a program with each `next`. It must make no arrays: making one
+    runs a program, and all processes must run their programs in the same order, which another
+    thread would disturb.
 
     Raises:
       Exception: what the compiler raised, at the end of the context.

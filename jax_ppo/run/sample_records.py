@@ -22,9 +22,8 @@ def describe_step(
 ) -> list[dict[str, Any]]:
     """Return records of some samples of a step, with figures of each of their tokens.
 
-    Every process must call it: arrays are exchanged.
-
-    `address` is what identifies the rollout's random numbers, without the sample.
+    Every process must call it: arrays are exchanged. `address` is what identifies the rollout's
+    random numbers, without the sample.
     """
     experience = samples.experience
     rollout = samples.sampled.rollout
@@ -84,11 +83,10 @@ def describe_samples(
 ) -> list[dict[str, Any]]:
     """Return records of samples: texts, ids, scores and where to draw them again.
 
-    Every process must call it: arrays are exchanged.
-
-    `rewards` and `correct` are [B], the latter NaN where correctness is undefined; `answers` are by
-    row. `address` is what identifies the rollout's random numbers: `seed`, `stream` and `step`, and
-    with `sample` the index of the first sample.
+    Every process must call it: arrays are exchanged. `rewards` and `correct` are [B], the latter
+    NaN where correctness is undefined; `answers` are by row. `address` is what identifies the
+    rollout's random numbers: `seed`, `stream` and `step`, and with `sample` the index of the first
+    sample.
     """
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)

@@ -103,7 +103,6 @@ def rounding_keys(
     """Return two keys for the next optimizer step: for what it stores, and for its gradient sum.
 
     They depend on the number of steps taken, so that a resumed run continues with the same noise.
-
     `stream` numbers what is trained; `opt_state` is the state before the step.
     """
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)

@@ -259,38 +259,31 @@ def parts_of_replicas(plan: Packing) -> Packing:
 
 @pytree
 class Rows:
-    """A micro-batch in the form that models read. Each place predicts the token that follows it.
+    """A micro-batch in the form that models read. Each place predicts the token that follows it."""
 
-    Attributes:
-      tokens: the decoder's input.
-      positions: position of each token in its sample's sequence, or in its context.
-      segments: the sample or context that attention stays inside, or what tokens that samples share
-        belong to; -1 in empty places.
-      targets: the following token of the same sample, 0 where `mask` is False.
-      samples: index of the sample, 0 in empty places.
-      steps: index of the target in its response; any valid index if it is not a response token.
-      mask: True where the target is a token that the policy chose (`action_mask`). Log-probs,
-        values and losses are defined there.
-      routed_experts: the experts of each token that the sampler recorded, any in empty places;
-        `None` if it recorded none.
-      kept_tokens: the tokens among which each target was drawn (`Rollout.kept_tokens`), any where
-        `mask` is False; `None` if the sampler did not record them.
-      prefixes: the segment of the shared tokens that each place reads as well; `None` if samples
-        share none.
-      indices: position of each token in its sample's whole sequence, if its contexts were replaced;
-        `None` if these are the `positions`.
-    """
-
-    tokens: Int[Array, "R L"]
+    tokens: Int[Array, "R L"]  # the decoder's input
+    # Position of each token in its sample's sequence, or in its context.
     positions: Int[Array, "R L"]
+    # The sample or context that attention stays inside, or what tokens that samples share belong
+    # to; -1 in empty places.
     segments: Int[Array, "R L"]
-    targets: Int[Array, "R L"]
-    samples: Int[Array, "R L"]
+    targets: Int[Array, "R L"]  # the following token of the same sample, 0 where `mask` is False
+    samples: Int[Array, "R L"]  # index of the sample, 0 in empty places
+    # Index of the target in its response; any valid index if it is not a response token.
     steps: Int[Array, "R L"]
+    # True where the target is a token that the policy chose (`action_mask`). Log-probs, values and
+    # losses are defined there.
     mask: Bool[Array, "R L"]
+    # The experts of each token that the sampler recorded, any in empty places; `None` if it
+    # recorded none.
     routed_experts: UInt[Array, "R L layers k"] | None = None
+    # The tokens among which each target was drawn (`Rollout.kept_tokens`), any where `mask` is
+    # False; `None` if the sampler did not record them.
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
+    # The segment of the shared tokens that each place reads as well; `None` if samples share none.
     prefixes: Int[Array, "R L"] | None = None
+    # Position of each token in its sample's whole sequence, if its contexts were replaced; `None`
+    # if these are the `positions`.
     indices: Int[Array, "R L"] | None = None
 
 

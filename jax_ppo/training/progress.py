@@ -16,31 +16,27 @@ class Progress:
     """How far a run has come.
 
     Together with the trained arrays and the options, this is everything that a checkpoint holds.
-
-    Attributes:
-      step: number of completed steps.
-      position: training examples consumed.
-      evaluations: for each evaluation so far a dict of `step` and the means by name; `None` for a
-        mean that is undefined.
-      evaluation_pending: whether a signal interrupted the evaluation after this step, so that a
-        resumed run begins with it.
-      started_at: when the run was set up for the first time, in seconds since 1970.
-      kept_seconds: time of the steps that still count: not of those that were repeated after an
-        interruption, nor of those whose update was skipped.
-      solve_rates: the share of correct responses by the row of the training data, as text, for
-        `data.curriculum`; empty without one.
-      warnings: by kind, `text`, `first_step`, `last_step` and `count` of a warning.
-      changed_options: lines about options that a resume has changed.
     """
 
-    step: int = 0
-    position: int = 0
+    step: int = 0  # number of completed steps
+    position: int = 0  # training examples consumed
+    # For each evaluation so far a dict of `step` and the means by name; `None` for a mean that is
+    # undefined.
     evaluations: list[dict] = dataclasses.field(default_factory=list)
+    # Whether a signal interrupted the evaluation after this step, so that a resumed run begins with
+    # it.
     evaluation_pending: bool = False
+    # When the run was set up for the first time, in seconds since 1970.
     started_at: float = dataclasses.field(default_factory=time.time)
+    # Time of the steps that still count: not of those that were repeated after an interruption, nor
+    # of those whose update was skipped.
     kept_seconds: float = 0.0
+    # The share of correct responses by the row of the training data, as text, for
+    # `data.curriculum`; empty without one.
     solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    # By kind, `text`, `first_step`, `last_step` and `count` of a warning.
     warnings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    # Lines about options that a resume has changed.
     changed_options: list[str] = dataclasses.field(default_factory=list)
 
     def warn(self, kind: str, text: str, step: int) -> bool:
