@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Shaped
 
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked import assert_one_shape, zero_outside
 
 
 def gae(
@@ -45,11 +45,7 @@ def gae(
     assert rewards_T.ndim == 1, (
         f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
     )
-    assert rewards_T.shape == values_T.shape == mask_T.shape, (
-        rewards_T.shape,
-        values_T.shape,
-        mask_T.shape,
-    )
+    assert_one_shape(rewards_T, values_T, mask_T)
     # Zeros where mask is 0 make the returns 0 there, too.
     rewards_T = zero_outside(rewards_T, mask_T)
     values_T = zero_outside(values_T, mask_T)
@@ -102,15 +98,9 @@ def turn_gae(
     are: lam^k counts turns. Only values V_k are read, so only these are the critic's to learn, as
     in VAGEN's `turn_level_gae`.
 
-    Args:
-      rewards_T: as for `gae`; not discounted within a turn.
-      values_T: as for `gae`; read where `starts_T` is 1.
-      mask_T: as for `gae`.
-      starts_T: 1 on the first token of each turn. The tokens that the policy chose from one start
-        to the next are a turn, even if nothing stands between two turns.
-      gamma: discount per turn, in [0, 1].
-      lam: in [0, 1], per turn.
-      bootstrap_value: V after the last turn.
+    Arguments are as for `gae`, but gamma and lam count turns, within which nothing is discounted.
+    `starts_T` is 1 on the first token of each turn: the tokens that the policy chose from one start
+    to the next, even if nothing stands between two turns. Values are read at these tokens.
 
     Returns:
       (advantages_T, returns_T), as for `gae`; returns are 0 where `starts_T` is 0.
@@ -146,16 +136,7 @@ def bi_level_gae(
     conditions of `gae` if gamma is 1; otherwise values of turns and of tokens are discounted
     differently.
 
-    Args:
-      rewards_T: as for `gae`.
-      values_T: as for `gae`.
-      mask_T: as for `gae`.
-      starts_T: as for `turn_gae`.
-      gamma: discount per token within a turn, in [0, 1].
-      lam: in [0, 1], per token within a turn.
-      turn_gamma: discount per turn, in [0, 1].
-      turn_lam: in [0, 1], per turn.
-      bootstrap_value: V after the last turn.
+    Arguments are as for `turn_gae`; gamma and lam count the tokens of a turn, the others turns.
 
     Returns:
       (advantages_T, returns_T), as for `gae`.
@@ -217,10 +198,7 @@ def reward_to_go(
     Equals `gae` at lam = 1 with all values 0. One sequence; `vmap` it over a batch. Unbiased and
     without a critic, with the variance of all rewards to come.
 
-    Args:
-      rewards_T: the reward for emitting token t.
-      mask_T: 1 on the tokens that the policy chose, as in `gae`: k counts these alone.
-      gamma: as for `gae`.
+    Arguments are as for `gae`: k counts the tokens that the policy chose.
 
     Returns:
       float32 [T], 0 where mask is 0.
@@ -306,10 +284,8 @@ def opo(scores_B: Shaped[Array, " B"], n: int, counts_B: Shaped[Array, " B"]) ->
     (n - 1) / n of the true one, as for `grpo` without `by_std`; otherwise s_b - s_j of two samples
     counts with the share count_j / sum of the other, so that long responses are compared less.
 
-    Args:
-      scores_B: as for `grpo`.
-      n: as for `grpo`.
-      counts_B: how many tokens of each sample the policy chose; not all 0 in a group.
+    Scores are as for `grpo`; `counts_B` is how many tokens of each sample the policy chose, and not
+    0 throughout a group.
     """
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
     # Subtract the first score of a group first, so that equal scores give exactly 0.

@@ -33,13 +33,7 @@ def delta_step(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """Return the outputs of one token per row, and the states after it.
 
-    Args:
-      state_BxHxKxV: the states before the token.
-      q_BxHxK: queries.
-      k_BxHxK: keys, of length 1 or less.
-      v_BxHxV: values.
-      decay_BxH: logarithms of the factors on the states, 0 or less.
-      rate_BxH: rates, from 0 to 1.
+    Arguments are as for `delta_chunks`, after the states before the token.
     """
     state = jnp.exp(decay_BxH)[..., None, None] * state_BxHxKxV
     known_BxHxV = _einsum("bhkv,bhk->bhv", state, k_BxHxK)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import (
+    assert_one_shape,
     masked_max,
     masked_mean,
     masked_min,
@@ -61,11 +62,7 @@ def importance_weights(
     Raises:
       ValueError: `level` is unknown.
     """
-    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (
-        logprobs.shape,
-        sampled_logprobs.shape,
-        mask.shape,
-    )
+    assert_one_shape(logprobs, sampled_logprobs, mask)
     if level not in IMPORTANCE_WEIGHTS:
         raise ValueError(f"importance weights {level!r} are not one of {tuple(IMPORTANCE_WEIGHTS)}")
     log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
@@ -166,11 +163,7 @@ def mismatch(
       float32 scalars, constants to differentiation. For an empty mask all are 0, except a
       correlation of 1.
     """
-    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (
-        logprobs.shape,
-        sampled_logprobs.shape,
-        mask.shape,
-    )
+    assert_one_shape(logprobs, sampled_logprobs, mask)
     # Metrics only: no gradient may reach the loss through them.
     log_p = jax.lax.stop_gradient(zero_outside(logprobs, mask))
     log_q = jax.lax.stop_gradient(zero_outside(sampled_logprobs, mask))

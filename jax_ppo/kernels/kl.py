@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked import assert_one_shape, zero_outside
 from jax_ppo.registries import KL_ESTIMATORS
 
 # The estimators that are functions of the sampled token's log-ratio.
@@ -78,11 +78,7 @@ def kl_estimate(
     Raises:
       ValueError: `kind` is unknown.
     """
-    assert logprobs.shape == ref_logprobs.shape == mask.shape, (
-        logprobs.shape,
-        ref_logprobs.shape,
-        mask.shape,
-    )
+    assert_one_shape(logprobs, ref_logprobs, mask)
     # Both are 0 where mask is 0, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if callable(kind):

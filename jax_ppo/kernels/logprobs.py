@@ -19,8 +19,10 @@ from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
+    ChunkOptions,
     MaskedChunks,
     UnembeddingLayout,
+    assert_widths,
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
@@ -79,72 +81,43 @@ def token_logprobs(
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
       entropy is None unless `with_entropy`.
     """
-    assert hidden_GxNxD.ndim == 3 and unembedding_VxD.ndim == 2, (
-        hidden_GxNxD.shape,
-        unembedding_VxD.shape,
-    )
-    assert hidden_GxNxD.shape[2] == unembedding_VxD.shape[1], (
-        hidden_GxNxD.shape,
-        unembedding_VxD.shape,
-    )
+    assert_widths(hidden_GxNxD, unembedding_VxD)
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
     chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0], target_platform())
+    size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
-        hidden_GxNxD,
-        unembedding_VxD,
-        targets_GxN,
-        mask_GxN.astype(bool),
-        kept_GxNxW,
-        temperature,
-        min(chunk_size, hidden_GxNxD.shape[1]),
+        (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), kept_GxNxW),
+        ChunkOptions(temperature, size, logit_softcap, layout),
         with_entropy,
-        logit_softcap,
-        layout,
     )
-    if not with_entropy:
-        return logprobs, None
-    return logprobs, entropy
+    return logprobs, entropy if with_entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
+# Hidden states, unembedding, targets, mask and kept tokens.
+_Inputs = tuple[Any, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _token_logprobs(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array,
-    kept: jax.Array | None,
-    temperature: float,
-    chunk_size: int,
-    with_entropy: bool,
-    cap: float | None,
-    layout: UnembeddingLayout,
+    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = (hidden, unembedding, targets, mask, kept)
-    return _forward(*arrays, temperature, chunk_size, with_entropy, cap, layout)[:2]
+    return _forward(inputs, options, with_entropy)[:2]
 
 
 def _forward(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    targets: jax.Array,
-    mask: jax.Array,
-    kept: jax.Array | None,
-    temperature: float,
-    chunk_size: int,
-    with_entropy: bool,
-    cap: float | None,
-    layout: UnembeddingLayout,
+    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target), entropy (0 unless `with_entropy`) and logsumexp z, each [G, N]."""
-    chunks = MaskedChunks(mask, chunk_size)
-    weight = layout.gather(unembedding.astype(hidden.dtype))
+    hidden, unembedding, targets, mask, kept = inputs
+    chunks = MaskedChunks(mask, options.size)
+    weight = options.layout.gather(unembedding.astype(hidden.dtype))
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Shifting by the largest logit keeps exp from overflowing.
-        logits = chunk_logits(chunks.gather(hidden, i), weight, cap)
-        z = keep_tokens(logits, chunks.gather(kept, i)) / temperature
+        logits = chunk_logits(chunks.gather(hidden, i), weight, options.cap)
+        z = keep_tokens(logits, chunks.gather(kept, i)) / options.temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
@@ -169,45 +142,30 @@ def _forward(
     return logprobs, entropy, logsumexp
 
 
-# With symbolic zeros, jax wraps each differentiable argument in an object with its `.value`.
 def _forward_and_residuals(
-    hidden: Any,
-    unembedding: Any,
-    targets: Any,
-    mask: Any,
-    kept: Any,
-    temperature: float,
-    chunk_size: int,
-    with_entropy: bool,
-    cap: float | None,
-    layout: UnembeddingLayout,
+    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
-    arrays = (hidden, unembedding, targets, mask, None if kept is None else kept.value)
-    logprobs, entropy, logsumexp = _forward(
-        *arrays, temperature, chunk_size, with_entropy, cap, layout
-    )
-    return (logprobs, entropy), (*arrays, entropy, logsumexp)
+    # With symbolic zeros, jax wraps each differentiable argument in an object with its `.value`.
+    inputs = tuple(None if x is None else x.value for x in inputs)
+    logprobs, entropy, logsumexp = _forward(inputs, options, with_entropy)
+    return (logprobs, entropy), (*inputs, entropy, logsumexp)
 
 
 def _backward(
-    temperature: float,
-    chunk_size: int,
+    options: ChunkOptions,
     with_entropy: bool,
-    cap: float | None,
-    layout: UnembeddingLayout,
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[Any, Any],
-) -> tuple[jax.Array, jax.Array, None, None, None]:
+) -> tuple[_Inputs]:
     hidden, unembedding, targets, mask, kept, entropy, logsumexp = residuals
     # A loss without an entropy bonus has no cotangent for it: that term is then left out.
     logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
-    chunks = MaskedChunks(mask, chunk_size)
+    chunks = MaskedChunks(mask, options.size)
     V = len(unembedding)
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         # The saved logsumexp spares the backward pass a reduction over the vocabulary.
-        z = keep_tokens(logits, chunks.gather(kept, i)) / temperature
+        z = keep_tokens(logits, chunks.gather(kept, i)) / options.temperature
         log_p = z - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(logits)
         if logprobs_grad is not None:
@@ -216,10 +174,10 @@ def _backward(
         if entropy_grad is not None:
             excess = log_p + chunks.gather(entropy, i)[..., None]
             slope = slope - chunks.gather(entropy_grad, i)[..., None] * jnp.exp(log_p) * excess
-        return slope / temperature
+        return slope / options.temperature
 
-    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
-    return *gradients, None, None, None
+    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, logits_grad, options)
+    return ((*gradients, None, None, None),)
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)

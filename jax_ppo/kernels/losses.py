@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked import assert_one_shape, zero_outside
 from jax_ppo.registries import AGGREGATIONS
 
 
@@ -216,10 +216,7 @@ def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
     # The first five fields are arrays; a function and an optional mask follow.
-    shapes = tuple(x.shape for x in batch[:5])
-    assert len(set(shapes)) == 1, (
-        f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"
-    )
+    assert_one_shape(*batch[:5])
     # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
@@ -276,8 +273,7 @@ def value_loss(
       clip: > 0, in units of reward, or None.
       huber_delta: > 0, in units of reward, or None for the square everywhere.
     """
-    shapes = (values.shape, old_values.shape, returns.shape, mask.shape)
-    assert len(set(shapes)) == 1, f"values, old_values, returns, mask differ in shape: {shapes}"
+    assert_one_shape(values, old_values, returns, mask)
     values = zero_outside(values, mask)
     old_values = zero_outside(old_values, mask)
     returns = zero_outside(returns, mask)

@@ -16,6 +16,12 @@ from jaxtyping import Array, Bool, Float, Shaped
 Axis = int | tuple[int, ...] | None
 
 
+def assert_one_shape(*arrays: Shaped[Array, "..."]) -> None:
+    """Assert that arrays, the arguments of a function in their order, have the same shape."""
+    shapes = tuple(x.shape for x in arrays)
+    assert len(set(shapes)) == 1, f"expected arrays of one shape, got {shapes}"
+
+
 def zero_outside(
     x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]
 ) -> Float[Array, " *shape"]:
@@ -23,7 +29,7 @@ def zero_outside(
 
     Neither the value nor the gradient of a masked element passes through.
     """
-    assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
+    assert_one_shape(x, mask)
     return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)
 
 
@@ -109,9 +115,7 @@ def explained_variance(
     the mean of the returns, and below 0 that it is worse. Where all returns are equal there is no
     variance to explain, and the result is defined as 0.
     """
-    assert values.shape == returns.shape, (
-        f"values {values.shape} and returns {returns.shape} must have one shape"
-    )
+    assert_one_shape(values, returns)
     # What the critic leaves unexplained; a constant error does not count.
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
     # Returns that differ only by rounding have a variance of 1e-17, which as a divisor would give
@@ -133,7 +137,7 @@ def _mean(x: jax.Array, mask: jax.Array, axis: Axis, keepdims: bool) -> jax.Arra
 def _extremum(
     x: jax.Array, mask: jax.Array, reduce: Callable[..., jax.Array], identity: float
 ) -> jax.Array:
-    assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
+    assert_one_shape(x, mask)
     selected = mask.astype(bool)
     # `initial` also serves arrays without any element.
     extremum = reduce(jnp.where(selected, _at_least_float32(x), identity), initial=identity)

@@ -43,10 +43,7 @@ def update_moments(
     A batch whose result is not finite is ignored as a whole, so that it cannot spoil all later
     moments.
 
-    Args:
-      moments: the moments of the earlier numbers.
-      x: numbers of any shape; may hold anything, NaN included, where mask = 0.
-      mask: 1 on the elements that count, in any pattern.
+    Where mask = 0, x may hold anything, NaN included.
     """
     count = jnp.sum(mask.astype(bool)).astype(jnp.float32)
     total = moments.count + count

@@ -156,11 +156,7 @@ def sapo(batch: PolicyBatch, clip: Clip, tau_pos: float = 1.0, tau_neg: float = 
 
     Biased like the clip on purpose, but no token is without a gradient. `clip` is not read.
 
-    Args:
-      batch: see `PolicyBatch`.
-      clip: unused.
-      tau_pos: > 0, for tokens of positive advantage.
-      tau_neg: > 0, for the others.
+    Both temperatures are > 0.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)

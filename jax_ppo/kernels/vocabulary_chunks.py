@@ -46,6 +46,21 @@ class UnembeddingLayout(NamedTuple):
 NOT_SPLIT = UnembeddingLayout()
 
 
+class ChunkOptions(NamedTuple):
+    """What is fixed when logits of chunks are compiled; see `logprobs.token_logprobs`."""
+
+    temperature: float
+    size: int
+    cap: float | None
+    layout: UnembeddingLayout
+
+
+def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V D"]) -> None:
+    """Assert that hidden states and an unembedding have three and two axes, and one width."""
+    shapes = (hidden.shape, unembedding.shape)
+    assert hidden.ndim == 3 and unembedding.ndim == 2 and shapes[0][2] == shapes[1][1], shapes
+
+
 def default_chunk_size(vocabulary: int, platform: str) -> int:
     """Return the positions per chunk whose logits fill the chunk budget of the platform.
 
@@ -135,31 +150,23 @@ def hidden_and_weight_grad(
     chunks: "MaskedChunks",
     hidden: Float[Array, " G N D"],
     unembedding: Float[Array, " V D"],
-    cap: float | None,
     logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
-    layout: UnembeddingLayout,
+    options: ChunkOptions,
 ) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
     """Return the gradients with respect to hidden states and output embedding, chunk by chunk.
 
-    Args:
-      mask: positions that have logits.
-      chunks: the chunks of this mask.
-      hidden: hidden states; the gradient is 0 outside the mask.
-      unembedding: the output embedding.
-      cap: soft cap of the logits, if any.
-      logits_grad: maps the index of a chunk and its soft-capped logits [G, C, V] to the gradient
-        with respect to these logits.
-      layout: how the output embedding is split over devices.
+    `logits_grad` maps the index of a chunk and its soft-capped logits [G, C, V] to the gradient
+    with respect to these logits.
     """
-    weight = layout.gather(unembedding.astype(hidden.dtype))
+    weight = options.layout.gather(unembedding.astype(hidden.dtype))
 
     def process_chunk(
         i: jax.Array, sums: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         states = chunks.gather(hidden, i)
-        logits = chunk_logits(states, weight, cap)
+        logits = chunk_logits(states, weight, options.cap)
         # From the gradient with respect to soft-capped logits to that of the plain products.
-        slope = (logits_grad(i, logits) * softcap_slope(logits, cap)).astype(hidden.dtype)
+        slope = (logits_grad(i, logits) * softcap_slope(logits, options.cap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         hidden_buffer, weight_sum = sums
@@ -172,4 +179,4 @@ def hidden_and_weight_grad(
     hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
     # Groups are on different devices: this sum is their one exchange.
-    return hidden_grad, layout.sum_groups(weight_sum, unembedding.dtype)
+    return hidden_grad, options.layout.sum_groups(weight_sum, unembedding.dtype)

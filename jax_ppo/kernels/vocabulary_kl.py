@@ -16,8 +16,10 @@ from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
+    ChunkOptions,
     MaskedChunks,
     UnembeddingLayout,
+    assert_widths,
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
@@ -83,55 +85,38 @@ def full_kl(
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
       unembeddings are equal.
     """
-    for hidden, unembedding in (
-        (hidden_GxNxD, unembedding_VxD),
-        (ref_hidden_GxNxE, ref_unembedding_VxE),
-    ):
-        assert hidden.ndim == 3 and unembedding.ndim == 2, (hidden.shape, unembedding.shape)
-        assert hidden.shape[2] == unembedding.shape[1], (hidden.shape, unembedding.shape)
+    assert_widths(hidden_GxNxD, unembedding_VxD)
+    assert_widths(ref_hidden_GxNxE, ref_unembedding_VxE)
     shapes = (hidden_GxNxD.shape[:2], ref_hidden_GxNxE.shape[:2], mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, ref_hidden, mask differ in [G, N]: {shapes}"
     assert unembedding_VxD.shape[0] == ref_unembedding_VxE.shape[0], "the vocabularies differ"
     assert chunk_size is None or chunk_size > 0, chunk_size
     # Two distributions are held per position, like one over twice the vocabulary.
     chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0], target_platform())
+    references = map(jax.lax.stop_gradient, (ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
-        hidden_GxNxD,
-        unembedding_VxD,
-        jax.lax.stop_gradient(ref_hidden_GxNxE),
-        jax.lax.stop_gradient(ref_unembedding_VxE),
-        mask_GxN.astype(bool),
-        kept_GxNxW,
-        temperature,
-        min(chunk_size, mask_GxN.shape[1]),
-        logit_softcap,
-        layout,
+        (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool), kept_GxNxW),
+        ChunkOptions(temperature, min(chunk_size, mask_GxN.shape[1]), logit_softcap, layout),
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
-def _full_kl(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    ref_hidden: jax.Array,
-    ref_unembedding: jax.Array,
-    mask: jax.Array,
-    kept: jax.Array | None,
-    temperature: float,
-    chunk_size: int,
-    cap: float | None,
-    layout: UnembeddingLayout,
-) -> jax.Array:
-    chunks = MaskedChunks(mask, chunk_size)
-    weight = layout.gather(unembedding.astype(hidden.dtype))
-    ref_weight = layout.gather(ref_unembedding.astype(ref_hidden.dtype))
+# Hidden states and unembedding, those of the reference, mask and kept tokens.
+_Inputs = tuple[Any, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
+    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = inputs
+    chunks = MaskedChunks(mask, options.size)
+    weight = options.layout.gather(unembedding.astype(hidden.dtype))
+    ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def process_chunk(i: jax.Array, kl: jax.Array) -> jax.Array:
-        logits = chunk_logits(chunks.gather(hidden, i), weight, cap)
-        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
+        logits = chunk_logits(chunks.gather(hidden, i), weight, options.cap)
+        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options.cap)
         kept_chunk = chunks.gather(kept, i)
-        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / temperature)
-        log_q = jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / temperature)
+        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)
+        log_q = jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / options.temperature)
         p = jnp.exp(log_p)
         d = log_p - log_q
         # Far from 0, exp(-d) would overflow where p is tiny, and no digits cancel there.
@@ -147,47 +132,28 @@ def _full_kl(
     return zero_outside(chunks.scatter(kl), mask)
 
 
-def _forward(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    ref_hidden: jax.Array,
-    ref_unembedding: jax.Array,
-    mask: jax.Array,
-    kept: jax.Array | None,
-    temperature: float,
-    chunk_size: int,
-    cap: float | None,
-    layout: UnembeddingLayout,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    arrays = (hidden, unembedding, ref_hidden, ref_unembedding, mask, kept)
-    return _full_kl(*arrays, temperature, chunk_size, cap, layout), arrays
+def _forward(inputs: _Inputs, options: ChunkOptions) -> tuple[jax.Array, _Inputs]:
+    return _full_kl(inputs, options), inputs
 
 
-def _backward(
-    temperature: float,
-    chunk_size: int,
-    cap: float | None,
-    layout: UnembeddingLayout,
-    residuals: tuple[jax.Array, ...],
-    kl_grad: jax.Array,
-) -> tuple[jax.Array, jax.Array, None, None, None, None]:
-    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = residuals
-    chunks = MaskedChunks(mask, chunk_size)
-    ref_weight = layout.gather(ref_unembedding.astype(ref_hidden.dtype))
+def _backward(options: ChunkOptions, inputs: _Inputs, kl_grad: jax.Array) -> tuple[_Inputs]:
+    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = inputs
+    chunks = MaskedChunks(mask, options.size)
+    ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
-        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
+        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options.cap)
         kept_chunk = chunks.gather(kept, i)
         # Recomputed from hidden states: the forward pass keeps no distribution.
-        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / temperature)
-        d = log_p - jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / temperature)
+        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)
+        d = log_p - jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / options.temperature)
         # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
-        return p * excess * (chunks.gather(kl_grad, i) / temperature)[..., None]
+        return p * excess * (chunks.gather(kl_grad, i) / options.temperature)[..., None]
 
-    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
-    return *gradients, None, None, None, None
+    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, logits_grad, options)
+    return ((*gradients, None, None, None, None),)
 
 
 _full_kl.defvjp(_forward, _backward)

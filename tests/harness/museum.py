@@ -905,8 +905,7 @@ REDUCTIONS = [
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
-            "assert x.shape == mask.shape, f'x {x.shape} and mask {mask.shape} must have one "
-            "shape'\n"
+            "assert_one_shape(x, mask)\n"
             "return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)"
         ),
         new="return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",
@@ -920,7 +919,7 @@ LOG_PROBS = [
         holds="every log-prob is taken at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
-        old="keep_tokens(logits, chunks.gather(kept, i)) / temperature",
+        old="keep_tokens(logits, chunks.gather(kept, i)) / options.temperature",
         new="keep_tokens(logits, chunks.gather(kept, i))",
     ),
     Exhibit(
@@ -929,7 +928,7 @@ LOG_PROBS = [
         holds="the closed-form gradient equals that of the definition at any temperature",
         test=f"{TEST_LOGPROBS}::test_gradient_is_that_of_the_definition",
         where="_backward",
-        old="slope / temperature",
+        old="slope / options.temperature",
         new="slope",
     ),
     Exhibit(
