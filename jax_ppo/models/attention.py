@@ -73,14 +73,6 @@ def run_attention(
 
     Compilers split xla's over devices by themselves. Each device runs the other programs for its
     own rows and heads.
-
-    Args:
-      program: name of the program.
-      q_BxTxHxd: queries.
-      k_BxTxKxd: keys.
-      v_BxTxKxd: values.
-      segments_BxT: segments, or `None`.
-      **options: see the module.
     """
     programs: dict[str, Callable[..., jax.Array]] = {
         "xla": xla_attention,
@@ -100,10 +92,8 @@ def xla_attention(
     v_BxTxKxd: Keys,
     segments_BxT: Segments,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
     sliding_window: int | None = None,
+    **options: Any,
 ) -> Queries:
     """Compute attention with matrix products alone.
 
@@ -132,9 +122,7 @@ def xla_attention(
             k_BxKxTxd[:, :, keys],
             v_BxKxTxd[:, :, keys],
             visible,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
 
     size = query_block_size(T)
@@ -154,8 +142,8 @@ def attend_block_of_queries(
     v_BxKxSxd: Float[Array, "B K S d"],
     visible: Bool[Array, "B_or_1 Q S"],
     *,
-    scale: float | None,
-    softcap: float | None,
+    scale: float | None = None,
+    softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> Float[Array, "B Q H d"]:
     """Compute the attention of a block of queries to the keys that they read."""
@@ -184,9 +172,7 @@ def attend_block_of_queries(
 def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the softmax over the last axis, with one more score that is left out of the result.
 
-    Args:
-      scores: [..., S].
-      sinks: the further scores, of a shape that broadcasts to [..., 1], or `None`.
+    The further scores `sinks`, if any, broadcast to [..., 1].
     """
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
@@ -201,26 +187,34 @@ def cudnn_attention(
     v_BxTxKxd: Keys,
     segments_BxT: Segments,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
     sliding_window: int | None = None,
+    **options: float | None,
 ) -> Queries:
     """Compute attention with cuDNN."""
-    assert softcap is None, "select_attention_program refuses it"
     # The causal mask is built in; segments or a window need one as an array.
     mask = None
     if segments_BxT is not None or sliding_window is not None:
         T = q_BxTxHxd.shape[1]
         mask = visible_keys(jnp.arange(T), slice(T), segments_BxT, segments_BxT, sliding_window)
-        mask = mask[:, None]
+    is_causal = mask is None
+    return cudnn_products(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, mask, **options, is_causal=is_causal)
+
+
+def cudnn_products(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    visible: Bool[Array, "B_or_1 Q S"] | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> Queries:
+    """Compute attention with cuDNN to the keys that are visible, which reads all of them."""
+    assert softcap is None, "select_attention_program refuses it"
+    mask = None if visible is None else visible[:, None]
     return jax.nn.dot_product_attention(
-        q_BxTxHxd,
-        k_BxTxKxd,
-        v_BxTxKxd,
-        mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        implementation="cudnn",
+        q, k, v, mask=mask, scale=scale, implementation="cudnn", **others
     )
 
 

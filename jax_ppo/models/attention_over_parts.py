@@ -23,6 +23,7 @@ from jax_ppo.models.attention import (
     Queries,
     Segments,
     attend_block_of_queries,
+    cudnn_products,
     make_splash_kernel,
     run_splash_kernel,
     visible_keys,
@@ -42,8 +43,9 @@ def run_attention_over_parts(
         run_part = functools.partial(_splash_part, scale=options.get("scale"))
         attend = attend_over_parts(run_part, kernel)
     else:
-        products = {"xla": _xla_part, "cudnn": _cudnn_part}[program]
-        attend = attend_over_parts(functools.partial(_masked_part, products, **options))
+        programs: dict[str, Callable[..., jax.Array]]
+        programs = {"xla": _xla_part, "cudnn": cudnn_products}
+        attend = attend_over_parts(functools.partial(_masked_part, programs[program], **options))
     out: jax.Array = attend(q, k, v, segments)
     return out
 
@@ -71,9 +73,7 @@ def _xla_part(
     k_BxTxKxd: Keys,
     v_BxTxKxd: Keys,
     visible_BxQxT: Bool[Array, "B Q T"],
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> Queries:
     """Compute the attention with matrix products alone.
 
@@ -92,8 +92,7 @@ def _xla_part(
             k_BxKxTxd[:, :, keys],
             v_BxKxTxd[:, :, keys],
             visible_BxQxT[:, queries, keys],
-            scale=scale,
-            softcap=softcap,
+            **options,
         )
 
     blocks = [
@@ -101,27 +100,6 @@ def _xla_part(
         attend_block(queries=slice(block, None), keys=slice(T)),
     ]
     return jnp.concatenate(blocks, axis=1)
-
-
-def _cudnn_part(
-    q_BxQxHxd: Queries,
-    k_BxTxKxd: Keys,
-    v_BxTxKxd: Keys,
-    visible_BxQxT: Bool[Array, "B Q T"],
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Queries:
-    """Compute the attention with cuDNN, which reads all keys of the row."""
-    assert softcap is None, "select_attention_program refuses it"
-    return jax.nn.dot_product_attention(
-        q_BxQxHxd,
-        k_BxTxKxd,
-        v_BxTxKxd,
-        mask=visible_BxQxT[:, None],
-        scale=scale,
-        implementation="cudnn",
-    )
 
 
 def _splash_part(

@@ -3,6 +3,8 @@
 attention.py selects among these programs.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -19,45 +21,18 @@ PLATFORM_PROGRAMS = {"cuda": "cudnn", "tpu": "splash"}
 
 
 def select_attention_program(
-    wanted: str,
-    platform: str,
-    dtype: DTypeLike,
-    head_dim: int,
-    length: int,
-    softcap: float | None = None,
-    sinks: bool = False,
-    gpu_generation: int | None = None,
-    shares_prefixes: bool = False,
+    wanted: str, platform: str, dtype: DTypeLike, head_dim: int, length: int, **facts: Any
 ) -> str:
     """Return the program for whole sequences.
 
-    Args:
-      wanted: "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
-        xla.
-      platform: "cpu", "cuda", "rocm" or "tpu".
-      dtype: type of the computation.
-      head_dim: d.
-      length: T, number of tokens per row.
-      softcap: soft cap of the scores, or `None`.
-      sinks: whether heads have scores that belong to no key.
-      gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
-      shares_prefixes: whether samples of a row share tokens (`attention.PrefixedSegments`).
+    `wanted` is "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
+    xla. The other arguments are as for `program_obstacle`.
 
     Raises:
       ValueError: `wanted` cannot run; the message says why.
     """
     program = _preferred_program(wanted, platform)
-    reason = program_obstacle(
-        program,
-        platform,
-        dtype,
-        head_dim=head_dim,
-        length=length,
-        softcap=softcap,
-        sinks=sinks,
-        gpu_generation=gpu_generation,
-        shares_prefixes=shares_prefixes,
-    )
+    reason = program_obstacle(program, platform, dtype, head_dim, length, **facts)
     if reason and wanted == "auto":
         return "xla"
     if reason:
@@ -81,7 +56,7 @@ def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) ->
 
     Args:
       wanted: as for `select_attention_program`.
-      platform: as for `select_attention_program`.
+      platform: as for `program_obstacle`.
       length: tokens of the longest sample.
       parts: number of devices that a row is split over, each with as many tokens.
     """
@@ -103,63 +78,62 @@ def program_obstacle(
     dtype: DTypeLike,
     head_dim: int,
     length: int,
-    softcap: float | None,
+    softcap: float | None = None,
     sinks: bool = False,
     gpu_generation: int | None = None,
     shares_prefixes: bool = False,
 ) -> str | None:
-    """Return why a program cannot run, or `None` if it can.
+    """Return why a program for whole sequences cannot run, or `None` if it can.
 
-    The arguments after `program` are as for `select_attention_program`.
+    Args:
+      program: the program.
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      dtype: type of the computation.
+      head_dim: d.
+      length: T, number of tokens per row.
+      softcap: soft cap of the scores, or `None`.
+      sinks: whether heads have scores that belong to no key.
+      gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
+      shares_prefixes: whether samples of a row share tokens (`attention.PrefixedSegments`).
     """
-    if sinks and program != "xla":
-        return f"{program} has no attention sinks, the model has"
-    if program == "cudnn":
-        return _cudnn_obstacle(
-            platform,
-            dtype,
-            head_dim=head_dim,
-            length=length,
-            softcap=softcap,
-            gpu_generation=gpu_generation,
-        )
-    if program == "splash":
-        if shares_prefixes:
-            return "splash attention takes no shared prompts (config.packing.share_prompts=True)"
-        if platform != "tpu":
-            return f"splash attention needs a TPU, this is {platform}"
-        if length % SPLASH_BLOCKS[-1]:
-            return (
-                f"splash attention takes rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, these "
-                f"have {length}"
-            )
-    return None
-
-
-def _cudnn_obstacle(
-    platform: str,
-    dtype: DTypeLike,
-    *,
-    head_dim: int,
-    length: int,
-    softcap: float | None,
-    gpu_generation: int | None,
-) -> str | None:
-    """Return why cuDNN's attention cannot run, or `None` if it can."""
-    if platform != "cuda":
-        return f"cuDNN needs an NVIDIA GPU, this is {platform}"
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}"
     max_head = MAX_CUDNN_HEAD_ELSEWHERE
     if gpu_generation is not None:
         max_head = MAX_CUDNN_HEAD.get(gpu_generation, max_head)
-    if head_dim % 8 or head_dim > max_head:
-        return (
-            f"cuDNN's attention takes heads of a multiple of 8 up to {max_head} on this GPU, the "
-            f"model's have {head_dim}"
-        )
-    if length % 2:
-        return f"cuDNN's attention takes rows of an even length, these have {length} tokens"
-    if softcap is not None:
-        return f"cuDNN's attention has no soft cap of scores, the model's is {softcap}"
-    return None
+    obstacles = {
+        "xla": (),
+        "cudnn": (
+            (platform != "cuda", f"cuDNN needs an NVIDIA GPU, this is {platform}"),
+            (
+                jnp.dtype(dtype).itemsize != 2,
+                f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}",
+            ),
+            (
+                head_dim % 8 or head_dim > max_head,
+                f"cuDNN's attention takes heads of a multiple of 8 up to {max_head} on this GPU, "
+                f"the model's have {head_dim}",
+            ),
+            (
+                length % 2,
+                f"cuDNN's attention takes rows of an even length, these have {length} tokens",
+            ),
+            (
+                softcap is not None,
+                f"cuDNN's attention has no soft cap of scores, the model's is {softcap}",
+            ),
+        ),
+        "splash": (
+            (
+                shares_prefixes,
+                "splash attention takes no shared prompts (config.packing.share_prompts=True)",
+            ),
+            (platform != "tpu", f"splash attention needs a TPU, this is {platform}"),
+            (
+                length % SPLASH_BLOCKS[-1],
+                f"splash attention takes rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, these "
+                f"have {length}",
+            ),
+        ),
+    }
+    if sinks and program != "xla":
+        return f"{program} has no attention sinks, the model has"
+    return next((reason for applies, reason in obstacles[program] if applies), None)

@@ -16,7 +16,7 @@ each layer until the host has chosen the part.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import MASKED_SCORE, softmax_with_sinks
+from jax_ppo.models.attention import MASKED_SCORE, cudnn_products, softmax_with_sinks
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Programs whose keys have the columns last.
@@ -161,11 +161,7 @@ def write_rows(
 ) -> LayerCache:
     """Write rows into the first columns of the cache, or whole states.
 
-    Args:
-      program: the program, which determines the layout.
-      layer: the cache of a layer.
-      rows_g: indices of the rows to write; those outside the cache are dropped.
-      new_rows: caches of g rows with at most S columns.
+    Rows `rows_g` outside the cache are dropped; `new_rows` has g rows of at most S columns.
     """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
@@ -211,21 +207,12 @@ def attend_to_cache(
     columns_b: Int[Array, " b"],
     *,
     sliding_window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
+    **options: Any,
 ) -> Float[Array, "b 1 H d"]:
     """Return the attention of one new token per row to the first b rows of the cache.
 
-    Args:
-      program: the program.
-      q_bx1xHxd: queries of the new tokens.
-      layer: the cache of a layer, which includes the new tokens.
-      columns_b: columns of the new tokens; each row is read up to its own.
-      sliding_window: see attention.py.
-      scale: see attention.py.
-      softcap: see attention.py.
-      sinks: see attention.py.
+    `layer` includes the new tokens, and each row is read up to its own. The options are
+    attention.py's.
     """
     keys, values = layer
     # A window as wide as the cache hides nothing, and the programs are simpler without.
@@ -237,10 +224,8 @@ def attend_to_cache(
             keys,
             values,
             columns_b,
-            sliding_window=sliding_window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            sliding_window,
+            options,
         )
     # The other programs run for all rows of the cache.
     idle_rows = len(keys) - len(q_bx1xHxd)
@@ -248,7 +233,7 @@ def attend_to_cache(
     columns_B = pad_rows(columns_b, idle_rows)
     if program == "cudnn":
         assert sliding_window is None, "select_cache_program refuses it"
-        attend = split_heads(functools.partial(_cudnn, scale=scale, softcap=softcap))
+        attend = split_heads(functools.partial(_cudnn, **options))
         out_Bx1xHxd = attend(q_Bx1xHxd, keys, values, columns_B)
     else:
         held_S = jnp.arange(num_columns(program, layer))
@@ -259,9 +244,7 @@ def attend_to_cache(
             keys,
             values,
             readable_BxS,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
@@ -285,11 +268,8 @@ def _attend_up_to_longest(
     keys_BxKxdxS: jax.Array,
     values_BxKxSxd: jax.Array,
     columns_b: jax.Array,
-    *,
     sliding_window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: jax.Array | None,
+    options: dict[str, Any],
 ) -> jax.Array:
     """Read the columns up to the longest row's; those before a sliding window are masked."""
     num_rows = len(q_bx1xHxd)
@@ -301,9 +281,7 @@ def _attend_up_to_longest(
             keys[:num_rows, ..., :width],
             values[:num_rows, :, :width],
             readable_columns(columns_b, jnp.arange(width), sliding_window),
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
 
     # The widths are fixed when compiled; the longest row chooses among them at each step.
@@ -334,15 +312,11 @@ def _products(
     keys: jax.Array,
     values: jax.Array,
     readable_BxS: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
+    **options: float | None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with matrix products, in the program's layout."""
-    scores_BxKxGxS = cache_scores(
-        program, q_Bx1xHxd, keys, readable_BxS, scale=scale, softcap=softcap
-    )
+    scores_BxKxGxS = cache_scores(program, q_Bx1xHxd, keys, readable_BxS, **options)
     if sinks is not None:
         sinks = sinks.reshape(*scores_BxKxGxS.shape[1:3], 1)
     weights_BxKxGxS = softmax_with_sinks(scores_BxKxGxS, sinks).astype(values.dtype)
@@ -354,9 +328,8 @@ def cache_scores(
     q_Bx1xHxd: jax.Array,
     keys: jax.Array,
     readable_BxS: jax.Array,
-    *,
-    scale: float | None,
-    softcap: float | None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B K G S"]:
     """Return the masked scores of queries and keys in float32; keys in the program's layout."""
     B = len(q_Bx1xHxd)
@@ -385,18 +358,11 @@ def _cudnn(
     keys_BxSxKxd: jax.Array,
     values_BxSxKxd: jax.Array,
     columns_B: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
+    **options: float | None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with cuDNN, reading each row up to its own end."""
-    assert softcap is None, "select_attention_program refuses it"
-    return jax.nn.dot_product_attention(
-        q_Bx1xHxd,
-        keys_BxSxKxd,
-        values_BxSxKxd,
-        # A row's sequence ends with the new token, in its column.
-        key_value_seq_lengths=columns_B + 1,
-        scale=scale,
-        implementation="cudnn",
+    # A row's sequence ends with the new token, in its column.
+    ends_B = columns_B + 1
+    return cudnn_products(
+        q_Bx1xHxd, keys_BxSxKxd, values_BxSxKxd, None, **options, key_value_seq_lengths=ends_B
     )

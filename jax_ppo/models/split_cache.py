@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_ppo.models import cache as whole
 from jax_ppo.models.cache import Columns
 from jax_ppo.runtime.meshes import COLUMNS
-from jax_ppo.runtime.parallelism.context import num_cache_parts, on_cache_parts, split_cache
+from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts, on_cache_parts, split_cache
 
 # The axes of heads and of columns in queries, new tokens and outputs: [B, 1, heads, d].
 _TOKEN = (2, None)
@@ -100,8 +100,7 @@ def attend_to_cache(
     columns_b: Int[Array, " b"],
     *,
     sliding_window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    **options: float | None,
 ) -> Float[Array, "b 1 H d"]:
     """Return the attention of one new token per row to the first b rows; see cache.py."""
     parts = num_cache_parts()
@@ -111,7 +110,7 @@ def attend_to_cache(
         keys, values = layer
         held_S = jnp.arange(whole.num_columns(program, layer)) * parts + part
         readable_BxS = whole.readable_columns(columns, held_S, sliding_window)
-        scores = whole.cache_scores(program, q, keys, readable_BxS, scale=scale, softcap=softcap)
+        scores = whole.cache_scores(program, q, keys, readable_BxS, **options)
         # Some device holds the new token's own column: the largest score is not a masked one.
         top = jax.lax.pmax(scores.max(-1, keepdims=True), COLUMNS)
         weights = jnp.exp(scores - top)
