@@ -1,6 +1,7 @@
 """Memory of each phase by formulas: exact shapes of arrays, and estimated temporaries."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -197,8 +198,9 @@ def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
     padding = 0
     if target_platform() == "tpu":
         # Heads narrower than a lane take as much memory as wide ones.
-        width = architecture.cache_heads[1]
-        padding = step.cache_bytes * (-width % TPU_LANES) // width
+        heads = [own for own in architecture.cache_heads if own is not None]
+        added = sum(number * (-width % TPU_LANES) for number, width in heads)
+        padding = step.cache_bytes * added // sum(map(math.prod, heads))
     return padding + prefill + logits
 
 
@@ -237,6 +239,9 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             exchanged = _exchanged_gradient_bytes(role, mesh)
             head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
     fixed = cast_weight_bytes(step, role) + role.architecture.num_layers * saved_per_layer
+    # Further embeddings and their gradients, and the gradient of the whole table.
+    fixed += 2 * _per_layer_bytes(role, tokens)
+    fixed += bytes_per_device(role.trained.get("embed_per_layer", {}))
     if replicas := batches.packing.replicas:
         # A sum for each level of the tree that is on a device.
         levels = (replicas // mesh.size).bit_length() - 1
@@ -290,7 +295,15 @@ def forward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int
         + _pipeline_bytes(step, role, shape)
         + _row_bytes(step, role, shape)
         + _pair_bytes(step, role, shape)
+        + _per_layer_bytes(role, device_tokens(step, shape))
     )
+
+
+def _per_layer_bytes(role: Role, tokens: int) -> int:
+    """Return the bytes of the further embeddings of all layers."""
+    if isinstance(role.architecture, DebertaArchitecture):
+        return 0
+    return tokens * role.architecture.num_layers * role.architecture.per_layer_size * role.itemsize
 
 
 def backward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
@@ -313,8 +326,9 @@ def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
     width = 4 * architecture.hidden_size
     mlp = 3 * architecture.intermediate_size // parts
     if not isinstance(architecture, DebertaArchitecture):
-        heads = 2 * architecture.num_heads + 2 * architecture.num_kv_heads
-        width += heads * architecture.attended_width // parts + architecture.latent_width
+        heads = architecture.attended_heads
+        width += 2 * max((architecture.num_heads + n) * size for n, size in heads) // parts
+        width += architecture.latent_width + 2 * architecture.per_layer_size
         if any(architecture.linear_layers):
             # In float32, before and after the convolution, and by chunks, whose products of tokens
             # are pairs of each with all.
@@ -353,7 +367,8 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
         return output_bytes(role, tokens, mesh) + scores * (FLOAT32_BYTES + role.itemsize)
     # The input of the layer, and what the policy keeps (transformer.REMAT_POLICIES).
     width = architecture.hidden_size
-    queries = architecture.num_heads * architecture.attended_width // parts
+    heads = architecture.attended_heads
+    queries = architecture.num_heads * sum(size for _, size in heads) // len(heads) // parts
     if net.remat_policy == "attention":
         width += queries
     if net.remat_policy != "dots":
@@ -361,7 +376,7 @@ def saved_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     # The products that the backward pass reads: queries, keys, values, the output of attention
     # before and, with xla, also without its projection, and the inputs of the activation. Those of
     # experts (`ragged_dot`) are computed again.
-    width += queries + 2 * architecture.num_kv_heads * architecture.attended_width // parts
+    width += queries + 2 * sum(map(math.prod, heads)) // len(heads) // parts
     width += architecture.hidden_size + architecture.latent_width
     if net.attention == "xla":
         width += queries
@@ -457,9 +472,9 @@ def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
         return 0
     # If there are fewer key heads than devices that split them, each device has a copy.
-    heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
-    tokens = device_tokens(step, shape) * row_parts
-    return 2 * tokens * heads * architecture.attended_width * role.itemsize
+    parts = int(mesh.shape["model"])
+    width = max(max(n // parts, 1) * size for n, size in architecture.attended_heads)
+    return 2 * device_tokens(step, shape) * row_parts * width * role.itemsize
 
 
 def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ppo.memory.abstract_step import AbstractStep, Role
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.layers import LayerKind, layer_kinds
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import StepProgram, planned_programs
@@ -370,7 +371,8 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
     # A device runs its part of the layers on the rows of all stages.
     tokens = own_tokens * schedule.slowdown
     parts = mesh.shape["model"]
-    heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.attended_width
+    sizes = architecture.attended_heads
+    heads = sum((architecture.num_heads + 2 * n) * size for n, size in sizes) / len(sizes)
     mlp = len(architecture.mlp_projections) * architecture.active_width
     outputs = (heads + mlp) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
@@ -412,9 +414,8 @@ def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) 
     """Return the bytes of keys and values that a device receives of the other parts of its rows."""
     architecture = role.architecture
     # If there are fewer key heads than devices that split them, each device has a copy.
-    heads = max(architecture.num_kv_heads / parts, 1)
-    own = 2 * tokens * heads * architecture.attended_width * role.itemsize
-    return architecture.num_layers * own * (row_parts - 1)
+    widths = sum(max(n / parts, 1) * size for n, size in architecture.attended_heads)
+    return 2 * tokens * widths * role.itemsize * (row_parts - 1)
 
 
 def _gradient_link_bytes(
@@ -511,38 +512,39 @@ def count_forward_flops(
         per_layer = 2 * matrices * lengths.sum() + 4 * width * (lengths**2).sum()
         return float(architecture.num_layers * per_layer)
     D = architecture.hidden_size
-    heads_width = architecture.num_heads * architecture.head_dim
-    values_width = architecture.num_heads * (architecture.value_head_dim or architecture.head_dim)
-    attention = _attention_products(architecture)
     projections = len(architecture.mlp_projections)
     mlp = projections * D * architecture.active_width
     # The router, and the gate of an expert that every token passes through.
     has_gate = architecture.shared_expert_size > 0 and architecture.shared_expert_gate
     mlp += D * (architecture.num_experts + has_gate)
+    # The three products of further embeddings of a layer.
+    further = 3 * D * architecture.per_layer_size
     flops = 0.0
-    for is_local, is_linear, is_dense in zip(
-        architecture.layers_are_local,
-        architecture.layers_are_linear,
-        architecture.layers_are_dense,
-        strict=True,
-    ):
-        mixer = _linear_products(architecture) if is_linear else attention
-        own_mlp = projections * D * architecture.dense_size if is_dense else mlp
-        flops += 2 * (mixer + own_mlp) * lengths.sum()
-        if is_linear:
+    for kind in layer_kinds(architecture):
+        if kind.is_linear:
+            mixer = _linear_products(architecture)
+        else:
+            mixer = _attention_products(architecture, kind)
+        own_mlp = projections * D * architecture.dense_size if kind.is_dense else mlp
+        flops += 2 * (mixer + own_mlp + further) * lengths.sum()
+        if kind.is_linear:
             continue
-        window = architecture.sliding_window if is_local else None
+        window = architecture.sliding_window if kind.is_local else None
+        _, width = architecture.kv_heads(kind.is_local)
+        widths = architecture.num_heads * (width + (architecture.value_head_dim or width))
         # The products with keys and with values: two per pair and per number of a head.
-        flops += 2 * (heads_width + values_width) * _visible_pairs(lengths, window)
+        flops += 2 * widths * _visible_pairs(lengths, window)
     return float(flops + 2 * architecture.vocab_size * D * num_logits)
 
 
-def _attention_products(architecture: Architecture) -> int:
+def _attention_products(architecture: Architecture, kind: LayerKind) -> int:
     """Return the products of the projections of attention for a token, of whole sequences."""
     a = architecture
-    D, queries = a.hidden_size, a.num_heads * a.head_dim
+    heads, width = a.kv_heads(kind.is_local)
+    D, queries = a.hidden_size, a.num_heads * width
     if not a.latent_size:
-        return (2 + a.output_gate) * D * queries + 2 * D * a.num_kv_heads * a.head_dim
+        projected = 0 if kind.is_shared else 2 - (a.keys_as_values and not kind.is_local)
+        return D * ((2 + a.output_gate) * queries + projected * heads * width)
     values = a.num_heads * a.value_head_dim
     keys = queries - a.num_heads * a.rope_head_dim
     of_queries = a.query_latent_size * queries if a.query_latent_size else D * queries

@@ -4,6 +4,7 @@ models/hf/config.py reads it from Hugging Face's config.json, models/hf/config_e
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
@@ -46,9 +47,12 @@ ROPE_KINDS = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
-# The parameter of routers that decides between experts, of which nothing is rounded or learned.
+# The parameter of routers that decides between experts, of which nothing is learned.
 CORRECTION_BIAS = "correction_bias"
+# Names of parameters that are float32 wherever others are rounded.
+EXACT_PARAMETERS = (CORRECTION_BIAS,)
 # The rotary parameter b by which queries at position p are multiplied by 1 + b log(1 + p // n),
 # where n is the length of pretraining (Llama 4).
 QUERY_GROWTH = "llama_4_scaling_beta"
@@ -67,6 +71,11 @@ class Architecture:
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; it divides `num_heads`.
       head_dim: width of a head.
+      global_head_dim: the same of layers without a sliding window; 0: theirs are as wide.
+      global_kv_heads: with `global_head_dim`, their number of key and value heads.
+      keys_as_values: whether these have no projection to values, but take that to keys.
+      shared_layers: how many of the last layers read the keys and values of the last layer before
+        them that has a sliding window, or none, as they do.
       latent_size: width of what keys and values of a token are computed from in a latent block
         (latent_attention.py).
       query_latent_size: the same of queries; `None`: they are computed from the hidden states.
@@ -81,8 +90,8 @@ class Architecture:
       shared_expert_size: width of a further expert, beside those of the router, that every token
         passes through. 0: there is none.
       shared_expert_gate: whether its output is multiplied by the sigmoid of a gate.
-      dense_layers: which layers have a single MLP in place of experts, one bool per layer; ():
-        none.
+      dense_layers: which layers have a single MLP in place of experts, or one of another width
+        than the others, one bool per layer; (): none.
       dense_size: width of that MLP.
       sigmoid_router: whether the score of an expert is the sigmoid of its logit, and a bias, which
         no gradient changes, is added to select experts; otherwise it is the softmax over all.
@@ -98,13 +107,19 @@ class Architecture:
       swiglu_slope: see `swiglu_limit`.
       scaled_embedding: whether the input embedding is multiplied by sqrt(D).
       embedding_multiplier: factor on the input embedding.
+      per_layer_size: width of a further embedding of each token for each layer, which joins the
+        residual stream at the layer's end; 0: there is none.
+      layer_scalars: whether each layer multiplies its output by a number, which no gradient
+        changes.
       residual_multiplier: factor on the outputs of attention and MLP before they are added to the
         residual stream.
       logit_divisor: the product of hidden states and output embedding is divided by this number.
       norm_epsilon: epsilon of the norms.
       norm_plus_one: whether RMSNorm multiplies by 1 + scale instead of scale.
+      norm_in_float32: whether it multiplies by scale before it rounds.
       qk_norm: whether queries and keys are normalized per head before they are rotated.
       qk_norm_over_heads: with `qk_norm`, whether all heads of a token are normalized together.
+      value_norm: whether values are normalized per head, without a scale.
       pre_norms: whether the inputs of attention and MLP are normalized.
       post_norms: whether the outputs of attention and MLP are normalized before they are added to
         the residual stream.
@@ -154,6 +169,10 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
+    keys_as_values: bool = False
+    shared_layers: int = 0
     latent_size: int = 0
     query_latent_size: int | None = None
     rope_head_dim: int = 0
@@ -177,12 +196,16 @@ class Architecture:
     swiglu_slope: float = 1.0
     scaled_embedding: bool = False
     embedding_multiplier: float = 1.0
+    per_layer_size: int = 0
+    layer_scalars: bool = False
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
     norm_epsilon: float = 1e-6
     norm_plus_one: bool = False
+    norm_in_float32: bool = False
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
+    value_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel_residual: bool = False
@@ -240,12 +263,8 @@ class Architecture:
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Return the width of each layer's MLP that all tokens pass through; 0 if it has none."""
-        if not self.num_experts:
-            return (self.intermediate_size,) * self.num_layers
-        return tuple(
-            self.dense_size if is_dense else self.shared_expert_size
-            for is_dense in self.layers_are_dense
-        )
+        usual = self.shared_expert_size if self.num_experts else self.intermediate_size
+        return tuple(self.dense_size if dense else usual for dense in self.layers_are_dense)
 
     @property
     def attention_scale(self) -> float:
@@ -275,6 +294,12 @@ class Architecture:
         return self.dense_layers or (False,) * self.num_layers
 
     @property
+    def layers_are_shared(self) -> tuple[bool, ...]:
+        """Return which layers are the last `shared_layers`."""
+        own = self.num_layers - self.shared_layers
+        return (False,) * own + (True,) * self.shared_layers
+
+    @property
     def num_expert_layers(self) -> int:
         """Return the number of layers with experts, of a model that has some."""
         return self.num_layers - sum(self.dense_layers)
@@ -287,20 +312,43 @@ class Architecture:
             attending = tuple(not linear for linear in self.linear_layers)
             stacks |= {"attention": attending}
             stacks |= dict.fromkeys(("delta_net", "short_conv"), self.linear_layers)
+        if self.global_head_dim:
+            kinds = tuple(zip(self.layers_are_local, self.layers_are_shared, strict=True))
+            for own in dict.fromkeys(kinds):
+                stacks[self.attention_module(*own)] = tuple(kind == own for kind in kinds)
         if self.dense_layers:
             sparse = tuple(not dense for dense in self.dense_layers)
             stacks |= {"dense_mlp": self.dense_layers, "mlp": sparse, "shared_expert": sparse}
         return stacks
 
+    def attention_module(self, is_local: Any, is_shared: Any) -> str:
+        """Return the name of a layer's attention: layers of one name have the same shapes.
+
+        Where all are alike, the arguments may be arrays of a compiled function.
+        """
+        if not self.global_head_dim:
+            return "attention"
+        return "local_" * is_local + "shared_" * is_shared + "attention"
+
+    def kv_heads(self, is_local: Any) -> tuple[int, int]:
+        """Return number and width of a layer's heads of keys and values; see above."""
+        if not self.global_head_dim or is_local:
+            return self.num_kv_heads, self.head_dim
+        return self.global_kv_heads, self.global_head_dim
+
     @property
-    def cache_heads(self) -> tuple[int, int]:
+    def cache_heads(self) -> tuple[tuple[int, int] | None, ...]:
         """Return number and width of the heads of a token's keys, and of its values, in the cache.
 
-        With latents a token has only these and its rotated part, once as a key and as a value.
+        One entry for each layer with a memory, `None` for a recurrent state. With latents a token
+        has only these and its rotated part, once as a key and as a value.
         """
-        if self.latent_size:
-            return 1, self.latent_size + self.rope_head_dim
-        return self.num_kv_heads, self.head_dim
+        latents = 1, self.latent_size + self.rope_head_dim
+        kinds = zip(self.layers_are_local, self.layers_are_linear, strict=True)
+        return tuple(
+            None if linear else latents if self.latent_size else self.kv_heads(local)
+            for local, linear in itertools.islice(kinds, self.num_layers - self.shared_layers)
+        )
 
     @property
     def latent_width(self) -> int:
@@ -309,8 +357,15 @@ class Architecture:
 
     @property
     def attended_width(self) -> int:
-        """Return the width of heads in attention to sequences, whose parts are equally wide."""
-        return max(self.head_dim, self.value_head_dim)
+        """Return the greatest width of heads in attention to sequences, of parts equally wide."""
+        return max(self.head_dim, self.value_head_dim, self.global_head_dim)
+
+    @property
+    def attended_heads(self) -> tuple[tuple[int, int], ...]:
+        """Return number and width of each layer's heads of keys in attention to sequences."""
+        if self.latent_size:
+            return ((self.num_heads, self.attended_width),) * self.num_layers
+        return tuple(map(self.kv_heads, self.layers_are_local))
 
     @property
     def delta_widths(self) -> tuple[int, int, int]:

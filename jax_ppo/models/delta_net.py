@@ -12,7 +12,7 @@ C has the channels of the queries, keys and values of one key head, then of the 
 `model` computes the key heads of its part, and the value heads that read them.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jax_ppo.kernels.delta_rule import delta_chunks, delta_step
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache, RecurrentState
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, normalize
 
 EPSILON = 1e-6  # of the norms of queries and keys, as in transformers
 
@@ -37,19 +37,14 @@ class GatedNorm(nn.Module):
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalize `x`, rounding to its type at the same points as transformers."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        normed = scale.astype(x.dtype) * wide.astype(x.dtype)
+        normed = scale.astype(x.dtype) * normalize(x, self.epsilon).astype(x.dtype)
         return (normed * nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class DeltaNet(nn.Module):
     """A Gated DeltaNet.
 
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the computation; the delta rule is in float32.
-      lora_scale: scale of the adapters, if there are any.
+    The delta rule is in float32, whatever the type of the computation.
     """
 
     architecture: Architecture
@@ -132,6 +127,8 @@ class DeltaNet(nn.Module):
 class DeltaLayer(Layer):
     """A layer with either attention or a Gated DeltaNet, as its kind says."""
 
+    mixer: ClassVar[tuple[type[nn.Module], str]] = (DeltaNet, "delta_net")
+
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         """Return the output of the layer's own mixer; `inputs` as for `Attention`.
 
@@ -140,8 +137,10 @@ class DeltaLayer(Layer):
         kind, _, segments_BxT, cache, ends_B = inputs
         if not kind.is_linear:
             return super()._attend(x, *inputs)
-        net = DeltaNet(self.architecture, self.dtype, self.lora_scale, name="delta_net")
-        return net(x, segments_BxT, cache, ends_B)
+        create, name = self.mixer
+        mixer: Any = create(self.architecture, self.dtype, self.lora_scale, name=name)
+        output: tuple[jax.Array, LayerCache | None] = mixer(x, segments_BxT, cache, ends_B)
+        return output
 
 
 def convolve(
@@ -149,10 +148,7 @@ def convolve(
 ) -> jax.Array:
     """Return the causal convolution of each channel, [B, T, C], within segments.
 
-    Args:
-      x_BxTxC: inputs.
-      weights_WxC: weights; the last one belongs to the token itself.
-      segments_BxT: the sequence of each token; `None`: each row is one.
+    The last weight belongs to the token itself; without segments, each row is one.
     """
     T = x_BxTxC.shape[1]
     W = len(weights_WxC)

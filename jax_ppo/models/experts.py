@@ -30,12 +30,7 @@ Projections = dict[str, dict[str, jax.Array]]
 
 
 class Kernel(nn.Module):
-    """A kernel without its product, int8 with a scale per column in decoding (quantization.py).
-
-    Attributes:
-      shape: shape of the kernel.
-      use_bias: whether there is a bias, too.
-    """
+    """A kernel without its product, int8 with a scale per column in decoding (quantization.py)."""
 
     shape: tuple[int, ...]
     use_bias: bool = False
@@ -267,14 +262,8 @@ def run_experts(
 ) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
-    Args:
-      x_RxLxD: input of the MLP.
-      weights_RxLxk: weights of each token's experts.
-      experts_RxLxk: their indices.
-      projections: of all experts, or of consecutive ones; the others add nothing.
-      first_expert: index of the first of these; `None` if they are all.
-      dtype: type of the products.
-      gate: joins the outputs of the first two projections.
+    `projections` are those of all experts, or of consecutive ones from `first_expert` on; the
+    others add nothing.
     """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]

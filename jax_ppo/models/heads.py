@@ -23,10 +23,7 @@ from jax_ppo.types import Params
 def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
     """Return random parameters of a role.
 
-    Args:
-      model: the decoder.
-      key: random key.
-      head: "lm", "scalar" or "both". A scalar head starts at zero.
+    With head "scalar" or "both", the scalar one starts at zero.
     """
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)

@@ -30,10 +30,11 @@ from jax_ppo.models import rope, split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments, run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
-from jax_ppo.models.cache import Columns, LayerCache, cache_layout
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, RMSNorm
+from jax_ppo.models.cache import Columns
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, LayerKind, RMSNorm
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
+from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
+from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 # The epsilon of the norms of latents, which config.json does not change.
@@ -98,6 +99,7 @@ class LatentAttention(nn.Module):
     def __call__(
         self,
         x_BxTxD: jax.Array,
+        kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: Segments,
         cache: Columns | None,
@@ -134,7 +136,7 @@ class LatentAttention(nn.Module):
             k = jnp.concatenate([k, jnp.broadcast_to(rotated, (*k.shape[:3], a.rope_head_dim))], -1)
             q = jnp.concatenate([q, q_rotated], axis=-1)
             out = self._attend_to_sequences(q, k, v, segments_BxT)
-            cache = cache_layout(self.decoding, columns, columns)
+            cache = columns, columns
         else:
             layout = split_cache if num_cache_parts() > 1 else whole_cache
             q = to_heads.to_latents(q[:, 0], 0)[:, None]
@@ -170,15 +172,4 @@ class LatentAttention(nn.Module):
 class LatentLayer(Layer):
     """A layer with multi-head latent attention."""
 
-    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's attention; `inputs` as for `Attention`."""
-        _, *others = inputs
-        attention = LatentAttention(
-            architecture=self.architecture,
-            dtype=self.dtype,
-            program=self.attention,
-            decoding=self.decoding,
-            lora_scale=self.lora_scale,
-            name="attention",
-        )
-        return attention(x, *others)
+    attention_class = LatentAttention

@@ -2,23 +2,25 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import rope, split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import PrefixedSegments, Segments, run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
-from jax_ppo.models.cache import Columns, LayerCache, cache_layout
+from jax_ppo.models.cache import Columns, LayerCache
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
+from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
+from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -42,19 +44,36 @@ class LayerKind(NamedTuple):
       is_rotated: whether it has a rotary embedding.
       is_linear: whether it has a Gated DeltaNet in place of attention; always a bool.
       is_dense: whether it has a single MLP in place of experts; always a bool.
+      is_shared: whether it reads the keys and values of an earlier layer; always a bool.
     """
 
     is_local: Flag
     is_rotated: Flag
     is_linear: Flag = False
     is_dense: Flag = False
+    is_shared: Flag = False
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads of each token besides its hidden states.
+
+    Attributes:
+      routed_experts: its recorded experts, [B, T, k] (experts.select_experts).
+      embedding: its embedding for the layer, [B, T, per_layer_size].
+    """
+
+    routed_experts: jax.Array | None = None
+    embedding: jax.Array | None = None
+
+
+NO_INPUTS = LayerInputs()
 
 
 def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
     a = architecture
     flags = (a.layers_are_local, a.layers_are_rotated, a.layers_are_linear, a.layers_are_dense)
-    return tuple(map(LayerKind, *flags))
+    return tuple(map(LayerKind, *flags, a.layers_are_shared))
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
@@ -62,6 +81,21 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
     if factor == 1:
         return x
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def normalize(x: jax.Array, epsilon: float) -> jax.Array:
+    """Return `x` divided by its root mean square over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+
+
+def layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], epsilon: float
+) -> Float[Array, "... D"]:
+    """Apply LayerNorm over the last axis in float32 and return the type of `x`."""
+    wide = x.astype(jnp.float32)
+    wide = normalize(wide - wide.mean(axis=-1, keepdims=True), epsilon)
+    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -79,12 +113,12 @@ class RMSNorm(nn.Module):
         a = self.architecture
         init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
-        wide = x.astype(jnp.float32)
-        epsilon = a.norm_epsilon if self.epsilon is None else self.epsilon
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-        # Families with 1 + scale round after the multiplication, the others before it.
+        wide = normalize(x, a.norm_epsilon if self.epsilon is None else self.epsilon)
+        # Some families round after the multiplication, the others before it.
         if a.norm_plus_one:
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        if a.norm_in_float32:
+            return (wide * scale.astype(jnp.float32)).astype(x.dtype)
         return scale * wide.astype(x.dtype)
 
 
@@ -155,28 +189,36 @@ class Attention(nn.Module):
         cache: Columns | None,
         columns_B: jax.Array | None,
     ) -> tuple[jax.Array, Columns]:
-        """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
+        """Return the output [B, T, D], and keys and values or the cache with these tokens.
+
+        A layer that shares keys and values gets those of the earlier layer as its cache, without
+        columns where they are of whole sequences, [B, T, K, d].
+        """
         a = self.architecture
-        q, k, v, gate = self._project(x_BxTxD)
+        is_shared = a.shared_layers > 0 and kind.is_shared
+        num_kv_heads, width = a.kv_heads(kind.is_local)
+        q, gate = self._queries(x_BxTxD, num_kv_heads, width)
         cos, sin = self._rotation(kind, rotations)
         of_queries = rotations[1] if a.query_growth else (cos, sin)
         q = rope.rotate(q, *of_queries, a.rope_interleaved)
-        k = rope.rotate(k, cos, sin, a.rope_interleaved)
-        # The mesh may split more finely than there are heads: copies give each device its own.
-        k = copy_kv_heads(k)
-        v = copy_kv_heads(v)
+        if not is_shared:
+            k, v = self._keys_and_values(x_BxTxD, kind)
+            k = rope.rotate(k, cos, sin, a.rope_interleaved)
+            # The mesh may split more finely than there are heads: copies give each device its own.
+            k, v = copy_kv_heads(k), copy_kv_heads(v)
         options: dict[str, Any] = {"scale": a.attention_scale, "softcap": a.attention_softcap}
         if a.attention_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (a.num_heads,), jnp.float32)
-            padded = pad_query_heads(sinks[None, None, :, None], a.num_kv_heads)
+            padded = pad_query_heads(sinks[None, None, :, None], num_kv_heads)
             options["sinks"] = padded.reshape(-1).astype(jnp.float32)
         if cache is None or columns_B is None:
-            out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT, options)
             # Keys are cached after rotation: it depends on their own position only.
-            cache = cache_layout(self.decoding, k, v)
+            cache = cache if is_shared and cache is not None else (k, v)
+            out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, options)
         else:
             layout = split_cache if num_cache_parts() > 1 else whole_cache
-            cache = layout.write_tokens(self.decoding, cache, k, v, columns_B)
+            if not is_shared:
+                cache = layout.write_tokens(self.decoding, cache, k, v, columns_B)
             out = layout.attend_to_cache(
                 self.decoding,
                 q,
@@ -186,53 +228,69 @@ class Attention(nn.Module):
                 sliding_window=a.sliding_window if kind.is_local else None,
                 **options,
             )
-        out = drop_padded_heads(out, a.num_heads, a.num_kv_heads)
+        out = drop_padded_heads(out, a.num_heads, num_kv_heads)
         out = checkpoint_name(out, ATTENTION_OUTPUT)
         if gate is not None:
             out *= nn.sigmoid(gate)
-        out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * a.head_dim)
+        out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * width)
         project = Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")
         return project(out), cache
 
-    def _project(
-        self, x_BxTxD: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return queries [B, T, H, d], keys and values [B, T, K, d], and gates like queries.
+    def _queries(
+        self, x_BxTxD: jax.Array, num_kv_heads: int, width: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return queries [B, T, H, d] and gates like them.
 
         If the mesh cannot split the query heads, there are more of them, of zeros; not of gates,
         which are `None` if the architecture has none.
         """
         a = self.architecture
         gate = None
-
-        def project(name: str, heads: int, norm: str = "", width: int = a.head_dim) -> jax.Array:
-            dense = Dense(heads * width, a.qkv_bias, self.dtype, self.lora_scale, name=name)
-            out = dense(x_BxTxD)
-            if norm and a.qk_norm_over_heads:
-                out = RMSNorm(a, name=norm)(out)
-            return out.reshape(*x_BxTxD.shape[:2], heads, width)
-
         if a.output_gate:
-            q, gate = jnp.split(project("q_proj", a.num_heads, width=2 * a.head_dim), 2, axis=-1)
+            both = self._project(x_BxTxD, "q_proj", a.num_heads, 2 * width)
+            q, gate = jnp.split(both, 2, axis=-1)
         else:
-            q = project("q_proj", a.num_heads, "q_norm")
+            q = self._project(x_BxTxD, "q_proj", a.num_heads, width, "q_norm")
         # Before a norm per head and the rotation, which then run on each device's own heads.
-        q = pad_query_heads(q, a.num_kv_heads)
-        k = project("k_proj", a.num_kv_heads, "k_norm")
-        v = project("v_proj", a.num_kv_heads)
-        if a.qk_norm and not a.qk_norm_over_heads:
-            q = RMSNorm(a, name="q_norm")(q)
-            k = RMSNorm(a, name="k_norm")(k)
-        return q, k, v, gate
+        q = pad_query_heads(q, num_kv_heads)
+        return self._normalize_heads("q_norm", q), gate
+
+    def _keys_and_values(self, x_BxTxD: jax.Array, kind: LayerKind) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values, [B, T, K, d]."""
+        a = self.architecture
+        heads = a.kv_heads(kind.is_local)
+        k = self._project(x_BxTxD, "k_proj", *heads, "k_norm")
+        v = k
+        if not a.keys_as_values or kind.is_local:
+            v = self._project(x_BxTxD, "v_proj", *heads)
+        if a.value_norm:
+            v = normalize(v, a.norm_epsilon).astype(v.dtype)
+        return self._normalize_heads("k_norm", k), v
+
+    def _project(
+        self, x_BxTxD: jax.Array, name: str, heads: int, width: int, norm: str = ""
+    ) -> jax.Array:
+        a = self.architecture
+        out = Dense(heads * width, a.qkv_bias, self.dtype, self.lora_scale, name=name)(x_BxTxD)
+        if norm and a.qk_norm_over_heads:
+            out = RMSNorm(a, name=norm)(out)
+        return out.reshape(*x_BxTxD.shape[:2], heads, width)
+
+    def _normalize_heads(self, norm: str, x: jax.Array) -> jax.Array:
+        a = self.architecture
+        return RMSNorm(a, name=norm)(x) if a.qk_norm and not a.qk_norm_over_heads else x
 
     def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
         """Return cos and sin for a layer of this kind."""
         # The first rotation is that of global layers; local ones may have a base of their own.
         cos, sin = rotations[0]
         if self.architecture.local_rope_theta is not None:
-            local_cos, local_sin = rotations[1]
-            cos = jnp.where(kind.is_local, local_cos, cos)
-            sin = jnp.where(kind.is_local, local_sin, sin)
+            if isinstance(kind.is_local, bool):
+                cos, sin = rotations[kind.is_local]
+            else:
+                local_cos, local_sin = rotations[1]
+                cos = jnp.where(kind.is_local, local_cos, cos)
+                sin = jnp.where(kind.is_local, local_sin, sin)
         if self.architecture.unrotated_layers:
             # A rotation by zero changes no bit.
             cos = jnp.where(kind.is_rotated, cos, 1)
@@ -252,19 +310,13 @@ class Attention(nn.Module):
         a = self.architecture
         # Parameters are created from one token, which has no parts.
         parts = 1 if self.is_initializing() else num_row_parts()
-        run: Callable[..., jax.Array]
-        run = run_attention_over_parts if parts > 1 else run_attention
+        run: Any = run_attention_over_parts if parts > 1 else run_attention
 
-        def attend(sliding_window: int | None) -> jax.Array:
-            return run(
-                self.program,
-                q,
-                k,
-                v,
-                segments_BxT,
-                sliding_window=sliding_window,
-                **options,
+        def attend(window: int | None) -> jax.Array:
+            out: jax.Array = run(
+                self.program, q, k, v, segments_BxT, sliding_window=window, **options
             )
+            return out
 
         # A window that holds the whole row changes nothing.
         if a.sliding_window is None or q.shape[1] * parts <= a.sliding_window:
@@ -294,15 +346,7 @@ def apply_gate(architecture: Architecture, gate: jax.Array, up: jax.Array) -> ja
 
 
 class MLP(nn.Module):
-    """The gated MLP, or the expert that every token passes through.
-
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the computation.
-      lora_scale: scale of the adapters, if there are any.
-      width: number of its hidden units.
-      has_output_gate: whether its output has a gate.
-    """
+    """The MLP, or the expert that every token passes through."""
 
     architecture: Architecture
     dtype: DTypeLike
@@ -318,8 +362,11 @@ class MLP(nn.Module):
         def project(name: str, features: int, x: jax.Array) -> jax.Array:
             return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
 
-        gate = project("gate_proj", self.width, x)
-        hidden = apply_gate(a, gate, project("up_proj", self.width, x))
+        up = project("up_proj", self.width, x)
+        if "gate_proj" in a.mlp_projections:
+            hidden = apply_gate(a, project("gate_proj", self.width, x), up)
+        else:
+            hidden = ACTIVATION_FUNCTIONS[a.activation](up)
         out = project("down_proj", a.hidden_size, hidden)
         if self.has_output_gate:
             out *= nn.sigmoid(project("shared_expert_gate", 1, x))
@@ -330,11 +377,6 @@ class Layer(nn.Module):
     """One layer: attention and MLP, each with its norms and a residual connection.
 
     Attributes:
-      architecture: the architecture.
-      dtype: type of the computation.
-      attention: program for whole sequences, one of attention.py's.
-      decoding: program for new tokens, one of cache.py's.
-      lora_scale: scale of the adapters, if there are any.
       router_loss: whether experts return the loss of their router.
       returns_routed_experts: whether they return which of them each token passes through.
     """
@@ -346,6 +388,7 @@ class Layer(nn.Module):
     lora_scale: float | None
     router_loss: bool = False
     returns_routed_experts: bool = False
+    attention_class: ClassVar[type[nn.Module]] = Attention
 
     @nn.compact
     def __call__(
@@ -354,7 +397,7 @@ class Layer(nn.Module):
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: Segments,
-        routed_experts_BxTxk: jax.Array | None = None,
+        inputs: LayerInputs = NO_INPUTS,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
@@ -378,7 +421,7 @@ class Layer(nn.Module):
             # The routers' loss, which alone reads them, is refused where samples share prompts.
             own = segments_BxT.own if isinstance(segments_BxT, PrefixedSegments) else segments_BxT
             run_mlp = functools.partial(
-                experts, segments_RxL=own, routed_experts_RxLxk=routed_experts_BxTxk
+                experts, segments_RxL=own, routed_experts_RxLxk=inputs.routed_experts
             )
         else:
             width, name = (a.dense_size, "dense_mlp") if is_dense else (a.intermediate_size, "mlp")
@@ -401,16 +444,25 @@ class Layer(nn.Module):
             out += shared(mlp_input)[0]
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
-        return x + multiply(out, a.residual_multiplier), cache, auxiliary
+        x += multiply(out, a.residual_multiplier)
+        if inputs.embedding is not None:
+            gate = self._project("per_layer_input_gate", a.per_layer_size, x)
+            gated = ACTIVATION_FUNCTIONS[a.activation](gate) * inputs.embedding
+            out = self._project("per_layer_projection", a.hidden_size, gated)
+            x += norm("post_per_layer_input_norm", out)
+        if a.layer_scalars:
+            scalar = self.param("layer_scalar", nn.initializers.ones, (1,), jnp.float32)
+            x *= jax.lax.stop_gradient(scalar).astype(x.dtype)
+        return x, cache, auxiliary
+
+    def _project(self, name: str, features: int, x: jax.Array) -> jax.Array:
+        return Dense(features, False, self.dtype, self.lora_scale, name=name)(x)
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         """Return the output of the layer's attention; `inputs` as for `Attention`."""
-        attention = Attention(
-            architecture=self.architecture,
-            dtype=self.dtype,
-            program=self.attention,
-            decoding=self.decoding,
-            lora_scale=self.lora_scale,
-            name="attention",
-        )
-        return attention(x, *inputs)
+        kind: LayerKind = inputs[0]
+        options = (self.architecture, self.dtype, self.attention, self.decoding, self.lora_scale)
+        name = self.architecture.attention_module(kind.is_local, kind.is_shared)
+        attention: Any = self.attention_class(*options, name=name)
+        output: tuple[jax.Array, LayerCache | None] = attention(x, *inputs)
+        return output

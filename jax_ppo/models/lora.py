@@ -52,12 +52,6 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
     """Return float32 adapters that change nothing yet.
 
     As in PEFT, A is uniform in +- 1 / sqrt(in); B and a scalar head are zero.
-
-    Args:
-      architecture: the decoder that they belong to.
-      lora: their shape.
-      key: random key.
-      head: one of `HEADS` in hf/names.py.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     params = {}

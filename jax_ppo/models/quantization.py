@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ppo.models.architecture import CORRECTION_BIAS
+from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.types import Params
 
 MAX_INT8 = 127
@@ -24,7 +24,7 @@ def round_parameters(params: Params, dtype: DTypeLike) -> Params:
     """Return parameters in a type, except what would select other experts if it were rounded."""
 
     def convert(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32 if path[-1].key == CORRECTION_BIAS else dtype)
+        return x.astype(jnp.float32 if path[-1].key in EXACT_PARAMETERS else dtype)
 
     return jax.tree_util.tree_map_with_path(convert, params)
 

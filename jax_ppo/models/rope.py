@@ -26,10 +26,6 @@ def inverse_frequencies(
     they hold for sequences no longer than `max_sequence_length`, which the caller must
     enforce, so that cached keys stay valid.
 
-    Args:
-      architecture: the decoder.
-      local: whether the layer is local.
-
     Returns:
       The inverse frequencies, float32 [rotary_dim / 2], and the factor.
 
@@ -44,12 +40,19 @@ def inverse_frequencies(
         kind = "default"
         base = architecture.local_rope_theta
     dim = architecture.rotary_dim
+    if architecture.global_head_dim and not local:
+        dim = architecture.global_head_dim
     inverse = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     # `dynamic` changes the base only for sequences longer than the model was made for.
     if kind in ("default", "dynamic"):
         return inverse.astype(np.float32), 1.0
     if kind == "linear":
         return (inverse / scaling["factor"]).astype(np.float32), 1.0
+    if kind == "proportional":
+        # Slow waves of the first pairs alone: the others, from this number on, are not rotated.
+        rotated = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
+        inverse[rotated:] = 0
+        return (inverse / scaling.get("factor", 1.0)).astype(np.float32), 1.0
     if kind == "llama3":
         return _llama3(inverse, scaling, architecture).astype(np.float32), 1.0
     if kind == "yarn":
@@ -205,11 +208,7 @@ def rotate(
 ) -> Float[Array, "B T H d"]:
     """Rotate the first 2 half numbers of each head in float32 and return the type of the input.
 
-    Args:
-      x_BxTxHxd: queries or keys.
-      cos: cosine of the angle of each pair.
-      sin: sine of the angle of each pair.
-      interleaved: whether the pairs are (2i, 2i + 1) instead of (i, i + half).
+    With `interleaved` the pairs are (2i, 2i + 1) instead of (i, i + half).
     """
     half = cos.shape[-1]
     if half == 0:

@@ -10,8 +10,6 @@ The outputs of `in_proj` have K groups, each with a K-th of b, c and x: the devi
 the channels.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.cache import LayerCache, RecurrentState
-from jax_ppo.models.delta_net import convolve, last_inputs
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer
+from jax_ppo.models.cache import RecurrentState
+from jax_ppo.models.delta_net import DeltaLayer, convolve, last_inputs
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense
 
 
 class ShortConvolution(nn.Module):
@@ -63,13 +61,7 @@ class ShortConvolution(nn.Module):
         return Dense(D, False, self.dtype, self.lora_scale, name="out_proj")(out), state
 
 
-class ConvolutionLayer(Layer):
+class ConvolutionLayer(DeltaLayer):
     """A layer with either attention or a short convolution, as its kind says."""
 
-    def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's own mixer; `inputs` as for `DeltaLayer`."""
-        kind, _, segments_BxT, cache, ends_B = inputs
-        if not kind.is_linear:
-            return super()._attend(x, *inputs)
-        mixer = ShortConvolution(self.architecture, self.dtype, self.lora_scale, name="short_conv")
-        return mixer(x, segments_BxT, cache, ends_B)
+    mixer = (ShortConvolution, "short_conv")

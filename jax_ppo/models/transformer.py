@@ -17,11 +17,17 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     and layers/shared_expert/{gate_proj, up_proj, down_proj, shared_expert_gate}/kernel
     [L, in, out] (with shared_expert_size)
     norm/scale [D]
+    embed_per_layer/embedding [V, L P], per_layer_model_projection/kernel [D, L P],
+    per_layer_projection_norm/scale [P] and layers/{per_layer_input_gate/kernel [L, D, P],
+    per_layer_projection/kernel [L, P, D], post_per_layer_input_norm/scale [L, D]}
+    (with per_layer_size, P)
+    layers/layer_scalar [L, 1] (with layer_scalars)
 
 Where some layers have a Gated DeltaNet (delta_net.py) or a short convolution (short_conv.py),
 `layers/delta_net` or `layers/short_conv` has the parameters of these alone, and `layers/attention`
 belongs to the others. Where some layers have no experts, `layers/dense_mlp` has their MLPs, and
-`layers/mlp` and `layers/shared_expert` belong to the others. latent_attention.py has other
+`layers/mlp` and `layers/shared_expert` belong to the others. Where widths of heads differ, layers
+of each kind have their stack (Architecture.attention_module). latent_attention.py has other
 parameters in `layers/attention`.
 
 An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
@@ -49,14 +55,17 @@ from jaxtyping import Array, Int, UInt
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments
-from jax_ppo.models.cache import LayerCache, cache_length
+from jax_ppo.models.cache import LayerCache, RecurrentState, cache_layout, cache_length
 from jax_ppo.models.delta_net import DeltaLayer
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum, scan_layers
 from jax_ppo.models.latent_attention import LatentLayer
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
+    NO_INPUTS,
     Auxiliary,
+    Dense,
     Layer,
+    LayerInputs,
     LayerKind,
     RMSNorm,
     layer_kinds,
@@ -97,8 +106,10 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 
 # Parameters of layers, [L, ...], and the kinds of these layers, [L], if they differ.
 StackedLayers = tuple[Params, LayerKind | None]
-# Positions [B, T], segments [B, T] and the experts of each token [B, T, L, k].
-Rows = tuple[jax.Array, Segments, jax.Array | None]
+# Positions [B, T], segments [B, T] and what each layer reads of each token, [B, T, L, ...].
+Rows = tuple[jax.Array, Segments, LayerInputs]
+# Keys and values, or their cache, that later layers with a sliding window, or without one, share.
+Shared = dict[Any, Any]
 
 
 class TransformerOutput(NamedTuple):
@@ -106,7 +117,8 @@ class TransformerOutput(NamedTuple):
 
     Attributes:
       hidden: hidden states after the last norm, [B, T, D] in the type of the computation.
-      cache: what each layer remembers (cache.py) in the unrolled form, `None` otherwise.
+      cache: what each layer with a memory remembers (cache.py) in the unrolled form, `None`
+        otherwise.
       auxiliary: further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
         [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
         [L, B, T, k] (experts.select_experts). Here L counts the layers with experts.
@@ -202,7 +214,8 @@ class Transformer:
             # Those of the next layer that has experts, which a dense layer does not read.
             places = stack_places(self.architecture.partial_stacks["mlp"])
             routed_experts = routed_experts[:, :, np.minimum(places, routed_experts.shape[2] - 1)]
-        rows = (positions_BxT, segments_BxT, routed_experts)
+        inputs = LayerInputs(routed_experts, self._embed_for_layers(params, x, tokens_BxT))
+        rows = (positions_BxT, segments_BxT, inputs)
         new_cache = None
         if self.unrolled:
             x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache, ends_B)
@@ -230,6 +243,26 @@ class Transformer:
             # As with rotary embeddings, a position beyond the table becomes NaN.
             x += table.at[positions_BxT].get(mode="fill").astype(self.dtype)
         return x
+
+    def _embed_for_layers(
+        self, params: Params, x: jax.Array, tokens_BxT: jax.Array
+    ) -> jax.Array | None:
+        """Return the further embeddings of each layer, [B, T, L, P], if there are any."""
+        a = self.architecture
+        P = a.per_layer_size
+        if not P:
+            return None
+        shape = (*tokens_BxT.shape, a.num_layers, P)
+        of_tokens = look_up_embedding(
+            params["embed_per_layer"]["embedding"], tokens_BxT, self.dtype
+        )
+        of_tokens *= jnp.float32(P**0.5).astype(self.dtype)
+        project = Dense(a.num_layers * P, False, self.dtype, None)
+        projected: Any = project.apply({"params": params["per_layer_model_projection"]}, x)
+        projected = multiply(projected, a.hidden_size**-0.5).reshape(shape)
+        scale = {"params": params["per_layer_projection_norm"]}
+        projected = RMSNorm(a).apply(scale, projected)
+        return multiply(projected + of_tokens.reshape(shape), 2**-0.5)
 
     def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
         """Return the rotations of global layers, and of local ones or queries if these differ."""
@@ -259,15 +292,15 @@ class Transformer:
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all stacked layers, or the layers of a stage, as one scan."""
         params, kind_of_each = layers
-        positions, segments, routed_experts_BxTxLxk = rows
+        positions, segments, inputs_BxTxL = rows
         rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
         layer = self._layer()
 
         def run_layer(params: Params, x: jax.Array, inputs: Any) -> tuple[jax.Array, Auxiliary]:
-            kind, routed = inputs
+            kind, own = inputs
             if kind is None:
                 kind = layer_kinds(self.architecture)[0]
-            output: Any = layer.apply({"params": params}, x, kind, rotations, segments, routed)
+            output: Any = layer.apply({"params": params}, x, kind, rotations, segments, own)
             x, _, auxiliary = output
             return x, auxiliary
 
@@ -275,7 +308,7 @@ class Transformer:
         is_loop = num_layers > MAX_UNROLLED_LAYERS
         if self.remat:
             run_layer = self._rematerialize(run_layer, is_loop)
-        inputs = (kind_of_each, _layers_first(routed_experts_BxTxLxk))
+        inputs = (kind_of_each, _layers_first(inputs_BxTxL))
         unroll = 1 if is_loop else num_layers
         return scan_layers(run_layer, params, x, inputs, gradient_sum, unroll)
 
@@ -290,18 +323,19 @@ class Transformer:
     ) -> tuple[jax.Array, Auxiliary]:
         """Run layers of which some have other parameters: those in front without experts apart."""
         a = self.architecture
-        in_front = (*a.layers_are_dense, False).index(False)
-        spans = [slice(in_front, a.num_layers)]
-        if in_front:
-            spans.insert(0, slice(in_front))
+        kinds = layer_kinds(a)
+        apart = [(kind.is_dense, kind.is_shared) for kind in kinds]
+        starts = [i for i, own in enumerate(apart) if i == 0 or own != apart[i - 1]]
+        spans = list(map(slice, starts, [*starts[1:], a.num_layers]))
         auxiliary = []
+        shared: Shared = {}
         for number, span in enumerate(spans):
 
             def take(tree: Params, span: slice = span) -> Params:
-                return _stacks_of(tree, span, a.partial_stacks)
+                return _stacks_of(tree, span, a.partial_stacks) if len(spans) > 1 else tree
 
             own_sum = gradient_sum
-            if gradient_sum is not None and in_front:
+            if gradient_sum is not None and len(spans) > 1:
                 key = gradient_sum.key
                 own_sum = dataclasses.replace(
                     gradient_sum,
@@ -309,8 +343,7 @@ class Transformer:
                     total=take(gradient_sum.total),
                     key=None if key is None else jax.random.fold_in(key, number),
                 )
-            own_layers = take(layers) if in_front else layers
-            x, own = self._run_periods(own_layers, x, rows, own_sum, span)
+            x, shared, own = self._run_periods(take(layers), x, rows, own_sum, span, shared)
             auxiliary.append(own)
         return x, _join_dicts(jnp.concatenate, auxiliary)
 
@@ -321,9 +354,13 @@ class Transformer:
         rows: Rows,
         gradient_sum: GradientSum | None,
         span: slice,
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Run some layers one after the other as a scan over their repeated pattern."""
-        positions, segments, routed_experts_BxTxLxk = rows
+        shared: Shared,
+    ) -> tuple[jax.Array, Shared, Auxiliary]:
+        """Run some layers one after the other as a scan over their repeated pattern.
+
+        They read the keys and values `shared` by earlier ones, or return those to share.
+        """
+        positions, segments, inputs_BxTxL = rows
         rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
         kinds = layer_kinds(self.architecture)[span]
         size = _period(kinds)
@@ -331,38 +368,48 @@ class Transformer:
         partial_stacks = self.architecture.partial_stacks
         stacks = {name: owners[span][:size] for name, owners in partial_stacks.items()}
         is_loop = len(kinds) > max(MAX_UNROLLED_LAYERS, size)
+        shares = self.architecture.shared_layers > 0
 
         def split(stacked: Any) -> Any:
             return jax.tree.map(lambda x: x.reshape(len(kinds) // size, -1, *x.shape[1:]), stacked)
 
-        def run_period(params: Params, x: jax.Array, routed: Any) -> tuple[jax.Array, Auxiliary]:
+        def run_period(
+            params: Params, x: jax.Array, inputs: Any
+        ) -> tuple[jax.Array, tuple[Shared, Auxiliary]]:
             auxiliary = []
+            to_share: Shared = {}
             for i, kind in enumerate(kinds[:size]):
 
                 def run_layer(
-                    params: Params, x: jax.Array, routed: Any, kind: LayerKind = kind
-                ) -> tuple[jax.Array, Auxiliary]:
-                    layer = self._layer()
-                    output: Any = layer.apply(
-                        {"params": params}, x, kind, rotations, segments, routed
+                    params: Params, x: jax.Array, inputs: Any, kind: LayerKind = kind
+                ) -> tuple[jax.Array, Any, Auxiliary]:
+                    own = shared[kind.is_local] if kind.is_shared else None
+                    output: Any = self._layer().apply(
+                        {"params": params}, x, kind, rotations, segments, inputs, own
                     )
-                    return output[0], output[2]
+                    return output[0], output[1] if shares else None, output[2]
 
                 run = self._rematerialize(run_layer, is_loop) if self.remat else run_layer
                 layer = layer_params(params, i, stacks)
-                x, own = run(layer, x, None if routed is None else routed[i])
+                own_inputs = jax.tree.map(lambda x, i=i: x[i], inputs)
+                x, keys_and_values, own = run(layer, x, own_inputs)
+                if shares and not kind.is_shared:
+                    to_share[kind.is_local] = keys_and_values
                 auxiliary.append(own)
-            return x, _join_dicts(jnp.stack, auxiliary)
+            return x, (to_share, _join_dicts(jnp.stack, auxiliary))
 
         if gradient_sum is not None:
             gradient_sum = dataclasses.replace(
                 gradient_sum, slot=split(gradient_sum.slot), total=split(gradient_sum.total)
             )
         unroll = 1 if is_loop else len(kinds) // size
-        routed = _layers_first(routed_experts_BxTxLxk)
-        routed = None if routed is None else split(routed[span])
-        x, auxiliary = scan_layers(run_period, split(layers), x, routed, gradient_sum, unroll)
-        return x, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
+        inputs = split(jax.tree.map(lambda x: x[span], _layers_first(inputs_BxTxL)))
+        x, (to_share, auxiliary) = scan_layers(
+            run_period, split(layers), x, inputs, gradient_sum, unroll
+        )
+        # Those of the last period.
+        to_share = jax.tree.map(lambda x: x[-1], to_share)
+        return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_in_stages(
         self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: None = None
@@ -374,14 +421,14 @@ class Transformer:
         def run_stage(
             layers: StackedLayers, x: jax.Array, rows: Rows
         ) -> tuple[jax.Array, Auxiliary]:
-            positions, segments, routed_experts = rows
-            if routed_experts is not None:
-                # A micro-batch has the experts of all layers.
+            positions, segments, inputs = rows
+
+            def take(x: jax.Array) -> jax.Array:
+                # A micro-batch has the inputs of all layers.
                 first = jax.lax.axis_index("stage") * layers_per_stage
-                routed_experts = jax.lax.dynamic_slice_in_dim(
-                    routed_experts, first, layers_per_stage, axis=2
-                )
-            return self._run_stacked(layers, x, (positions, segments, routed_experts))
+                return jax.lax.dynamic_slice_in_dim(x, first, layers_per_stage, axis=2)
+
+            return self._run_stacked(layers, x, (positions, segments, jax.tree.map(take, inputs)))
 
         return run_stages(run_stage, layers, x, rows)
 
@@ -394,7 +441,7 @@ class Transformer:
         ends_B: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
         """Run the layers unrolled, each with separate code."""
-        positions_BxT, segments_BxT, routed_experts_BxTxLxk = rows
+        positions_BxT, segments_BxT, inputs_BxTxL = rows
         B, T = positions_BxT.shape
         if cache is None:
             length = T * num_row_parts()
@@ -407,25 +454,31 @@ class Transformer:
             columns_B = positions_BxT[:, 0]
         rotations = self._rotations(positions_BxT, length)
         layer = self._layer()
-        new_cache = []
+        new_cache: list[LayerCache] = []
         auxiliary = []
+        shared: Shared = {}
         for i, kind in enumerate(layer_kinds(self.architecture)):
+            own_cache = shared.get(kind.is_local) if kind.is_shared else cache and cache[i]
             output: Any = layer.apply(
                 {"params": params[f"layer_{i}"]},
                 x,
                 kind,
                 rotations,
                 segments_BxT,
-                None if routed_experts_BxTxLxk is None else routed_experts_BxTxLxk[:, :, i],
-                None if cache is None else cache[i],
-                columns_B,
+                jax.tree.map(lambda x, i=i: x[:, :, i], inputs_BxTxL),
+                own_cache,
+                None if kind.is_shared and cache is None else columns_B,
             )
             x, layer_cache, layer_auxiliary = output
             if cache is None and self.decoding == "tpu":
                 # Where a norm follows the products (Gemma), the compiler for TPUs would keep what
                 # each layer adds instead of the sum, and add all of it up again in every layer.
                 x = jax.lax.optimization_barrier(x)
-            new_cache.append(layer_cache)
+            if not kind.is_shared:
+                shared[kind.is_local] = layer_cache
+                if cache is None and not isinstance(layer_cache, RecurrentState):
+                    layer_cache = cache_layout(self.decoding, *layer_cache)
+                new_cache.append(layer_cache)
             # Stacked below, to the same form that a scan returns.
             auxiliary.append(layer_auxiliary)
         return x, tuple(new_cache), _join_dicts(jnp.stack, auxiliary)
@@ -443,14 +496,29 @@ class _Parameters(nn.Module):
         if a.learned_positions:
             self.param("positions", _init_embedding, a.max_position_embeddings, a.hidden_size)
         x = jnp.zeros((1, 1, a.hidden_size), self.decoder.dtype)
+        inputs = NO_INPUTS
+        if P := a.per_layer_size:
+            inputs = LayerInputs(embedding=jnp.zeros((1, 1, P), self.decoder.dtype))
+            self.param("embed_per_layer", _init_embedding, a.vocab_size, a.num_layers * P)
+            width = a.num_layers * P
+            project = Dense(width, False, x.dtype, None, name="per_layer_model_projection")
+            RMSNorm(a, name="per_layer_projection_norm")(project(x)[..., :P])
         kinds = layer_kinds(a)
         rotations = self.decoder._rotations(jnp.zeros((1, 1), jnp.int32), 1)
 
         def run_layer(layer: Layer, x: jax.Array) -> tuple[jax.Array, None]:
             # Each layer gets the parameters of all kinds; `_drop_unused` drops the others'.
-            different = {(kind.is_linear, kind.is_dense): kind for kind in kinds}
-            outputs = [layer(x, kind, rotations, None)[0] for kind in different.values()]
-            return outputs[0], None
+            names = (a.attention_module(kind.is_local, kind.is_shared) for kind in kinds)
+            different = {
+                (name, kind.is_linear, kind.is_dense): kind
+                for name, kind in zip(names, kinds, strict=True)
+            }
+            shared: Shared = {}
+            for kind in different.values():
+                own = shared.get(kind.is_local) if kind.is_shared else None
+                _, keys_and_values, _ = layer(x, kind, rotations, None, inputs, own)
+                shared.setdefault(kind.is_local, keys_and_values)
+            return x, None
 
         create = nn.scan(
             run_layer,
@@ -472,11 +540,9 @@ def _kind_of_each(architecture: Architecture) -> LayerKind | None:
     return LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
 
 
-def _layers_first(routed_experts_BxTxLxk: jax.Array | None) -> jax.Array | None:
-    """Return the experts of each token with the axis of layers in front, if there are any."""
-    if routed_experts_BxTxLxk is None:
-        return None
-    return jnp.moveaxis(routed_experts_BxTxLxk, 2, 0)
+def _layers_first(inputs_BxTxL: LayerInputs) -> LayerInputs:
+    """Return what layers read of each token with the axis of layers in front."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), inputs_BxTxL)
 
 
 def _init_embedding(key: jax.Array, rows: int, width: int) -> Params:
@@ -499,13 +565,7 @@ def stack_places(owners: tuple[bool, ...]) -> np.ndarray:
 def layer_params(
     layers: Params, i: int, partial_stacks: PartialStacks = MappingProxyType({})
 ) -> Params:
-    """Return the parameters of layer i of stacked ones.
-
-    Args:
-      layers: stacked parameters.
-      i: index of the layer.
-      partial_stacks: the architecture's.
-    """
+    """Return the parameters of layer i of stacked ones."""
     params: Params = {}
     for name, stacked in layers.items():
         owners = partial_stacks.get(name)

@@ -6,18 +6,19 @@ Attention is layers.py's. The architecture says which biases and positions it ha
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.models.layers import (
-    ACTIVATION_FUNCTIONS,
+    MLP,
+    NO_INPUTS,
     Auxiliary,
-    Dense,
     Layer,
+    LayerInputs,
     LayerKind,
+    layer_norm,
 )
 
 
@@ -32,32 +33,8 @@ class LayerNorm(nn.Module):
         width = (x.shape[-1],)
         scale = self.param("scale", nn.initializers.ones, width, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, width, jnp.float32)
-        scale = scale.astype(x.dtype)
-        bias = bias.astype(x.dtype)
-        wide = x.astype(jnp.float32)
-        wide -= jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(wide**2, axis=-1, keepdims=True)
-        wide *= jax.lax.rsqrt(variance + self.architecture.norm_epsilon)
-        return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-class UngatedMLP(nn.Module):
-    """The MLP of two projections with an activation between them."""
-
-    architecture: Architecture
-    dtype: DTypeLike
-    lora_scale: float | None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the output [..., D]."""
-        a = self.architecture
-
-        def project(name: str, features: int, x: jax.Array) -> jax.Array:
-            return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
-
-        inner = ACTIVATION_FUNCTIONS[a.activation](project("up_proj", a.intermediate_size, x))
-        return project("down_proj", a.hidden_size, inner)
+        rounded = (scale.astype(x.dtype), bias.astype(x.dtype))
+        return layer_norm(x, *rounded, self.architecture.norm_epsilon)
 
 
 class UngatedLayer(Layer):
@@ -73,7 +50,7 @@ class UngatedLayer(Layer):
         kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: Segments,
-        routed_experts_BxTxk: jax.Array | None = None,
+        inputs: LayerInputs = NO_INPUTS,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
@@ -83,7 +60,7 @@ class UngatedLayer(Layer):
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         mlp_input = x if a.parallel_residual else x + attended
         normed = LayerNorm(a, name="post_attention_norm")(mlp_input)
-        out = UngatedMLP(a, self.dtype, self.lora_scale, name="mlp")(normed)
+        out, _ = MLP(a, self.dtype, self.lora_scale, a.intermediate_size, name="mlp")(normed)
         # In the order in which transformers adds and rounds.
         if a.parallel_residual:
             x = out + attended + x

@@ -211,6 +211,14 @@ def validate_architecture(
         sizes["model"]["key heads of a Gated DeltaNet"] = architecture.delta_key_heads
         if architecture.block == "convolution":
             sizes["model"]["key heads beside short convolutions"] = architecture.num_kv_heads
+        for name, heads in (
+            ("queries", architecture.num_heads),
+            ("keys", architecture.global_kv_heads),
+        ):
+            width = heads * architecture.global_head_dim
+            sizes["model"][f"width of the {name} without a sliding window"] = width
+        further = architecture.num_layers * architecture.per_layer_size
+        sizes["fsdp"]["width of the embeddings of layers"] = further
         width_of_values = architecture.num_heads * architecture.value_head_dim
         sizes["model"]["width of the values"] = width_of_values
         sizes["model"]["width of the MLP without experts"] = architecture.dense_size
@@ -225,11 +233,15 @@ def validate_architecture(
                 f"{option}.context={parts}: must be 1, as the model has attention sinks, which are "
                 "only computed for whole sequences"
             )
-        if any(architecture.dense_layers) and mesh.shape.get("stage", 1) > 1:
-            raise UserError(
-                f"{option}.stage={mesh.shape['stage']}: must be 1, as some layers of the model "
-                "have no experts, and stages have layers of one kind"
-            )
+        for is_mixed, which in (
+            (architecture.global_head_dim, "have wider heads"),
+            (any(architecture.dense_layers), "have no experts"),
+        ):
+            if is_mixed and mesh.shape.get("stage", 1) > 1:
+                raise UserError(
+                    f"{option}.stage={mesh.shape['stage']}: must be 1, as some layers of the "
+                    f"model {which}, and stages have layers of one kind"
+                )
         if any(architecture.linear_layers):
             for axis, size in (("context", parts), ("stage", mesh.shape.get("stage", 1))):
                 if size > 1:

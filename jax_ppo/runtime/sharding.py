@@ -23,7 +23,7 @@ OUTPUTS = "(o_proj|down_proj|out_proj)"
 # parameter without a match raises. Parameters below "layers/" have the stacked layers' axis in
 # front. Stages split it in a decoder (`TRAIN_RULES`); an encoder's is never split.
 ENCODER_RULES: Rules = (
-    (r"(embed|lm_head)/embedding", P("model", WEIGHTS)),
+    (r"(embed|embed_per_layer|lm_head)/embedding", P("model", WEIGHTS)),
     # Before the rules of other kernels: experts have a separate axis.
     (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, "expert", EXPERT_WEIGHTS, "model")),
     (r"layers/.*experts/down_proj/kernel", P(None, "expert", "model", EXPERT_WEIGHTS)),
@@ -32,11 +32,15 @@ ENCODER_RULES: Rules = (
     (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/(kernel|lora_a)", P(None, WEIGHTS, None)),
     (r"layers/.*shared_expert_gate/lora_b", P()),
-    (r"layers/.*(router/bias|correction_bias|sinks)", P()),
+    (r"layers/.*(router/bias|correction_bias|sinks|layer_scalar)", P()),
     # All heads read whole latents.
     (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/(kernel|lora_a)", P(None, WEIGHTS, None)),
     (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/bias", P()),
     (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/lora_b", P()),
+    # The sides of further embeddings, which are narrow, are not split over `model`.
+    (r"layers/per_layer_input_gate/kernel", P(None, WEIGHTS, None)),
+    (r"layers/per_layer_projection/kernel", P(None, None, WEIGHTS)),
+    (r"per_layer_model_projection/kernel", P(WEIGHTS, None)),
     (r"layers/.*window_filter", P(None, None, None, "model")),
     (r"layers/.*(log_rate|step_bias)", P(None, "model")),
     (rf"layers/.*{INPUTS}/kernel", P(None, WEIGHTS, "model")),

@@ -1,6 +1,7 @@
 """The copy of the actor's weights that decoding reads: its shapes and the programs that make it."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
 
     shapes = jax.eval_shape(make_weights, params)
     # Decoding reads every weight per token, so it has a layout of its own.
-    rules = sharding.decode_rules(mesh, actor.architecture.num_kv_heads)
+    a = actor.architecture
+    rules = sharding.decode_rules(mesh, math.gcd(a.num_kv_heads, a.global_kv_heads))
     return jax.tree.map(
         lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
         shapes,

@@ -22,7 +22,7 @@ from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.context import num_cache_parts
+from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
@@ -236,16 +236,20 @@ def initial_state(job: DecodeJob) -> DecodeState:
     P = job.prompts.tokens.shape[1]
     N = job.samples
     B = job.width
-    heads, width = architecture.cache_heads
 
     def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
         return tuple(
             whole_cache.empty_state(architecture, rows, job.model.dtype)
-            if is_linear
+            if heads is None
             else layout.empty_cache(
-                job.model.decoding, rows, columns, num_split_kv_heads(heads), width, job.model.dtype
+                job.model.decoding,
+                rows,
+                columns,
+                num_split_kv_heads(heads[0]),
+                heads[1],
+                job.model.dtype,
             )
-            for is_linear in architecture.layers_are_linear
+            for heads in architecture.cache_heads
         )
 
     routing = None

@@ -24,6 +24,36 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# A small DeepSeek: three experts of a token in two groups of two.
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
+# A small Gemma 4: two layers before those that share their keys and values.
+GEMMA_4 = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 5,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 97,
+}
 CLASS_PREFIXES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -51,6 +81,7 @@ CLASS_PREFIXES = {
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
+    "gemma4_text": "Gemma4",
     "gpt2": "GPT2",
     "gpt_neox": "GPTNeoX",
 }

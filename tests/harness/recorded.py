@@ -27,6 +27,7 @@ LAYOUTS = "layouts"
 # Classifiers that transformers lacks, each with the base of its models and its configuration.
 MISSING_CLASSIFIERS = {
     "GraniteForSequenceClassification": ("GranitePreTrainedModel", "GraniteConfig"),
+    "Gemma4ForSequenceClassification": ("Gemma4PreTrainedModel", "Gemma4TextConfig"),
     "Lfm2ForSequenceClassification": ("Lfm2PreTrainedModel", "Lfm2Config"),
     "Qwen3_5MoeTextForSequenceClassification": (
         "Qwen3_5MoePreTrainedModel",
@@ -264,7 +265,8 @@ def random_tensors(
         # Numbers that no library of mathematical functions rounds in its own way.
         x = (rng.random(shape, np.float32) - np.float32(0.5)) * np.float32(12**0.5 * std)
         is_norm = name.endswith("weight") and ("norm" in name.lower() or ".ln_" in name)
-        filled[name] = (x + is_norm).astype(jnp.dtype(dtypes[i % len(dtypes)]))
+        is_factor = is_norm or name.endswith("layer_scalar")
+        filled[name] = (x + is_factor).astype(jnp.dtype(dtypes[i % len(dtypes)]))
     return filled
 
 

@@ -83,9 +83,6 @@ class DebertaArchitecture:
 def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     """Return the architecture that config.json describes.
 
-    Args:
-      config: contents of config.json.
-
     Raises:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
     """

@@ -23,9 +23,7 @@ only if config.json asks for them):
     pooler/{kernel [D, D], bias [D]}, score/{kernel [D, 1], bias [1]}
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -36,26 +34,15 @@ from jaxtyping import Array, Float, Int
 
 from jax_ppo.models.attention import MASKED_SCORE
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.layers import ACTIVATION_FUNCTIONS as DECODERS_ACTIVATIONS
+from jax_ppo.models.layers import layer_norm
 from jax_ppo.types import Params
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(nn.gelu, approximate=False),
+ACTIVATION_FUNCTIONS = DECODERS_ACTIVATIONS | {
     "gelu_new": nn.gelu,
-    "gelu_pytorch_tanh": nn.gelu,
     "relu": nn.relu,
-    "silu": nn.silu,
     "tanh": nn.tanh,
 }
-
-
-def layer_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], epsilon: float
-) -> Float[Array, "... D"]:
-    """Apply LayerNorm over the last axis in float32 and return the type of `x`."""
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _norm_params(module: nn.Module, name: str, width: int) -> Params:
@@ -224,12 +211,7 @@ class Convolution(nn.Module):
 
 
 class Deberta(nn.Module):
-    """The encoder with its pooler and a score.
-
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the computation; parameters may have any type.
-    """
+    """The encoder with its pooler and a score."""
 
     architecture: DebertaArchitecture
     dtype: DTypeLike = jnp.float32

@@ -26,9 +26,6 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def from_hf_config(config: Config) -> Architecture:
     """Return the architecture that config.json describes.
 
-    Args:
-      config: contents of config.json.
-
     Raises:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
     """
@@ -47,13 +44,19 @@ def from_hf_config(config: Config) -> Architecture:
     rope = read_rope(reader, family, family_fields.get("rope_head_dim", head_dim))
     if family.fixed.get("block") == "latent":
         family_fields["attention_multiplier"] = latent_scale(head_dim, rope.scaling)
+    num_kv_heads = _read_num_kv_heads(reader, family, num_heads)
+    if family.has_global_heads:
+        local = local_layers or (False,) * num_layers
+        family_fields |= _read_global_heads(reader, num_heads, num_kv_heads, head_dim, local)
+        family_fields |= _read_shared_layers(reader, local)
+        family_fields["per_layer_size"] = _read_per_layer_size(reader, vocab_size)
     architecture = Architecture(
         family=kind,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_read_num_kv_heads(reader, family, num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         activation=_read_activation(reader, family),
         norm_epsilon=reader.fraction("rms_norm_eps"),
@@ -163,6 +166,64 @@ def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> 
     if family.fixed.get("block") == "latent" and num_kv_heads != num_heads:
         raise reader.error(f"{name} must be num_attention_heads={num_heads}, it is {num_kv_heads}")
     return num_kv_heads
+
+
+def _read_global_heads(
+    reader: ConfigReader,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    local_layers: tuple[bool, ...],
+) -> dict[str, int]:
+    """Return the sizes of heads in layers without a sliding window.
+
+    transformers writes them for each of these layers in `per_layer_config`.
+    """
+    heads = reader.optional_integer("num_global_key_value_heads")
+    if heads is None or not reader.boolean("attention_k_eq_v"):
+        heads = num_kv_heads
+    sizes: Any = {"head_dim": reader.integer("global_head_dim"), "num_key_value_heads": heads}
+    if "per_layer_config" in reader:
+        # The numbers are as long as the last one: "05".
+        table = {name.lstrip("0") or "0": x for name, x in reader.table("per_layer_config").items()}
+        sizes = next(iter(table.values()), None)
+        layers = {str(layer) for layer, is_local in enumerate(local_layers) if not is_local}
+        if table != dict.fromkeys(layers, sizes) or not isinstance(sizes, dict):
+            raise reader.error(
+                f"per_layer_config must have the same sizes for each layer of {FULL}, and no other"
+            )
+    defaults = {"head_dim": head_dim, "num_key_value_heads": num_kv_heads}
+    own = ConfigReader(sizes, defaults, where="config.json: per_layer_config: ")
+    width, heads = own.integer("head_dim"), own.integer("num_key_value_heads")
+    own.refuse_unread(())
+    require_divisor("num_global_key_value_heads", heads, "num_attention_heads", num_heads)
+    if width % 2:
+        raise reader.error(f"global_head_dim {width} is not supported, only even numbers are")
+    return {"global_head_dim": width, "global_kv_heads": heads}
+
+
+def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Return which layers share keys and values of earlier ones, and have wider MLPs."""
+    name, layers = "num_kv_shared_layers", len(local_layers)
+    shared = reader.integer(name, minimum=0, maximum=layers - 1)
+    own = layers - shared
+    if not set(local_layers[own:]) <= set(local_layers[:own]):
+        raise reader.error(
+            f"{name}={shared}: must leave a layer of each of layer_types that shared ones have"
+        )
+    values: dict[str, Any] = {"shared_layers": shared}
+    if reader.boolean("use_double_wide_mlp") and shared:
+        values["dense_layers"] = tuple(layer >= own for layer in range(layers))
+        values["dense_size"] = 2 * reader.integer("intermediate_size", maximum=MAX_SIZE // 2)
+    return values
+
+
+def _read_per_layer_size(reader: ConfigReader, vocab_size: int) -> int:
+    size = reader.integer("hidden_size_per_layer_input", minimum=0)
+    rows = reader.integer("vocab_size_per_layer_input")
+    if size and rows != vocab_size:
+        raise reader.error(f"vocab_size_per_layer_input={rows} must be vocab_size={vocab_size}")
+    return size
 
 
 def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
@@ -295,12 +356,7 @@ def _read_num_experts(reader: ConfigReader, family: Family) -> int:
 
 
 def read_eos_ids(config: Config, where: str) -> tuple[int, ...]:
-    """Return the EOS token ids of generation_config.json, which are a list, a number or null.
-
-    Args:
-      config: contents of the file.
-      where: path of the file, for error messages.
-    """
+    """Return the EOS token ids of generation_config.json, which are a list, a number or null."""
     return ConfigReader(config, where=f"{where}: ").token_ids("eos_token_id")
 
 
@@ -309,7 +365,12 @@ def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None
     is_switched = family.sliding_windows in ("last", "switched")
     if not is_switched and reader.boolean("use_sliding_window", nullable=True):
         raise reader.error(f"use_sliding_window is not supported with model_type {kind!r}")
-    if reader.boolean("use_bidirectional_attention", nullable=True):
+    if family.has_global_heads:
+        # Tokens of images alone may attend to later ones.
+        is_causal = reader.any_value("use_bidirectional_attention") in (None, "vision")
+    else:
+        is_causal = not reader.boolean("use_bidirectional_attention", nullable=True)
+    if not is_causal:
         raise reader.error(
             "use_bidirectional_attention is not supported: a decoder only attends to earlier tokens"
         )
@@ -371,9 +432,12 @@ def _read_local_layers(
     if family.window_period_field in reader:
         period = reader.integer(family.window_period_field)
     if (listed := _read_layer_types(reader, num_layers, LOCAL)) is not None:
+        if family.has_global_heads and listed[-1]:
+            raise reader.error(f"layer_types must end with {FULL}")
         return listed
     if family.sliding_windows == "pattern":
-        return tuple((layer + 1) % period > 0 for layer in range(num_layers))
+        last = num_layers - 1 if family.has_global_heads else num_layers
+        return tuple((layer + 1) % period > 0 and layer < last for layer in range(num_layers))
     return tuple(window is not None and layer >= first_local for layer in range(num_layers))
 
 

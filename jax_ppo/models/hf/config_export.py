@@ -71,6 +71,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
             config["topk_method"] = methods[a.router_groups > 1]
     if a.latent_size:
         config["qk_nope_head_dim"] = a.head_dim - a.rope_head_dim
+    if family.has_global_heads:
+        config |= _write_global_heads(a)
     config |= _write_windows(a, family)
     if family.unrotated_period:
         # The field lists the layers that are rotated, in spite of its name.
@@ -88,11 +90,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
 def update_hf_config(source: Config, architecture: Architecture, dtype: str, head: str) -> Config:
     """Return the config.json of a trained model, which is that of its source where possible.
 
-    Args:
-      source: contents of config.json of the checkpoint that the model started from.
-      architecture: the decoder.
-      dtype: type of the exported weights.
-      head: as in `to_hf_config`.
+    `source` is config.json of the checkpoint that the model started from; the others are as in
+    `to_hf_config`.
 
     Returns:
       `source` with the fields changed that an export must change, or the result of `to_hf_config`
@@ -133,6 +132,21 @@ def _write_eos_ids(eos_ids: tuple[int, ...]) -> int | list[int] | None:
     if len(eos_ids) == 1:
         return eos_ids[0]
     return list(eos_ids) or None
+
+
+def _write_global_heads(a: Architecture) -> Config:
+    sizes = {"head_dim": a.global_head_dim, "num_key_value_heads": a.global_kv_heads}
+    return {
+        "global_head_dim": a.global_head_dim,
+        "num_global_key_value_heads": a.global_kv_heads,
+        "per_layer_config": {
+            str(layer): sizes for layer, is_local in enumerate(a.layers_are_local) if not is_local
+        },
+        "num_kv_shared_layers": a.shared_layers,
+        "use_double_wide_mlp": bool(a.dense_layers),
+        "hidden_size_per_layer_input": a.per_layer_size,
+        "vocab_size_per_layer_input": a.vocab_size,
+    }
 
 
 def _write_windows(a: Architecture, family: Family) -> Config:

@@ -6,6 +6,7 @@ first.
 """
 
 import dataclasses
+from typing import Any
 
 from jax_ppo.models.architecture import QUERY_GROWTH
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config
@@ -43,7 +44,6 @@ _DELTA_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
 }
-_DELTA_FIXED = {"block": "delta", "qk_norm": True, "norm_plus_one": True, "output_gate": True}
 _SHARED_EXPERT = {"shared_expert_intermediate_size": "shared_expert_size"}
 _DELTA_EXPERTS = _DELTA_DEFAULTS | {
     "num_key_value_heads": 2,
@@ -64,29 +64,13 @@ _LATENT_DEFAULTS = {
     "v_head_dim": 128,
 }
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
-_SHARED_EXPERT_NAMES = {
-    f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _EXPERT_NAMES
-}
 _GRANITE_FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "attention_multiplier": "attention_multiplier",
     "residual_multiplier": "residual_multiplier",
     "logits_scaling": "logit_divisor",
 }
-_OLMO_FIXED = {
-    "qk_norm": True,
-    "qk_norm_over_heads": True,
-    "pre_norms": False,
-    "post_norms": True,
-}
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-_GLM_DEFAULTS = {
-    "rms_norm_eps": 1.5625e-7,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "attention_bias": True,
-    "max_position_embeddings": 131_072,
-}
 _GEMMA_FIXED = {"scaled_embedding": True, "norm_plus_one": True}
 _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
@@ -99,15 +83,75 @@ _GEMMA_2_DEFAULTS = _GEMMA_DEFAULTS | {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_GEMMA_2_FIELDS = {
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attn_logit_softcapping": "attention_softcap",
-    "final_logit_softcapping": "logit_softcap",
-}
+_EXPERTS_BESIDE_THE_MLP = "experts beside the MLP (enable_moe_block) are not supported"
 _SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _UNGATED = {"block": "ungated", "mlp_bias": True}
+# What several families share.
+_QWEN: dict[str, Any] = {
+    "nullable": frozenset({"num_key_value_heads"}),
+    "sliding_windows": "last",
+    "rope_aliases": _ROPE_OF_TEXT,
+}
+_DELTA: dict[str, Any] = {
+    "fixed": {"block": "delta", "qk_norm": True, "norm_plus_one": True, "output_gate": True},
+    "bias_fields": _ATTENTION_BIAS,
+    "linear_word": "linear_attention",
+    "linear_period": 4,
+    "partial_rotary_factor": 0.25,
+}
+_LATENT: dict[str, Any] = {
+    "absent": frozenset({"head_dim"}),
+    "fields": _LATENT_FIELDS | {"routed_scaling_factor": "routed_scale"},
+    "integers": frozenset(_LATENT_FIELDS),
+    "nullable": frozenset({"num_key_value_heads", "q_lora_rank"}),
+    "expert_width": "moe_intermediate_size",
+    "expert_weights_field": "norm_topk_prob",
+    "shared_experts_field": "n_shared_experts",
+    "first_dense_field": "first_k_dense_replace",
+    "has_router_groups": True,
+    "expert_names_in_peft": _EXPERT_NAMES,
+    "module_names": {
+        f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _EXPERT_NAMES
+    },
+}
+_GLM: dict[str, Any] = {
+    "bias_fields": {"attention_bias": ("qkv_bias",)},
+    "defaults": {
+        "rms_norm_eps": 1.5625e-7,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 131_072,
+    },
+    "partial_rotary_factor": 0.5,
+    "fused_projections": {("gate_proj", "up_proj"): "gate_up_proj"},
+}
+_OLMO: dict[str, Any] = {
+    "has_token_classifier": False,
+    "fixed": {
+        "qk_norm": True,
+        "qk_norm_over_heads": True,
+        "pre_norms": False,
+        "post_norms": True,
+    },
+    "bias_fields": _ATTENTION_BIAS,
+    "nullable": frozenset({"num_key_value_heads"}),
+}
+_GEMMA_2: dict[str, Any] = {
+    "fields": {
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "attn_logit_softcapping": "attention_softcap",
+        "final_logit_softcapping": "logit_softcap",
+    },
+    "bias_fields": _ATTENTION_BIAS,
+    "integers": frozenset({"query_pre_attn_scalar"}),
+    "nullable": _SOFTCAPS,
+    "sliding_windows": "pattern",
+    "activation_fields": ("hidden_activation", "hidden_act"),
+    "activation": GELU_TANH,
+}
 
 # Family of the models that are created from scratch.
 CREATED_FAMILY = "llama"
@@ -121,66 +165,50 @@ FAMILIES = {
     ),
     "qwen2": Family(
         class_prefix="Qwen2",
+        **_QWEN,
         fixed={"qkv_bias": True},
         defaults=_QWEN_DEFAULTS,
-        nullable=frozenset({"num_key_value_heads"}),
-        sliding_windows="last",
-        rope_aliases=_ROPE_OF_TEXT,
     ),
     "qwen3": Family(
         class_prefix="Qwen3",
+        **_QWEN,
         fixed={"qk_norm": True},
         bias_fields=_ATTENTION_BIAS,
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
-        nullable=frozenset({"num_key_value_heads"}),
-        sliding_windows="last",
-        rope_aliases=_ROPE_OF_TEXT,
     ),
     "qwen3_5_text": Family(
         class_prefix="Qwen3_5",
-        classifier_prefix="Qwen3_5Text",
+        **_DELTA,
         has_token_classifier=False,
-        fixed=_DELTA_FIXED,
+        rope_aliases=_ROPE_OF_TEXT,
+        classifier_prefix="Qwen3_5Text",
         fields=_DELTA_FIELDS,
-        bias_fields=_ATTENTION_BIAS,
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
         integers=frozenset(_DELTA_FIELDS),
-        linear_word="linear_attention",
-        linear_period=4,
-        partial_rotary_factor=0.25,
-        rope_aliases=_ROPE_OF_TEXT,
     ),
     "qwen3_5_moe_text": Family(
         class_prefix="Qwen3_5Moe",
-        classifier_prefix="Qwen3_5MoeText",
+        **_DELTA,
         has_token_classifier=False,
+        rope_aliases=_ROPE_OF_TEXT,
+        classifier_prefix="Qwen3_5MoeText",
         absent=frozenset({"intermediate_size"}),
-        fixed=_DELTA_FIXED,
         fields=_DELTA_FIELDS | _SHARED_EXPERT,
-        bias_fields=_ATTENTION_BIAS,
         defaults=_DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
         integers=frozenset(_DELTA_FIELDS | _SHARED_EXPERT),
         expert_fields=("num_experts", "num_local_experts"),
         expert_width="moe_intermediate_size",
-        linear_word="linear_attention",
-        linear_period=4,
-        partial_rotary_factor=0.25,
-        rope_aliases=_ROPE_OF_TEXT,
     ),
     "qwen3_next": Family(
         class_prefix="Qwen3Next",
-        fixed=_DELTA_FIXED,
+        **_DELTA,
         fields=_DELTA_FIELDS | _SHARED_EXPERT,
-        bias_fields=_ATTENTION_BIAS,
         defaults=_DELTA_EXPERTS
         | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
         integers=frozenset(_DELTA_FIELDS | _SHARED_EXPERT),
         expert_fields=("num_experts", "num_local_experts"),
         expert_width="moe_intermediate_size",
         expert_weights_field="norm_topk_prob",
-        linear_word="linear_attention",
-        linear_period=4,
-        partial_rotary_factor=0.25,
         fused_projections={
             ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
             ("in_proj_b", "in_proj_a"): "in_proj_ba",
@@ -220,12 +248,11 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         class_prefix="DeepseekV2",
+        **_LATENT,
         has_token_classifier=False,
-        absent=frozenset({"head_dim"}),
         fixed={"block": "latent", "rope_interleaved": True, "shared_expert_gate": False},
         # transformers does not divide the weights of experts by their sum, whatever the field says.
         neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
-        fields=_LATENT_FIELDS | {"routed_scaling_factor": "routed_scale"},
         bias_fields=_ATTENTION_BIAS,
         defaults=_LATENT_DEFAULTS
         | {
@@ -237,24 +264,14 @@ FAMILIES = {
             "routed_scaling_factor": 1.0,
             "max_position_embeddings": 2048,
         },
-        integers=frozenset(_LATENT_FIELDS),
-        nullable=frozenset({"num_key_value_heads", "q_lora_rank"}),
         expert_fields=("n_routed_experts", "num_experts"),
-        expert_width="moe_intermediate_size",
-        expert_weights_field="norm_topk_prob",
-        shared_experts_field="n_shared_experts",
-        first_dense_field="first_k_dense_replace",
-        has_router_groups=True,
-        expert_names_in_peft=_EXPERT_NAMES,
-        module_names=_SHARED_EXPERT_NAMES,
     ),
     "deepseek_v3": Family(
         class_prefix="DeepseekV3",
-        absent=frozenset({"head_dim"}),
+        **_LATENT,
         fixed={"block": "latent", "sigmoid_router": True, "shared_expert_gate": False},
         # Fields of the first files, and what they say there.
         neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        fields=_LATENT_FIELDS | {"routed_scaling_factor": "routed_scale"},
         bias_fields=_ATTENTION_BIAS | {"rope_interleave": ("rope_interleaved",)},
         defaults=_LATENT_DEFAULTS
         | {
@@ -271,16 +288,7 @@ FAMILIES = {
             "rope_interleave": True,
             "max_position_embeddings": 4096,
         },
-        integers=frozenset(_LATENT_FIELDS),
-        nullable=frozenset({"num_key_value_heads", "q_lora_rank"}),
         expert_fields=("n_routed_experts", "num_local_experts"),
-        expert_width="moe_intermediate_size",
-        expert_weights_field="norm_topk_prob",
-        shared_experts_field="n_shared_experts",
-        first_dense_field="first_k_dense_replace",
-        has_router_groups=True,
-        expert_names_in_peft=_EXPERT_NAMES,
-        module_names=_SHARED_EXPERT_NAMES,
     ),
     "mistral": Family(
         class_prefix="Mistral",
@@ -448,19 +456,13 @@ FAMILIES = {
     ),
     "olmo2": Family(
         class_prefix="Olmo2",
-        has_token_classifier=False,
-        fixed=_OLMO_FIXED,
-        bias_fields=_ATTENTION_BIAS,
+        **_OLMO,
         defaults=_OLMO_DEFAULTS,
-        nullable=frozenset({"num_key_value_heads"}),
     ),
     "olmo3": Family(
         class_prefix="Olmo3",
-        has_token_classifier=False,
-        fixed=_OLMO_FIXED,
-        bias_fields=_ATTENTION_BIAS,
+        **_OLMO,
         defaults=_OLMO_DEFAULTS | {"sliding_window": 4096},
-        nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="pattern",
         window_period=4,
         rope_theta=500_000.0,
@@ -468,19 +470,13 @@ FAMILIES = {
     ),
     "glm": Family(
         class_prefix="Glm",
+        **_GLM,
         fixed={"rope_interleaved": True},
-        bias_fields={"attention_bias": ("qkv_bias",)},
-        defaults=_GLM_DEFAULTS,
-        partial_rotary_factor=0.5,
-        fused_projections={("gate_proj", "up_proj"): "gate_up_proj"},
     ),
     "glm4": Family(
         class_prefix="Glm4",
+        **_GLM,
         fixed={"rope_interleaved": True, "post_norms": True},
-        bias_fields={"attention_bias": ("qkv_bias",)},
-        defaults=_GLM_DEFAULTS,
-        partial_rotary_factor=0.5,
-        fused_projections={("gate_proj", "up_proj"): "gate_up_proj"},
         module_names={
             "post_attention_layernorm": "post_self_attn_layernorm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -499,41 +495,68 @@ FAMILIES = {
     ),
     "gemma2": Family(
         class_prefix="Gemma2",
+        **_GEMMA_2,
         fixed=_GEMMA_FIXED | {"post_norms": True},
-        fields=_GEMMA_2_FIELDS,
-        bias_fields=_ATTENTION_BIAS,
         defaults=_GEMMA_2_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        integers=frozenset({"query_pre_attn_scalar"}),
-        nullable=_SOFTCAPS,
-        sliding_windows="pattern",
         window_period=2,
-        activation_fields=("hidden_activation", "hidden_act"),
-        activation=GELU_TANH,
     ),
     "gemma3_text": Family(
         class_prefix="Gemma3",
+        **_GEMMA_2,
         classifier_prefix="Gemma3Text",
         has_token_classifier=False,
         fixed=_GEMMA_FIXED | {"post_norms": True, "qk_norm": True},
-        fields=_GEMMA_2_FIELDS,
-        bias_fields=_ATTENTION_BIAS,
         # The text_config of multimodal models leaves out what has its default.
         defaults=_GEMMA_2_DEFAULTS
         | {"max_position_embeddings": 131_072, "vocab_size": 262_208, "num_attention_heads": 8},
-        integers=frozenset({"query_pre_attn_scalar"}),
-        nullable=_SOFTCAPS,
-        sliding_windows="pattern",
         window_period=6,
         window_period_field="sliding_window_pattern",
-        activation_fields=("hidden_activation", "hidden_act"),
-        activation=GELU_TANH,
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         unsupported={
             "attn_logit_softcapping": "transformers reads it but caps nothing, so it is unclear "
             "whether the weights were trained with it"
         },
+    ),
+    "gemma4_text": Family(
+        class_prefix="Gemma4",
+        has_token_classifier=False,
+        fixed={
+            "scaled_embedding": True,
+            "layer_scalars": True,
+            "norm_in_float32": True,
+            "qk_norm": True,
+            "value_norm": True,
+            "post_norms": True,
+            "attention_multiplier": 1.0,
+        },
+        neutral={"enable_moe_block": False},
+        fields={"final_logit_softcapping": "logit_softcap"},
+        bias_fields=_ATTENTION_BIAS | {"attention_k_eq_v": ("keys_as_values",)},
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 512,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+        },
+        nullable=_SOFTCAPS,
+        sliding_windows="pattern",
+        window_period=6,
+        has_global_heads=True,
+        activation_fields=("hidden_activation",),
+        activation=GELU_TANH,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        unsupported=dict.fromkeys(
+            ("num_experts", "top_k_experts", "moe_intermediate_size"), _EXPERTS_BESIDE_THE_MLP
+        ),
     ),
     "gpt2": Family(
         class_prefix="GPT2",
@@ -645,6 +668,7 @@ _QWEN_2_VL = Multimodal(
 )
 MULTIMODAL = {
     "gemma3": Multimodal(tied=True),
+    "gemma4": Multimodal(tied=True),
     "internvl": _LLAVA,
     "kimi_k2": Multimodal({"kimi_k2": "deepseek_v3"}, is_text=True),
     "llava": _LLAVA,

@@ -50,6 +50,8 @@ class Family:
         last three, `layer_types` decides if there is one.
       window_period: with "pattern", n.
       window_period_field: with "pattern", the field of config.json that overrides n; "" if none.
+      has_global_heads: whether layers without a sliding window, of which the last one is one, have
+        heads of another width, and the last layers may share keys and values (Gemma 4).
       activation_fields: fields of config.json that name the activation. The first one is read and
         all are written.
       activation: default activation of the MLP.
@@ -106,6 +108,7 @@ class Family:
     sliding_windows: str = "none"
     window_period: int = 1
     window_period_field: str = ""
+    has_global_heads: bool = False
     activation_fields: tuple[str, ...] = ("hidden_act",)
     activation: str = "silu"
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -163,7 +166,10 @@ _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")
+_OTHER_PREFIXES = (
+    *("vision_tower.", "multi_modal_projector.", "visual.", "image_newline"),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 
 
 @dataclasses.dataclass(frozen=True)

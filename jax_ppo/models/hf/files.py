@@ -108,6 +108,9 @@ class SafetensorsCheckpoint:
         self._tensors.clear()
         self._stack.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self._tensors)

@@ -1,5 +1,7 @@
 """Tensors of a checkpoint that are left out because the model computes the same without them."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,12 +40,6 @@ def is_ignorable(
 
     A tensor that belongs to a head of another role does not take part. Any other tensor must hold
     the values that the model uses in its place.
-
-    Args:
-      checkpoint: the open checkpoint.
-      name: name of a tensor that the model does not read.
-      head: as in `load_checkpoint`.
-      architecture: the model.
     """
     if isinstance(architecture, DebertaArchitecture):
         expected = ENCODERS[architecture.family].unused_tensors.get(name)
@@ -60,14 +56,23 @@ def is_ignorable(
         # `read_architecture` unties a model whose output embedding differs.
         embedding = tensor_table(architecture, head)["embed", "embedding"].name
         return architecture.tied and checkpoint.are_equal(name, embedding)
+    if _is_of_shared_layer(name, architecture):
+        return True
     if name == "score.weight" or name.startswith(MULTI_TOKEN_HEADS):
         return True
     layer = ".".join(name.split(".")[:3])
-    if f"{layer}{MULTI_TOKEN_LAYER}" in checkpoint.names():
+    if f"{layer}{MULTI_TOKEN_LAYER}" in checkpoint:
         return True
     if name in SCORE_BIASES:
         return head != "reward" or not np.any(checkpoint.read(name))
     return False
+
+
+def _is_of_shared_layer(name: str, architecture: Architecture) -> bool:
+    """Return whether a tensor would compute keys or values that an earlier layer shares."""
+    match = re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
+    own = architecture.num_layers - architecture.shared_layers
+    return match is not None and own <= int(match[1]) < architecture.num_layers
 
 
 def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarray) -> bool:

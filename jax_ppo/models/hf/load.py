@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
@@ -149,9 +149,11 @@ def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
     embedding = untied["embed", "embedding"].name
     head = untied["lm_head", "embedding"].name
     with _open_checkpoint(folder) as checkpoint:
-        if not {embedding, head} <= checkpoint.names():
-            return False
-        return not checkpoint.are_equal(embedding, head)
+        return (
+            embedding in checkpoint
+            and head in checkpoint
+            and not checkpoint.are_equal(embedding, head)
+        )
 
 
 def has_score_head(folder: str | Path) -> bool:
@@ -263,13 +265,7 @@ def read_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of a tensor table as a nested dict of sharded arrays.
 
-    Args:
-      checkpoint: the open checkpoint.
-      rows: all parameters.
-      rows_to_read: those that are read from the checkpoint; the others are zeros.
-      places: the sharding of each parameter.
-      dtype: type of the parameters.
-      progress: as in `load_checkpoint`.
+    `rows` has all parameters; those that are not in `rows_to_read` are zeros.
     """
     dtype = np.dtype(dtype)
     total = sum(len(row.names()) for row in rows_to_read.values())
@@ -284,7 +280,7 @@ def read_parameters(
     params = {}
     for path, row in rows.items():
         if path in rows_to_read:
-            own = np.dtype(np.float32) if row.is_exact else dtype
+            own = np.dtype(np.float32) if path[-1] in EXACT_PARAMETERS else dtype
             params[path] = _read_parameter(checkpoint, row, own, places[path], count_tensors)
         else:
             params[path] = _zeros(row.full_shape, dtype, places[path])
@@ -400,11 +396,7 @@ def validate_tensors(
 ) -> None:
     """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.
 
-    Args:
-      checkpoint: the open checkpoint.
-      rows: the tensors that it must hold.
-      head: as in `load_checkpoint`.
-      config: name of the file that determines the shapes, for the messages.
+    `config` is the name of the file that determines the shapes.
     """
     names = checkpoint.names()
     for name, row in _rows_by_name(rows):

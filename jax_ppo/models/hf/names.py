@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from jax_ppo.models.architecture import BLOCKS, CORRECTION_BIAS, Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -55,9 +56,20 @@ def tensor_table(
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a) | (_latent_attention(a) if a.latent_size else _attention(a))
+    rows |= _norms(a)
+    if a.latent_size:
+        rows |= _latent_attention(a)
+    else:
+        # Layers of one kind of attention have the same shapes.
+        kinds = zip(a.layers_are_local, a.layers_are_shared, strict=True)
+        for module, kind in {a.attention_module(*kind): kind for kind in kinds}.items():
+            rows |= _attention(a, module, *kind)
     if a.linear_layers:
         rows |= _short_conv(a) if a.block == "convolution" else _delta_net(a)
+    if a.per_layer_size:
+        rows |= _per_layer_embeddings(a)
+    if a.layer_scalars:
+        rows["layers", "layer_scalar"] = _in_layers(a, "layer_scalar", (1,))
     if a.num_experts:
         rows |= _experts(a, stacked_experts)
     else:
@@ -148,6 +160,13 @@ def _layer_name(a: Architecture, name: str) -> str:
     return f"{_hf_name(a, 'model.layers')}.{{}}.{_hf_name(a, name)}"
 
 
+def _in_layers(
+    a: Architecture, name: str, shape: tuple[int, ...], suffix: str = "", **options: Any
+) -> TensorMapping:
+    """Return a tensor of a module in all layers; `suffix` follows the family's name of it."""
+    return TensorMapping(_layer_name(a, name) + suffix, shape, layers=a.num_layers, **options)
+
+
 def _norms(a: Architecture) -> TensorTable:
     names = {"post_attention_norm": "post_attention_layernorm"}
     if a.pre_norms:
@@ -159,14 +178,6 @@ def _norms(a: Architecture) -> TensorTable:
     rows: TensorTable = {}
     for name, hf_name in names.items():
         rows |= _norm(a, ("layers", name), _layer_name(a, hf_name), layers=a.num_layers)
-    if a.qk_norm:
-        for name, heads in (("q_norm", a.num_heads), ("k_norm", a.num_kv_heads)):
-            width = heads * a.head_dim if a.qk_norm_over_heads else a.head_dim
-            rows["layers", "attention", name, "scale"] = TensorMapping(
-                f"{_layer_name(a, f'{ATTENTION}.{name}')}.weight",
-                (width,),
-                layers=a.num_layers,
-            )
     return rows
 
 
@@ -181,28 +192,57 @@ def _norm(
     }
 
 
-def _attention(a: Architecture) -> TensorTable:
-    queries = a.num_heads * a.head_dim
-    keys = a.num_kv_heads * a.head_dim
+def _attention(a: Architecture, module: str, is_local: bool, is_shared: bool) -> TensorTable:
+    num_kv_heads, head_dim = a.kv_heads(is_local)
+    queries = a.num_heads * head_dim
+    keys = num_kv_heads * head_dim
+    heads = {"q": a.num_heads, "k": num_kv_heads}
     # A gate follows the queries of each head.
     widths = {"q_proj": queries * (1 + a.output_gate), "k_proj": keys, "v_proj": keys}
+    if a.keys_as_values and not is_local:
+        del widths["v_proj"]
+    if is_shared:
+        del heads["k"]
+        widths = {"q_proj": widths["q_proj"]}
+    rows: TensorTable = {}
+    for name, number in heads.items() if a.qk_norm else ():
+        width = number * head_dim if a.qk_norm_over_heads else head_dim
+        row = _in_layers(a, f"{ATTENTION}.{name}_norm", (width,), ".weight")
+        rows["layers", module, f"{name}_norm", "scale"] = row
     groups = a.num_heads if FAMILIES[a.family].fused_by_head else 1
-    inputs = _shared_input_projections(
-        a, "attention", ATTENTION, _whole(widths), a.qkv_bias, groups
-    )
-    output = _dense(
+    rows |= _shared_input_projections(a, module, ATTENTION, _whole(widths), a.qkv_bias, groups)
+    rows |= _dense(
         a,
-        path=("attention", "o_proj"),
+        path=(module, "o_proj"),
         hf_name=f"{ATTENTION}.o_proj",
         inputs=queries,
         outputs=a.hidden_size,
         bias=a.output_bias,
     )
-    rows = inputs | output
     if a.attention_sinks:
-        rows["layers", "attention", "sinks"] = TensorMapping(
-            _layer_name(a, f"{ATTENTION}.sinks"), (a.num_heads,), layers=a.num_layers
-        )
+        rows["layers", module, "sinks"] = _in_layers(a, f"{ATTENTION}.sinks", (a.num_heads,))
+    return rows
+
+
+def _per_layer_embeddings(a: Architecture) -> TensorTable:
+    D, P = a.hidden_size, a.per_layer_size
+    names = ("per_layer_model_projection", "per_layer_projection_norm", "post_per_layer_input_norm")
+    projection, norm, layer_norm = names
+    rows: TensorTable = {
+        ("embed_per_layer", "embedding"): TensorMapping(
+            "model.embed_tokens_per_layer.weight", (a.vocab_size, a.num_layers * P)
+        ),
+        (projection, "kernel"): TensorMapping(
+            f"model.{projection}.weight", (D, a.num_layers * P), transposed=True
+        ),
+        (norm, "scale"): TensorMapping(f"model.{norm}.weight", (P,)),
+        **_norm(a, ("layers", layer_norm), _layer_name(a, layer_norm), layers=a.num_layers),
+    }
+    for name, inputs, outputs in (
+        ("per_layer_input_gate", D, P),
+        ("per_layer_projection", P, D),
+    ):
+        rows |= _dense(a, path=(name,), hf_name=name, inputs=inputs, outputs=outputs, bias=False)
     return rows
 
 
@@ -231,9 +271,8 @@ def _latent_attention(a: Architecture) -> TensorTable:
             bias=bias,
         )
     for name, hf_name, size in norms:
-        rows["layers", "attention", name, "scale"] = TensorMapping(
-            f"{_layer_name(a, f'{ATTENTION}.{hf_name}')}.weight", (size,), layers=a.num_layers
-        )
+        row = _in_layers(a, f"{ATTENTION}.{hf_name}", (size,), ".weight")
+        rows["layers", "attention", name, "scale"] = row
     return rows
 
 
@@ -254,11 +293,8 @@ def _short_conv(a: Architecture) -> TensorTable:
     path = ("layers", "short_conv", "in_proj", "kernel")
     place = Fused(parts, 3 * D, own_groups=a.num_kv_heads)
     rows[path] = dataclasses.replace(rows[path], fused=place)
-    rows["layers", "short_conv", "window_filter"] = TensorMapping(
-        _layer_name(a, f"{SHORT_CONV}.conv.weight"),
-        (a.delta_window, 1, D),
-        transposed=True,
-        layers=a.num_layers,
+    rows["layers", "short_conv", "window_filter"] = _in_layers(
+        a, f"{SHORT_CONV}.conv.weight", (a.delta_window, 1, D), transposed=True
     )
     return rows
 
@@ -298,13 +334,9 @@ def _delta_net(a: Architecture) -> TensorTable:
         (("step_bias",), "dt_bias", (a.delta_value_heads,)),
         (("norm", "scale"), "norm.weight", (a.delta_value_dim,)),
     ):
-        rows["layers", "delta_net", *path] = TensorMapping(
-            _layer_name(a, f"{DELTA_NET}.{hf_name}"),
-            shape,
-            transposed=True,
-            layers=a.num_layers,
-            fused=by_head if path == ("window_filter",) else None,
-        )
+        own = by_head if path == ("window_filter",) else None
+        row = _in_layers(a, f"{DELTA_NET}.{hf_name}", shape, transposed=True, fused=own)
+        rows["layers", "delta_net", *path] = row
     return rows
 
 
@@ -346,36 +378,25 @@ def _shared_expert(a: Architecture) -> TensorTable:
 
 def _experts(a: Architecture, stacked: bool) -> TensorTable:
     rows: TensorTable = {
-        ("layers", "mlp", "router", "kernel"): TensorMapping(
-            f"{_layer_name(a, f'{MLP}.gate')}.weight",
-            (a.hidden_size, a.num_experts),
-            transposed=True,
-            layers=a.num_layers,
+        ("layers", "mlp", "router", "kernel"): _in_layers(
+            a, f"{MLP}.gate", (a.hidden_size, a.num_experts), ".weight", transposed=True
         )
     }
     if a.mlp_bias:
-        rows["layers", "mlp", "router", "bias"] = TensorMapping(
-            f"{_layer_name(a, f'{MLP}.gate')}.bias", (a.num_experts,), layers=a.num_layers
-        )
+        row = _in_layers(a, f"{MLP}.gate", (a.num_experts,), ".bias")
+        rows["layers", "mlp", "router", "bias"] = row
     if a.sigmoid_router:
-        rows["layers", "mlp", CORRECTION_BIAS] = TensorMapping(
-            _layer_name(a, f"{MLP}.gate.e_score_correction_bias"),
-            (a.num_experts,),
-            layers=a.num_layers,
-            is_exact=True,
-        )
+        name = f"{MLP}.gate.e_score_correction_bias"
+        rows["layers", "mlp", CORRECTION_BIAS] = _in_layers(a, name, (a.num_experts,))
     if stacked or FAMILIES[a.family].stacked_experts:
         return rows | _stacked_experts(a, has_halves=not FAMILIES[a.family].stacked_experts)
     inwards = (a.hidden_size, a.intermediate_size)
     outwards = (a.intermediate_size, a.hidden_size)
     shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
     for name, shape in shapes.items():
-        rows["layers", "mlp", "experts", name, "kernel"] = TensorMapping(
-            f"{_layer_name(a, f'{MLP}.experts.{{}}.{name}')}.weight",
-            shape,
-            transposed=True,
-            layers=a.num_layers,
-            experts=a.num_experts,
+        hf_name, experts = f"{MLP}.experts.{{}}.{name}", a.num_experts
+        rows["layers", "mlp", "experts", name, "kernel"] = _in_layers(
+            a, hf_name, shape, ".weight", transposed=True, experts=experts
         )
     return rows
 
@@ -383,10 +404,8 @@ def _experts(a: Architecture, stacked: bool) -> TensorTable:
 def _stacked_experts(a: Architecture, has_halves: bool) -> TensorTable:
     """Return projections of which a tensor holds all experts.
 
-    Args:
-      a: the architecture.
-      has_halves: whether gate and up are the halves of a tensor [E, out, in], instead of alternate
-        columns of one [E, in, out].
+    With `has_halves`, gate and up are the halves of a tensor [E, out, in], instead of alternate
+    columns of one [E, in, out].
     """
     E, D, width = a.num_experts, a.hidden_size, a.intermediate_size
     groups = 1 if has_halves else width
@@ -397,19 +416,13 @@ def _stacked_experts(a: Architecture, has_halves: bool) -> TensorTable:
         ("up_proj", "gate_up_proj", D, width, second),
         ("down_proj", "down_proj", width, D, None),
     ):
-        tensor = _layer_name(a, f"{MLP}.experts.{hf_name}")
-        kernel = TensorMapping(
-            tensor,
-            (E, inputs, outputs),
-            transposed=has_halves,
-            layers=a.num_layers,
-            fused=place,
-            stacked=True,
-        )
+        options: dict[str, Any] = {"fused": place, "stacked": True}
+        shape = (E, inputs, outputs)
+        kernel = _in_layers(a, f"{MLP}.experts.{hf_name}", shape, transposed=has_halves, **options)
         rows["layers", "mlp", "experts", name, "kernel"] = kernel
         if a.mlp_bias:
             rows["layers", "mlp", "experts", name, "bias"] = dataclasses.replace(
-                kernel, name=f"{tensor}_bias", shape=(E, outputs)
+                kernel, name=f"{kernel.name}_bias", shape=(E, outputs)
             )
     return rows
 
@@ -429,13 +442,8 @@ def _shared_input_projections(
 ) -> TensorTable:
     """Return projections of the same input, which some families store as one tensor.
 
-    Args:
-      a: the architecture.
-      module: our name of their module.
-      hf_module: the checkpoint's.
-      projections: the widths of the parts of each projection, in the order of the tensor.
-      bias: whether they have biases.
-      groups: the number of groups of such a tensor (`Fused`).
+    The widths of the parts of `projections` are in the order of that tensor, of which `groups` are
+    as in `Fused`.
     """
     fused = FAMILIES[a.family].fused_projections.get(tuple(projections))
     total = sum(map(sum, projections.values()))
@@ -463,19 +471,11 @@ def _shared_input_projections(
 
 
 def _dense(
-    a: Architecture, *, path: tuple[str, str], hf_name: str, inputs: int, outputs: int, bias: bool
+    a: Architecture, *, path: tuple[str, ...], hf_name: str, inputs: int, outputs: int, bias: bool
 ) -> TensorTable:
-    prefix = _layer_name(a, hf_name)
-    rows: TensorTable = {
-        ("layers", *path, "kernel"): TensorMapping(
-            f"{prefix}.weight",
-            (inputs, outputs),
-            transposed=not FAMILIES[a.family].input_first,
-            layers=a.num_layers,
-        )
-    }
+    transposed = not FAMILIES[a.family].input_first
+    kernel = _in_layers(a, hf_name, (inputs, outputs), ".weight", transposed=transposed)
+    rows: TensorTable = {("layers", *path, "kernel"): kernel}
     if bias:
-        rows["layers", *path, "bias"] = TensorMapping(
-            f"{prefix}.bias", (outputs,), layers=a.num_layers
-        )
+        rows["layers", *path, "bias"] = _in_layers(a, hf_name, (outputs,), ".bias")
     return rows

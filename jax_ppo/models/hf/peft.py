@@ -95,10 +95,6 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
 
     The shape follows from adapter_config.json and the names of the tensors.
 
-    Args:
-      folder: folder in PEFT's format.
-      architecture: the decoder that the adapters belong to.
-
     Raises:
       UserError: the folder holds no adapters, or unsupported ones.
     """
@@ -164,14 +160,8 @@ def load_adapters(
 ) -> dict[str, Any]:
     """Read adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
 
-    Args:
-      folder: folder in PEFT's format.
-      architecture: the decoder that the adapters belong to.
-      lora: their shape, as returned by `read_adapter_config`.
-      shardings: A `jax.sharding.Sharding` per parameter, in the structure of the adapters.
-      dtype: type of the adapters.
-      head: "lm"; "scalar" or "both": a scalar head starts at zero; "reward": it is read.
-      progress: called with the number of tensors read so far and in total.
+    `lora` is as returned by `read_adapter_config`. With head "scalar" or "both" a scalar head
+    starts at zero, with "reward" it is read.
 
     Returns:
       The adapters in the layout that lora.py describes.
@@ -198,14 +188,7 @@ def load_adapters(
 def validate_adapters(
     folder: str | Path, architecture: Architecture, lora: Lora, head: str
 ) -> None:
-    """Raise the errors of `load_adapters` after reading only names and shapes.
-
-    Args:
-      folder: folder in PEFT's format.
-      architecture: the decoder that the adapters belong to.
-      lora: their shape.
-      head: as in `load_adapters`.
-    """
+    """Raise the errors of `load_adapters` after reading only names and shapes."""
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open_adapters(Path(folder)) as checkpoint:
         _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
@@ -219,7 +202,7 @@ def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head
     if head in ("scalar", "both"):
         # The head of another role is not read.
         used |= {f"{PEFT_PREFIX}score.weight", bias}
-    elif bias in checkpoint.names() and not np.any(checkpoint.read(bias)):
+    elif bias in checkpoint and not np.any(checkpoint.read(bias)):
         used.add(bias)  # of a classifier of tokens, as critics are exported
     unused = sorted(checkpoint.names() - used)
     if unused:
@@ -302,12 +285,7 @@ def to_adapter_config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    Args:
-      architecture: the decoder that the adapters belong to.
-      lora: shape of the adapters.
-      head: as in `config_export.to_hf_config`.
-      base_model: hub name or path of the base model.
-      revision: revision of the base model on the hub.
+    `head` is as in `config_export.to_hf_config`, `revision` that of the base model on the hub.
     """
     alpha = lora.alpha
     if alpha == int(alpha):

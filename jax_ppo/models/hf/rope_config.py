@@ -16,6 +16,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor", "factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 LISTS = frozenset({"short_factor", "long_factor"})
 # Entries that transformers ignores.
@@ -31,14 +32,7 @@ RopeScaling = tuple[tuple[str, Any], ...]
 
 
 class RopeFields(NamedTuple):
-    """The rotary parameters, as fields of `Architecture`.
-
-    Attributes:
-      theta: `rope_theta`.
-      scaling: `rope_scaling`.
-      partial_factor: `partial_rotary_factor`.
-      local_theta: `local_rope_theta`.
-    """
+    """The rotary parameters, as fields of `Architecture`."""
 
     theta: float
     scaling: RopeScaling
@@ -119,6 +113,12 @@ def _read_two_ropes(
     tables = ConfigReader(parameters, where="config.json: rope_parameters.")
     full = tables.table(FULL)
     local = tables.table(LOCAL)
+    if family.has_global_heads and scaling:
+        raise reader.error("rope_scaling is not supported, only rope_parameters is")
+    if family.has_global_heads and reader.any_value("rope_parameters") is None:
+        full = dict(family.rope_parameters)
+    elif family.has_global_heads and not (full and local):
+        raise reader.error(f"rope_parameters must have {FULL} and {LOCAL}")
     other_rope = _OneRope(reader, family, head_dim, "rope_theta", family.rope_theta)
     fields = other_rope.read(full, f"rope_parameters.{FULL}")
     if scaling:
@@ -175,7 +175,7 @@ class _OneRope:
         """
         entries = ConfigReader(table, where=f"config.json: {name}.")
         kind = self._read_kind(entries)
-        partial_factor = self._read_partial_factor(entries)
+        partial_factor = 1.0 if kind == "proportional" else self._read_partial_factor(entries)
         rotary_dim = int(self._head_dim * partial_factor)
         if rotary_dim < 2 or rotary_dim % 2:
             raise self._reader.error(
@@ -215,7 +215,10 @@ class _OneRope:
         older = entries.string("type", "default")
         kind = entries.string("rope_type", older)
         kind = self._family.rope_aliases.get(kind, kind)
-        if kind not in ROPE_KINDS:
+        is_known = kind in ROPE_KINDS
+        if kind == "proportional" and self._family.local_rope_theta is None:
+            is_known = False
+        if not is_known:
             raise self._reader.error(
                 f"rope_type {quote_value(kind)} is not supported, only {', '.join(ROPE_KINDS)} are"
             )
@@ -287,4 +290,6 @@ def write_rope(a: Architecture, family: Family) -> Config:
             FULL: config["rope_parameters"],
             LOCAL: {"rope_type": "default", "rope_theta": a.local_rope_theta},
         }
+    if family.has_global_heads:
+        return {"rope_parameters": config["rope_parameters"]}
     return config

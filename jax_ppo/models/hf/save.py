@@ -109,11 +109,6 @@ def export_description(architecture: Architecture, folder: Path, source_folder: 
     """Write a causal language model's folder without its weights, all or nothing.
 
     In a run of several processes, all of them must call this.
-
-    Args:
-      architecture: the model's architecture.
-      folder: the folder; an export in it is replaced.
-      source_folder: folder whose tokenizer files are copied.
     """
     with atomic_folder(folder, *DESCRIPTION) as temporary:
         if distributed.is_main():

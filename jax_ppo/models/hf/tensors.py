@@ -46,7 +46,6 @@ class TensorMapping:
       transposed: whether the checkpoint stores the axes reversed, [out, in] where ours are
         [in, out].
       stacked: whether the first axis of the shape is that of experts, which is never reversed.
-      is_exact: whether it is float32 wherever others are rounded.
       layers: number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
       layer_numbers: the index of each of these layers among all layers of the model; (): they are
@@ -64,7 +63,6 @@ class TensorMapping:
     experts: int | None = None
     layer_numbers: tuple[int, ...] = ()
     stacked: bool = False
-    is_exact: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -165,10 +163,7 @@ TensorTable = dict[Path, TensorMapping]
 def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> dict[Path, Any]:
     """Flatten a nested dict to paths and check that these are the paths of a tensor table.
 
-    Args:
-      tree: nested dict in the structure of the parameters.
-      rows: the tensor table.
-      what: name of the tree in error messages.
+    `what` is the name of the tree in error messages.
 
     Returns:
       The leaves of `tree` by path.

@@ -7,11 +7,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.files import (
     INDEX_FILE,
@@ -33,11 +35,7 @@ EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 class MergedKernel:
     """A kernel and its adapters, which take the place of one array in an export.
 
-    Attributes:
-      kernel: [L, in, out].
-      lora_a: [L, in, r].
-      lora_b: [L, r, out].
-      scale: factor on the product of the adapters.
+    The kernel is [L, in, out], its adapters [L, in, r] and [L, r, out].
     """
 
     kernel: jax.Array
@@ -78,18 +76,14 @@ def write_weights(
 
     Every process must call this.
 
-    Args:
-      folder: the folder.
-      rows: the tensor table.
-      arrays: the parameters by path.
-      dtype: one of `EXPORT_DTYPES`.
-      max_shard_bytes: maximum size of a file, unless a single tensor is larger.
-      single_file: name of the file if there is only one.
+    `max_shard_bytes` is the maximum size of a file, unless a single tensor is larger; `single_file`
+    the name of the file if there is only one.
     """
-    code = EXPORT_DTYPES[dtype]
-    itemsize = SAFETENSORS_DTYPES[code].itemsize
-    sizes = (math.prod(row.full_shape) * (4 if row.is_exact else itemsize) for row in rows.values())
-    total_bytes = sum(sizes)
+    itemsize = SAFETENSORS_DTYPES[EXPORT_DTYPES[dtype]].itemsize
+    total_bytes = sum(
+        math.prod(row.full_shape) * SAFETENSORS_DTYPES[_code(path, dtype)].itemsize
+        for path, row in rows.items()
+    )
     is_moved = work_directory.is_in_bucket(folder)
     if distributed.is_main() or is_moved:
         # Files that go to a bucket are on this disk one at a time.
@@ -114,9 +108,8 @@ def write_weights(
             collections.deque(contents, maxlen=0)  # only gathers
             continue
         header = {
-            tensor.name: ("F32" if row.is_exact else code, row.hf_shape)
+            tensor.name: (_code(tensor.paths[0], dtype), rows[tensor.paths[0]].hf_shape)
             for tensor in in_round[process]
-            if (row := rows[tensor.paths[0]])
         }
         path = folder / names[first + process]
         write_safetensors(path, header, contents)
@@ -131,6 +124,11 @@ def write_weights(
         )
 
 
+def _code(path: tensors.Path, dtype: str) -> str:
+    """Return the type of a parameter in the files, as safetensors spells it."""
+    return EXPORT_DTYPES["float32" if path[-1] in EXACT_PARAMETERS else dtype]
+
+
 def _gather_round(
     shards: Sequence[Sequence[ExportedTensor]],
     process: int,
@@ -143,19 +141,15 @@ def _gather_round(
     Every process gathers the first tensor of each file, then the second of each, and so on: they
     write at the same time, each from one tensor in its memory.
 
-    Args:
-      shards: the files that processes 0, 1, ... write at the same time.
-      process: number of this process; it has no file if there are fewer.
-      arrays: the parameters by path.
-      rows: the tensor table.
-      dtype: one of `EXPORT_DTYPES`.
+    The `shards` are the files that processes 0, 1, ... write at the same time; `process` has none
+    if there are fewer.
     """
     for tensors_by_process in itertools.zip_longest(*shards):
         values: np.ndarray | None = None
         for writer, tensor in enumerate(tensors_by_process):
             if tensor is None:
                 continue
-            own = "float32" if rows[tensor.paths[0]].is_exact else dtype
+            own = SAFETENSORS_DTYPES[_code(tensor.paths[0], dtype)].name
             parts = [_gather(arrays[path], tensor, own) for path in tensor.paths]
             if writer == process:
                 for path, part in zip(tensor.paths, parts, strict=True):
@@ -184,13 +178,13 @@ def _split_into_shards(
 
 def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
     """Yield the tensors layer by layer, as checkpoints are usually split."""
-    # Several paths share a name where the checkpoint stores them as one tensor.
-    outside: dict[str, list[tensors.Path]] = {}
-    stacked: dict[str, list[tensors.Path]] = {}
+    # Several paths share a name, in the same layers, where a checkpoint stores them as one tensor.
+    outside: dict[Any, list[tensors.Path]] = {}
+    stacked: dict[Any, list[tensors.Path]] = {}
     for path, row in rows.items():
         paths_by_name = outside if row.layers is None else stacked
-        paths_by_name.setdefault(row.name, []).append(path)
-    for name, paths in outside.items():
+        paths_by_name.setdefault((row.name, row.layer_numbers), []).append(path)
+    for (name, _), paths in outside.items():
         yield ExportedTensor(name, paths, layer=None)
     for number in range(max(map(_num_layers, rows.values()))):
         for paths in stacked.values():

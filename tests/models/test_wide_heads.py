@@ -1,0 +1,288 @@
+"""Layers with heads of two widths that share keys and values (Gemma 4): files, meshes, refusals.
+
+That they compute transformers' numbers is the subject of test_families.py.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_families import GEMMA_4
+
+import hf_reference as reference
+import tiny
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.errors import UserError
+from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.models import heads
+from jax_ppo.models.hf.config import from_hf_config, text_config
+from jax_ppo.models.hf.load import describe_unread_parts
+from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.rope import inverse_frequencies
+from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.meshes import validate_architecture
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.training.networks import existing_targets
+from jax_ppo.types import Prompts
+from tiny_actor import make_prompts
+
+FIELDS = reference.SIZES | GEMMA_4 | {"model_type": "gemma4_text"}
+# What devices of a mesh of two or four can split.
+ARCHITECTURE = from_hf_config(FIELDS | {"vocab_size": 64, "vocab_size_per_layer_input": 64})
+# The first files on the hub name the sizes of heads, transformers writes them for each layer.
+E2B = {
+    "model_type": "gemma4_text",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": False,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "max_position_embeddings": 131_072,
+    "moe_intermediate_size": None,
+    "num_attention_heads": 8,
+    "num_experts": None,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": True,
+    "vocab_size": 262_144,
+    "vocab_size_per_layer_input": 262_144,
+}
+
+
+def test_a_configuration_of_the_hub():
+    a = from_hf_config(E2B)
+    assert (a.kv_heads(True), a.kv_heads(False)) == ((1, 256), (1, 512))
+    assert a.mlp_widths == (6144,) * 15 + (12_288,) * 20
+    assert a.attention_scale == 1 and a.local_rope_theta == 1e4
+    stacks = {name: sum(owners) for name, owners in a.partial_stacks.items()}
+    assert {name: stacks[name] for name in stacks if "attention" in name} == {
+        "local_attention": 12,
+        "attention": 3,
+        "local_shared_attention": 16,
+        "shared_attention": 4,
+    }
+    # Nothing is remembered for layers that read the memory of others.
+    assert a.cache_heads == (*[(1, 256)] * 4, (1, 512)) * 3
+
+
+def test_the_first_pairs_of_a_wide_head_alone_are_rotated():
+    """One in two of eight pairs: the frequencies are those of a whole head of 16."""
+    inverse, factor = inverse_frequencies(ARCHITECTURE)
+    np.testing.assert_allclose(inverse[:4], [500 ** (-2 * i / 16) for i in range(4)], rtol=1e-6)
+    assert factor == 1 and len(inverse) == 8 and not np.any(inverse[4:])
+    assert len(inverse_frequencies(ARCHITECTURE, local=True)[0]) == 4
+
+
+@pytest.mark.slow
+def test_the_text_part_of_a_whole_model_has_tensors_that_nothing_reads(tmp_path):
+    """Files on the hub have projections to keys and values of layers that share others'."""
+    reference.save(tmp_path / "text", "gemma4_text", **GEMMA_4)
+    architecture, params = reference.load(tmp_path / "text")
+    (tmp_path / "whole").mkdir()
+    text = json.loads((tmp_path / "text/config.json").read_text())
+    config = {"model_type": "gemma4", "text_config": text, "vision_config": {"model_type": "x"}}
+    (tmp_path / "whole/config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x
+        for name, x in load_file(tmp_path / "text/model.safetensors").items()
+    }
+    one = np.ones((2, 2), np.float32)
+    media = ("vision_tower.x.weight", "audio_tower.x.weight", "embed_audio.y.weight")
+    layer = "model.language_model.layers.4.self_attn"
+    unread = [f"model.{name}" for name in media] + [
+        f"{layer}.{x}.weight" for x in ("k_proj", "k_norm")
+    ]
+    save_file(tensors | dict.fromkeys(unread, one), tmp_path / "whole/model.safetensors")
+    read, loaded = reference.load(tmp_path / "whole")
+    assert read == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    (line,) = describe_unread_parts(tmp_path / "whole")
+    assert "only the text part of gemma4 is used, as gemma4_text" in line
+    # Of a layer with its own keys, it would be missing.
+    unread = f"{layer.replace('.4.', '.3.')}.v_proj.weight"
+    save_file(tensors | {unread: one}, tmp_path / "whole/model.safetensors")
+    with pytest.raises(UserError, match="tensors that this model would not use: .*3.self_attn.v"):
+        reference.load(tmp_path / "whole")
+
+
+def sample(mesh_shape, params):
+    """Return a rollout of the built-in engine on a mesh."""
+    mesh = tiny.make_mesh(int(np.prod(list(mesh_shape.values()))), **mesh_shape)
+    prompts = make_prompts((5, 16, 1, 9))
+    prompts = Prompts(np.minimum(prompts.tokens, 63), prompts.lengths)
+    with jax.set_mesh(mesh):
+        layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+        engine = BuiltInEngine(mesh, Transformer(ARCHITECTURE), params)
+        engine.update_weights(jax.device_put(params, layouts))
+        own = jax.device_put(prompts, sharding.rows(mesh))
+        key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
+        options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
+        return prompts, jax.tree.map(np.asarray, engine.generate(own, key, options))
+
+
+@pytest.mark.slow
+def test_an_engine_samples_the_same_on_several_devices_and_as_a_pass_over_the_whole_text():
+    params = tiny.random_params(ARCHITECTURE, 0, 0, "lm")
+    prompts, expected = sample({"data": 1}, params)
+    _, rollout = sample({"data": 2, "model": 2}, params)
+    np.testing.assert_array_equal(rollout.responses, expected.responses)
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
+    drawn = expected.action_mask
+    for i in np.flatnonzero(drawn.any(1)):
+        prompt = prompts.tokens[i // 2, : prompts.lengths[i // 2]]
+        text = np.concatenate([prompt, expected.responses[i]])[None]
+        logits = reference.our_logits(ARCHITECTURE, params, text)[0, len(prompt) - 1 : -1]
+        log_p = np.take_along_axis(jax.nn.log_softmax(logits), text[0, len(prompt) :, None], 1)
+        np.testing.assert_allclose(expected.logprobs[i][drawn[i]], log_p[drawn[i], 0], atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_are_added_to_their_sum(remat):
+    architecture = dataclasses.replace(ARCHITECTURE, per_layer_size=4)
+    params = tiny.random_params(architecture, 0, 0, "lm")
+    gradients = tiny.gradients_added_to_ones(Transformer(architecture, remat=remat), params)
+    layers = gradients["layers"]
+    for stack in ("attention", "local_attention", "shared_attention", "local_shared_attention"):
+        assert (np.abs(layers[stack]["q_proj"]["kernel"]).max((1, 2)) > 0).all()
+    # The last keys before the shared ones have a gradient of each layer that reads them.
+    assert (np.abs(layers["local_attention"]["k_proj"]["kernel"]).max((1, 2)) > 0).all()
+    assert "k_proj" not in layers["shared_attention"] and "v_proj" not in layers["attention"]
+    assert not np.any(layers["layer_scalar"])
+
+
+@pytest.mark.slow
+def test_adapters_are_pefts(tmp_path):
+    model = reference.save(tmp_path / "base", "gemma4_text", **GEMMA_4)
+    architecture, params = reference.load(tmp_path / "base")
+    lora = Lora(3, 6.0, existing_targets("q_proj,k_proj,v_proj,o_proj,up_proj", architecture))
+    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
+    )
+    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
+    ids = reference.tokens()
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    hidden = jax.jit(Transformer(architecture, lora=lora).apply)(
+        {"params": join_adapters(params, adapters)}, ids, positions
+    ).hidden
+    ours = np.asarray(heads.compute_logits(architecture, params, hidden))
+    theirs = reference.peft_logits(model, tmp_path / "adapter", ids)
+    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)
+    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
+    assert read_adapter_config(tmp_path / "adapter", architecture)[0] == lora
+    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), adapters)
+    again = load_adapters(tmp_path / "adapter", architecture, lora, places)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
+def test_shared_layers_have_no_columns():
+    model = Transformer(ARCHITECTURE, unrolled=True)
+
+    def run(ids):
+        params = heads.init_params(Transformer(ARCHITECTURE), jax.random.key(0), "lm")
+        flat = unroll_params(params, partial_stacks=ARCHITECTURE.partial_stacks)
+        return model.apply({"params": flat}, ids, ids).cache
+
+    cache = jax.eval_shape(run, np.zeros((2, 7), jnp.int32))
+    assert [keys.shape for keys, _ in cache] == [(2, 2, 8, 7), (2, 1, 16, 7)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block True is not supported, only False is"),
+        ({"num_experts": 8}, "num_experts of model_type 'gemma4_text' is not supported: experts"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
+        ({"global_head_dim": 15}, "global_head_dim 15 is not supported, only even numbers are"),
+        ({"num_global_key_value_heads": 3}, "=3 must divide num_attention_heads=4"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: must leave a layer of each"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers must be a whole number from 0 to 5"),
+        ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 must be vocab_size=97"),
+        ({"layer_types": ["sliding_attention"] * 6}, "layer_types must end with full_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "must have full_attention"),
+        ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same"),
+        ({"per_layer_config": {"1": 16, "3": 16, "5": 16}}, "per_layer_config must have the same"),
+    ],
+)
+def test_configurations_are_refused_by_field(changes, message):
+    from_hf_config(FIELDS)
+    with pytest.raises(UserError, match=message):
+        from_hf_config(FIELDS | changes)
+
+
+def test_sizes_of_heads_are_named_once_or_for_each_layer():
+    """transformers writes numbers of equal length, and reads these first."""
+    sizes = {"head_dim": 16, "num_key_value_heads": 1}
+    listed = {"per_layer_config": dict.fromkeys(("01", "03", "05"), sizes), "global_head_dim": 99}
+    assert from_hf_config(FIELDS | listed) == from_hf_config(FIELDS)
+    whole = {"model_type": "gemma4", "text_config": FIELDS}
+    assert from_hf_config(text_config(whole)) == from_hf_config(FIELDS)
+    # Without the switch, the number of heads is the usual one.
+    own = from_hf_config(FIELDS | {"attention_k_eq_v": False})
+    assert own.kv_heads(False) == (2, 16) and not own.keys_as_values
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    def mesh(**shape):
+        return meshes.make_mesh(MeshShape(**{"data": 1, "fsdp": 1} | shape), jax.devices()[:2])
+
+    for axis in ("context", "model", "fsdp"):
+        validate_architecture(mesh(**{axis: 2}), ARCHITECTURE)
+    with pytest.raises(UserError, match=r"^config\.mesh\.stage=2: must be 1, .* have wider heads"):
+        validate_architecture(mesh(stage=2), ARCHITECTURE)
+    odd = dataclasses.replace(ARCHITECTURE, num_layers=5, per_layer_size=3, shared_layers=0)
+    with pytest.raises(UserError, match=r"fsdp=2: .*width of the embeddings of layers \(15\)"):
+        validate_architecture(mesh(fsdp=2), dataclasses.replace(odd, local_layers=(True,) * 5))
+
+
+def test_operations_by_hand():
+    """Of one token, the products of all layers: four have keys, two of these no values."""
+    D, H, P = 32, 4, 6
+    local, full = D * H * 8, D * H * 16
+    attention = 3 * 2 * (local + full) + 2 * (2 * D * 2 * 8 + D * 16) + 3 * 2 * H * (8 + 16)
+    mlps = 3 * D * (4 * 48 + 2 * 96)
+    expected = 2 * (attention + mlps + 6 * 3 * D * P)
+    assert count_forward_flops(ARCHITECTURE, np.array([1])) == expected
+
+
+def test_the_default_pattern_ends_with_a_layer_without_a_window():
+    few = FIELDS | {"layer_types": None, "num_hidden_layers": 8, "num_kv_shared_layers": 1}
+    local = (True,) * 5 + (False, True, False)
+    assert from_hf_config(few).local_layers == local
