@@ -21,8 +21,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
-from jax_ppo.rewards.batch_functions import BatchFunction
-from jax_ppo.rewards.custom import assign_step_rewards
+from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines, shorten
-from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
+from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
@@ -68,16 +68,11 @@ def score_batch(
     max_timeouts: int = Reward.max_timeouts,
     tokens: Sequence[Sequence[int] | np.ndarray] = (),
 ) -> ScoredBatch:
-    """Score each response for its example. A sample that cannot be scored affects no other.
+    """Score each response for its example, n of each, with their tokens if they are known.
 
-    Args:
-      reward_function: see `resolve_reward_function`; or the worker processes that apply it.
-      examples: n examples.
-      responses_text: n texts; response i answers example i.
-      fallback_score: score of a sample that could not be scored. Such samples are counted, and the
-        first one of the batch is logged with its traceback.
-      max_timeouts: `config.reward.max_timeouts`; worker processes have it already.
-      tokens: the token ids of the responses, if they are known.
+    A sample that cannot be scored affects no other and gets the fallback score. Such samples are
+    counted, and the first one of the batch is logged with its traceback. Worker processes have
+    `max_timeouts` already.
 
     Raises:
       ValueError: the numbers of responses and examples differ.

@@ -108,17 +108,20 @@ def _bind_length(argument: str) -> RewardFunction:
     return lambda row, response: text_rules.score_length(response, least, most)
 
 
-def _number_obstacle(ground_truth: Any) -> str:
-    if parse_number(str(ground_truth)) is None:
-        return "is not a number"
-    return ""
+def _unless(is_valid: Callable[[Any], object], problem: str) -> Callable[[Any], str]:
+    """Return the `obstacle` of a rule whose ground truths have one problem, or none."""
+    return lambda ground_truth: "" if is_valid(ground_truth) else problem
 
 
-def _integer_obstacle(ground_truth: Any) -> str:
+def _is_integer(ground_truth: Any) -> bool:
     number = parse_number(str(ground_truth))
-    if number is None or number.is_time or number.value.denominator > 1:
-        return "is not a whole number"
-    return ""
+    return number is not None and not number.is_time and number.value.denominator == 1
+
+
+_number_obstacle = _unless(lambda truth: parse_number(str(truth)), "is not a number")
+_text_obstacle = _unless(
+    lambda truth: isinstance(truth, str) and truth.strip(), "is empty or not text"
+)
 
 
 def _perfect_number(ground_truth: Any) -> str:
@@ -140,24 +143,6 @@ def _box_obstacle(ground_truth: Any) -> str:
         if math_rules.last_boxed(_perfect_box(ground_truth)) != content:
             return "has braces that do not match"
     return obstacle
-
-
-def _choice_obstacle(ground_truth: Any) -> str:
-    if not isinstance(ground_truth, str) or text_rules.parse_choice(ground_truth) is None:
-        return "is not one letter"
-    return ""
-
-
-def _search_obstacle(ground_truth: Any) -> str:
-    if not text_rules.search_targets(ground_truth):
-        return "is not text, a list of texts, or a dict with either as `target`"
-    return ""
-
-
-def _text_obstacle(ground_truth: Any) -> str:
-    if not isinstance(ground_truth, str) or not ground_truth.strip():
-        return "is empty or not text"
-    return ""
 
 
 def _pattern_obstacle(ground_truth: Any) -> str:
@@ -189,7 +174,7 @@ RULES = {
     "arithmetic": Rule(
         bind=_without_argument(rules.score_arithmetic),
         sources=("arithmetic",),
-        obstacle=_integer_obstacle,
+        obstacle=_unless(_is_integer, "is not a whole number"),
         perfect=_perfect_number,
         markers=("####",),
     ),
@@ -230,7 +215,10 @@ RULES = {
     "multiple_choice": Rule(
         bind=_without_argument(text_rules.score_choice),
         sources=("multiple_choice",),
-        obstacle=_choice_obstacle,
+        obstacle=_unless(
+            lambda truth: isinstance(truth, str) and text_rules.parse_choice(truth),
+            "is not one letter",
+        ),
         perfect=lambda ground_truth: f"Answer: {text_rules.parse_choice(ground_truth)}",
     ),
     "exact": Rule(
@@ -242,7 +230,10 @@ RULES = {
     "search_qa": Rule(
         bind=_without_argument(text_rules.score_search_answer),
         sources=("searchR1_*",),
-        obstacle=_search_obstacle,
+        obstacle=_unless(
+            text_rules.search_targets,
+            "is not text, a list of texts, or a dict with either as `target`",
+        ),
         perfect=lambda truth: f"<answer>{text_rules.search_targets(truth)[0]}</answer>",
         markers=("<answer>",),
     ),

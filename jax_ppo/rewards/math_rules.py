@@ -8,7 +8,6 @@ runs in worker processes with a time limit.
 import logging
 import re
 
-from jax_ppo.errors import UserError
 from jax_ppo.rewards.numbers import format_quantity, parse_number
 from jax_ppo.rewards.rules import CLIP, RewardResult, grade_answer, read_final_part
 
@@ -54,14 +53,7 @@ def last_boxed(text: str) -> str | None:
 def score_math(solution: str, ground_truth: str) -> RewardResult:
     r"""Return 1 if the last `\boxed{...}` of the response equals the ground truth, otherwise 0.
 
-    Within `<answer>` tags the box may be missing.
-
-    Args:
-      solution: the response.
-      ground_truth: the answer in LaTeX, with or without `\boxed{}`.
-
-    Raises:
-      UserError: math-verify is not installed.
+    Within `<answer>` tags the box may be missing. The ground truth may have one.
     """
     text, is_answer = read_final_part(solution)
     answer = last_boxed(text)
@@ -117,12 +109,8 @@ def _strip_layout(answer: str) -> str:
 
 
 def _are_equal(answer: str, ground_truth: str) -> bool:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise UserError(
-            "the rule `math` needs the package math-verify: pip install 'jax_ppo[math]'"
-        ) from error
+    import math_verify
+
     # math-verify's own time limits use signals; the worker pool limits the time instead. It would
     # warn of that in each process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards.batch_functions import (
+from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
+from jax_ppo.rewards.custom import (
+    REWARD_ARGUMENTS,
     BatchFunction,
     batch_arguments,
+    call_and_wait,
+    parse_reward_output,
     wrap_batch_function,
 )
-from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
-from jax_ppo.rewards.custom import REWARD_ARGUMENTS, call_and_wait, parse_reward_output
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.row_validation import (
     AUTO,
@@ -42,11 +44,8 @@ def resolve_reward_function(
 
     `function` is called as f(data_source=, solution_str=, ground_truth=, extra_info=) and returns a
     number, or a dict with "score", optionally "acc", and other numbers to report. For functions
-    that take a whole batch, see batch_functions.py. Of `terms`, a reward model's is left out.
-
-    Args:
-      options: `config.reward`.
-      judge: the server of `reward.url`; without a function or terms it is the whole reward.
+    that take a whole batch, see custom.py. Of `terms`, a reward model's is left out.
+    Without a function or terms the judge is the whole reward.
 
     Raises:
       UserError: there is no such rule, module or function, or it does not accept those arguments.
@@ -165,19 +164,14 @@ def model_weight(options: Reward) -> float:
             f"config.reward.function={options.function!r}: config.reward.terms is set; add "
             f"{options.function}:1.0 to it"
         )
-    weights = [term.weight for term in parse_terms(options.terms) if term.rule == MODEL]
-    if bool(weights) != bool(options.model_path):
-        raise UserError(
-            f"config.reward.terms={options.terms!r}: the term `model:WEIGHT` and "
-            "config.reward.model_path belong together"
-        )
-    has_judge = any(term.rule == JUDGE for term in parse_terms(options.terms))
-    if has_judge != bool(options.url):
-        raise UserError(
-            f"config.reward.terms={options.terms!r}: the term `judge:WEIGHT` and config.reward.url "
-            "belong together"
-        )
-    return sum(weights)
+    weights = {term.rule: term.weight for term in parse_terms(options.terms)}
+    for rule, option in ((MODEL, "model_path"), (JUDGE, "url")):
+        if (rule in weights) != bool(getattr(options, option)):
+            raise UserError(
+                f"config.reward.terms={options.terms!r}: the term `{rule}:WEIGHT` and "
+                f"config.reward.{option} belong together"
+            )
+    return weights.get(MODEL, 0.0)
 
 
 def has_rules(options: Reward) -> bool:

@@ -96,10 +96,9 @@ def find_obstacles(
             if rule is None:
                 yield f"example {row}: {_describe_missing_rule(source)}"
             elif obstacle := rule.find_obstacle(example.ground_truth):
-                required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
                 yield (
                     f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
-                    f"{required} requires; correct the data, or set "
+                    f"{_describe_rule(name, source)} requires; correct the data, or set "
                     "config.reward.function=module:function"
                 )
 
@@ -110,12 +109,16 @@ def find_missing_package(examples: Sequence["Example"], function: str = "", term
     for source in {} if function else dict.fromkeys(example.data_source for example in examples):
         for name, rule in rules_of_source(source, parsed_terms):
             if rule is not None and rule.module and importlib.util.find_spec(rule.module) is None:
-                required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
+                package = rule.module.replace("_", "-")
                 return (
-                    f"{required} needs the package {rule.module.replace('_', '-')}: "
-                    f"pip install 'jax_ppo[{rule.extra}]'"
+                    f"{_describe_rule(name, source)} needs the package {package}: pip install "
+                    f"'jax_ppo[{rule.extra}]'"
                 )
     return ""
+
+
+def _describe_rule(name: str, source: str) -> str:
+    return f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
 
 
 def _describe_missing_rule(source: str) -> str:

@@ -89,16 +89,12 @@ def grade_answer(
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:
-    """Return the answer in a response, without grouping and currency, or None.
+    """Return the answer in the last CLIP characters, without grouping and currency, or None.
 
-    Only the last CLIP characters are searched.
-
-    Args:
-      text: the response.
-      method: "strict" takes the number after the last `#### `, as verl does, so that the format is
-        learned too. "flexible" takes the last number in any notation: `####42`, `#### $1,234`,
-        `#### **42**`, `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket
-        is read as a subtraction sign.
+    The method "strict" takes the number after the last `#### `, as verl does, so that the format is
+    learned too. "flexible" takes the last number in any notation: `####42`, `#### $1,234`,
+    `#### **42**`, `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket is
+    read as a subtraction sign.
     """
     tail = text[-CLIP:]
     if method == "strict":

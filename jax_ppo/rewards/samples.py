@@ -106,10 +106,15 @@ def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Out
         raise
     # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException as error:
-        text = printable_lines(traceback.format_exc())
-        if len(text) > _MAX_TRACEBACK:
-            text = f"...{text[-_MAX_TRACEBACK:]}"
-        return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))
+        return failure_of(error)
+
+
+def failure_of(error: BaseException) -> ScoringFailure:
+    """Return the failure of a function that has raised an error, with the end of its traceback."""
+    text = printable_lines("".join(traceback.format_exception(error)))
+    if len(text) > _MAX_TRACEBACK:
+        text = f"...{text[-_MAX_TRACEBACK:]}"
+    return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))
 
 
 def validate_result(result: RewardResult, response: str) -> RewardResult:

@@ -5,7 +5,6 @@ import re
 import string
 from typing import Any
 
-from jax_ppo.errors import UserError
 from jax_ppo.rewards.rules import (
     THINKING_TAGS,
     RewardResult,
@@ -85,11 +84,8 @@ def _find_choice(text: str, is_answer: bool) -> str | None:
 def score_search_answer(solution: str, ground_truth: Any) -> RewardResult:
     """Return 1 if the `<answer>` of the response is one of the targets, otherwise 0, as verl does.
 
-    Case, punctuation, articles and blanks are ignored. More than 10 tags earn a quarter.
-
-    Args:
-      solution: the response.
-      ground_truth: a target, a list of them, or a dict with either as `target`.
+    Case, punctuation, articles and blanks are ignored. More than 10 tags earn a quarter. The ground
+    truth is a target, a list of them, or a dict with either as `target`.
     """
     text, is_answer = read_final_part(solution)
     if not is_answer:
@@ -127,20 +123,9 @@ def score_json(solution: str, ground_truth: Any) -> RewardResult:
     """Return 1 if the response is JSON that satisfies the ground truth's schema, otherwise 0.
 
     The JSON may be fenced as code, and follow the thinking. `extra` holds `is_json`.
-
-    Args:
-      solution: the response.
-      ground_truth: a JSON schema, as an object or as text.
-
-    Raises:
-      UserError: jsonschema is not installed.
     """
-    try:
-        import jsonschema
-    except ImportError as error:
-        raise UserError(
-            "the rule `json_schema` needs the package jsonschema: pip install 'jax_ppo[json]'"
-        ) from error
+    import jsonschema
+
     text = after_thinking(solution).strip()
     if fenced := _FENCE.match(text):
         text = fenced[1]

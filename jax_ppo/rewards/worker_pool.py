@@ -18,7 +18,7 @@ from jax_ppo import processes
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, print_any_text, printable_lines
 from jax_ppo.rewards import registry
-from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
+from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import (
     Outcome,
@@ -106,19 +106,23 @@ class RewardWorkers:
 
     def score(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
         """Score each response for its row; return results and failures in the order of the rows."""
-        if self._takes_batches:
-            return self._score_batch(rows, responses)
-        samples = list(zip(rows, responses, strict=True))
-        outcomes: list[Outcome | None] = [None] * len(samples)
+        if not self._takes_batches:
+            return self._run(list(zip(rows, responses, strict=True)), self._options.timeout)
+        # One call, with the time limit of all of them together.
+        limit = self._options.timeout * max(1, len(rows))
+        [outcomes] = self._run([(list(rows), list(responses))], limit)
+        return [outcomes] * len(rows) if isinstance(outcomes, ScoringFailure) else outcomes
+
+    def _run(self, tasks: Sequence[tuple[Any, Any]], limit: float) -> list[Any]:
+        """Return what `score_in_worker` returns for each task, within `limit` seconds each."""
+        outcomes: list[Any] = [None] * len(tasks)
         for _ in range(_MAX_ATTEMPTS):
             missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
             if not missing:
                 break
             pool = self._running_pool()
             futures = {
-                index: pool.schedule(
-                    score_in_worker, args=samples[index], timeout=self._options.timeout
-                )
+                index: pool.schedule(score_in_worker, args=tasks[index], timeout=limit)
                 for index in missing
             }
             timeouts = TimeoutCounter(self._options.max_timeouts)
@@ -127,25 +131,10 @@ class RewardWorkers:
                 if timeouts.should_give_up(outcomes[index]):
                     # The workers would go on with the samples that they have been sent.
                     self.stop()
-                    outcomes[index + 1 :] = timeouts.fail_rest(len(samples) - index - 1)
+                    outcomes[index + 1 :] = timeouts.fail_rest(len(tasks) - index - 1)
                     break
         died_early = ScoringFailure("the worker processes ended before they took this sample")
-        return [outcome or died_early for outcome in outcomes]
-
-    def _score_batch(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
-        """Score all responses in one call, with the time limit of all of them together."""
-        limit = self._options.timeout * max(1, len(rows))
-        for _ in range(_MAX_ATTEMPTS):
-            future = self._running_pool().schedule(
-                score_batch_in_worker, args=[list(rows), list(responses)], timeout=limit
-            )
-            outcomes = self._wait(future)
-            if isinstance(outcomes, ScoringFailure):
-                return [outcomes] * len(rows)
-            if outcomes is not None:
-                return outcomes
-        died_early = ScoringFailure("the worker process ended before it took the batch")
-        return [died_early] * len(rows)
+        return [died_early if outcome is None else outcome for outcome in outcomes]
 
     def _running_pool(self) -> pebble.ProcessPool:
         """Return the pool; start it if there is none, or if all workers died while idle."""
@@ -210,22 +199,13 @@ def initialize_worker(parent: int, options: Reward) -> None:
         _worker_obstacle = error
 
 
-def score_batch_in_worker(rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
-    """Score all responses of a batch in an initialized worker, with a function for batches."""
-    if not isinstance(_worker_function, BatchFunction):
-        return [ScoringFailure(printable_lines(str(_worker_obstacle)))] * len(rows)
-    try:
-        return score_whole_batch(_worker_function, rows, responses)
-    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
-        return [ScoringFailure("KeyboardInterrupt")] * len(rows)
-
-
-def score_in_worker(row: RewardRow, response: str) -> Outcome:
-    """Score one response in an initialized worker."""
+def score_in_worker(row: Any, response: Any) -> Outcome | list[Outcome]:
+    """Score one response in an initialized worker, or a list of them if the function takes one."""
     if _worker_function is None:
         return ScoringFailure(printable_lines(str(_worker_obstacle)))
-    assert not isinstance(_worker_function, BatchFunction), "it is called with whole batches"
     try:
+        if isinstance(_worker_function, BatchFunction):
+            return score_whole_batch(_worker_function, row, response)
         return score_sample(_worker_function, row, response)
     except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
         return ScoringFailure("KeyboardInterrupt")

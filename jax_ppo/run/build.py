@@ -28,7 +28,7 @@ from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_opti
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
+from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers

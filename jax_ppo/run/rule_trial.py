@@ -6,8 +6,8 @@ from typing import NamedTuple
 from jax_ppo.config.schema import Reward
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
-from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.built_in_rules import RULES
+from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.row_validation import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers

@@ -1691,10 +1691,7 @@ RULES_IN_A_RUN = [
             "except KeyboardInterrupt:\n"
             "    raise\n"
             "except BaseException as error:\n"
-            "    text = printable_lines(traceback.format_exc())\n"
-            "    if len(text) > _MAX_TRACEBACK:\n"
-            "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))"
+            "    return failure_of(error)"
         ),
         new=(
             "try:\n"
@@ -1702,10 +1699,7 @@ RULES_IN_A_RUN = [
             "except KeyboardInterrupt:\n"
             "    raise\n"
             "except ArithmeticError as error:\n"
-            "    text = printable_lines(traceback.format_exc())\n"
-            "    if len(text) > _MAX_TRACEBACK:\n"
-            "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text, timed_out=isinstance(error, RequestTimeout))"
+            "    return failure_of(error)"
         ),
     ),
     Exhibit(

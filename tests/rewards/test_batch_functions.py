@@ -6,7 +6,7 @@ import pytest
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.batch_functions import validate_columns
+from jax_ppo.rewards.custom import validate_columns
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
