@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.option import COMMANDS
-from jax_ppo.config.schema import Config, all_options, flatten_options
+from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError
 from jax_ppo.migrating.tables import explain_peer_option
@@ -38,12 +38,7 @@ The options:
 
 
 def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, str | Path]:
-    """Return the validated configuration and the work directory, a path or a gs:// address.
-
-    Args:
-      arguments: `sys.argv`.
-      command: the command whose options are validated: train, critic, evaluate, score, plan, sft or
-        reward_model.
+    """Return the configuration, validated for a command, and the work directory or its address.
 
     Raises:
       UserError: all invalid arguments, one per line; or the first problem of the options in
@@ -96,13 +91,7 @@ def write_config(options: dict[str, Any], folder: Path) -> None:
 
 
 def print_set_options(options: dict[str, Any], workdir: str, computation: str) -> None:
-    """Print the work directory, the type of the computation, and options that were set.
-
-    Args:
-      options: all options, as nested sections.
-      workdir: the work directory as the user wrote it.
-      computation: the data type and the device, in words.
-    """
+    """Print the work directory, the computation in words, and which of all options were set."""
     print(f"work directory: {workdir} (all options: config.json); {computation}")
     # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}
@@ -157,9 +146,8 @@ def _validate_argument(argument: str) -> str | None:
     if argument.startswith("--config."):
         _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
     elif argument.startswith("--") and name not in OWN_FLAGS:
-        known = [option.name for option in all_options()]
         # absl also reads --noNAME of a boolean.
-        if not (name.startswith("no") and name[2:].removeprefix("config.") in known):
+        if not (name.startswith("no") and name[2:].removeprefix("config.") in options_by_name()):
             _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
     elif equals and not argument.startswith("-"):
         # As in commands of verl.
@@ -171,7 +159,7 @@ def _validate_argument(argument: str) -> str | None:
 
 def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
     """Raise `UserError` for an option without `--config.`, ours or another framework's."""
-    if name in {option.name for option in all_options()}:
+    if name in options_by_name():
         raise UserError(f"{written}: write --config.{expected}")
     if "." in name or explain_peer_option(name) is not None:
         as_written = written.partition("=")[0]
@@ -179,19 +167,16 @@ def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
 
 
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:
-    options = {option.name: option for option in all_options()}
-    if name not in options:
-        raise loading.unknown_option_error(name)
-    value_type = options[name].value_type
-    takes_list = options[name].facts.is_list or options[name].facts.is_json
-    if value_type is str and not takes_list and value[:1] + value[-1:] in ("[]", "()"):
+    option = loading.find_option(name)
+    takes_list = option.facts.is_list or option.facts.is_json
+    if option.value_type is str and not takes_list and value[:1] + value[-1:] in ("[]", "()"):
         items = [item.strip(" '\"") for item in value[1:-1].split(",")]
         raise UserError(
             f"config.{name}={value!r}: lists are written as one text, "
             f"--config.{name}={','.join(items)}"
         )
     if not has_value:
-        if value_type is not bool:
+        if option.value_type is not bool:
             raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
         return
     # The flag parser's own errors name neither the option nor the expected type.

@@ -40,11 +40,10 @@ def shipped_names() -> list[str]:
 
 
 def find_config_file(value: str) -> tuple[Path, str]:
-    """Return the file that a value of `--config` names, and the argument for its `get_config`.
+    """Return the file that `FILE[:ARG]` names, and the argument for its `get_config`.
 
-    Args:
-      value: `FILE[:ARG]`, with a path or the bare name of a shipped configuration. An existing
-        file takes precedence. The argument `smoke` works for any file; see `shrink`.
+    FILE is a path, which takes precedence, or the bare name of a shipped configuration. The
+    argument `smoke` works for any file; see `shrink`.
 
     Raises:
       UserError: there is no such file; the message has the nearest name.
@@ -154,12 +153,8 @@ def shrink(
     """Return the smoke form of a configuration: its algorithm with a model for two cores.
 
     The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
-    the options of the small model that a run creates. The configuration is changed in place.
-
-    Args:
-      config: the configuration that its file returned.
-      defaults: all options at their defaults.
-      value: the value of `--config`, for messages.
+    the options of the small model that a run creates. The configuration is changed in place;
+    `value` is that of `--config`, for messages.
 
     Raises:
       UserError: the configuration is one of supervised training, which creates no small model.

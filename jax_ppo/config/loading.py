@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ppo.config import config_files, validation
-from jax_ppo.config.option import COMMANDS, Facts, strip_none
-from jax_ppo.config.schema import Config, all_options
+from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
+from jax_ppo.config.schema import Config, options_by_name
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 
@@ -79,7 +79,10 @@ def load_config(
     # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     for name, value in {**(overrides or {}), **by_keyword}.items():
-        _override(values, name, value)
+        find_option(name)
+        # Types are validated later, with errors that name the option, unlike ml_collections'.
+        with values.ignore_type():
+            values.update_from_flattened_dict({name: value})
     return from_config_dict(values, command)
 
 
@@ -89,10 +92,7 @@ def parse_option(name: str, text: str) -> Any:
     Raises:
       UserError: there is no such option, or the value is invalid by itself.
     """
-    known = {option.name: option for option in all_options()}
-    if name not in known:
-        raise unknown_option_error(name)
-    option = known[name]
+    option = find_option(name)
     value: Any = text
     if option.value_type in (int, float):
         try:
@@ -122,12 +122,7 @@ def read_config_file(value: str) -> "ml_collections.ConfigDict":
 def from_config_dict(
     config: "ml_collections.ConfigDict | Mapping[str, Any]", command: str = "train"
 ) -> Config:
-    """Validate names, types, ranges and sizes against each other, and freeze the options.
-
-    Args:
-      config: the options; those that are missing have their defaults.
-      command: the command that reads the options: train, critic, evaluate, score, plan, sft or
-        reward_model.
+    """Validate the options of a command, and freeze them; missing ones have their defaults.
 
     Raises:
       UserError: the first problem.
@@ -167,18 +162,15 @@ def _train_critic_alone(config: Config) -> Config:
     )
 
 
-def unknown_option_error(name: str) -> UserError:
-    """Return the error for an option that does not exist, with a suggestion."""
+def find_option(name: str) -> Option:
+    """Return an option; raise `UserError` with a suggestion if there is none of this name."""
+    if name not in options_by_name():
+        raise _unknown_option_error(name)
+    return options_by_name()[name]
+
+
+def _unknown_option_error(name: str) -> UserError:
     return UserError(f"config.{name}: there is no such option. {suggest_option(name)}")
-
-
-def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> None:
-    """Set one option; its type is validated later, with an error that names the option."""
-    if name not in {option.name for option in all_options()}:
-        raise unknown_option_error(name)
-    # Otherwise ml_collections raises its own error, which does not name the option.
-    with values.ignore_type():
-        values.update_from_flattened_dict({name: value})
 
 
 def _add_missing_options(
@@ -216,7 +208,7 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields:
-            raise unknown_option_error(prefix + name)
+            raise _unknown_option_error(prefix + name)
     built = {}
     for name, field in fields.items():
         if name not in values:

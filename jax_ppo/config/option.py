@@ -20,22 +20,13 @@ class Condition:
     Attributes:
       is_met: returns whether a `Config` meets the condition.
       summary: the condition in words, for notes and the reference page: "`critic.path` is set".
+      message: the text of the error after `config.NAME=VALUE: `, of an option that must keep its
+        default otherwise. Fields such as `{config.algorithm.adv_estimator!r}` are filled in.
     """
 
     is_met: Callable[[Any], bool]
     summary: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Requirement(Condition):
-    """A condition without which an option must keep its default.
-
-    Attributes:
-      message: the text of the error after `config.NAME=VALUE: `. Fields such as
-        `{config.algorithm.adv_estimator!r}` are filled in.
-    """
-
-    message: str
+    message: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +65,7 @@ class Facts:
     at_most: Bound | None = None
     below: Bound | None = None
     read_by: tuple[str, ...] | None = None
-    requires: tuple[Requirement, ...] = ()
+    requires: tuple[Condition, ...] = ()
     effective_when: tuple[Condition, ...] = ()
     fixed_on_resume: bool | None = None
     first_step_only: Condition | None = None
@@ -117,12 +108,7 @@ class Option:
 
 
 def option(default: T, doc: str, **facts: Any) -> T:
-    """Declare an option of a section.
-
-    Args:
-      default: the default value.
-      doc: the meaning.
-      **facts: the other fields of `Facts`.
+    """Declare an option of a section, with the other fields of `Facts`.
 
     Returns:
       A dataclass field, typed as the value so that type checkers see the option's type.
@@ -132,31 +118,14 @@ def option(default: T, doc: str, **facts: Any) -> T:
 
 
 def redeclare(cls: type, name: str, **facts: Any) -> Any:
-    """Declare an option of a base class again, with other facts and the same default and meaning.
-
-    Args:
-      cls: the base class, a dataclass.
-      name: the name of the option there.
-      **facts: fields of `Facts`.
-
-    Returns:
-      A dataclass field.
-    """
+    """Declare an option of another section again, with other facts, but its default and meaning."""
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     metadata = {"facts": dataclasses.replace(field.metadata["facts"], **facts)}
     return dataclasses.field(default=field.default, metadata=metadata)
 
 
 def section(cls: type[T], **facts: Any) -> T:
-    """Declare a section of options.
-
-    Args:
-      cls: the dataclass of the section.
-      **facts: fields of `Facts` that all options of the section inherit.
-
-    Returns:
-      A dataclass field, typed as the section.
-    """
+    """Declare a section of options, which inherit the facts, as a dataclass field."""
     metadata = {"facts": Facts(**facts)}
     return typing.cast(T, dataclasses.field(default_factory=cls, metadata=metadata))
 
@@ -166,10 +135,8 @@ def iterate_options(
 ) -> Iterator[Option]:
     """Yield the options of a section and of the sections inside it, in the schema's order.
 
-    Args:
-      cls: the dataclass of the section.
-      prefix: the beginning of the names, such as "actor.optim.".
-      inherited: facts of the enclosing section.
+    The names begin with the prefix, such as "actor.optim."; facts of the enclosing section are
+    inherited.
     """
     for field in dataclasses.fields(cls):
         facts: Facts = field.metadata["facts"].inherit(inherited or Facts())

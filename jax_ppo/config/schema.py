@@ -14,7 +14,6 @@ from jax_ppo.config.option import (
     COMMANDS,
     Condition,
     Option,
-    Requirement,
     iterate_options,
     option,
     redeclare,
@@ -80,103 +79,120 @@ def loss_reads(name: str) -> Condition:
     )
 
 
+def option_is(name: str, value: object, message: str = "") -> Condition:
+    """Return the condition that an option has this value."""
+    words = ("on" if value else "off") if isinstance(value, bool) else value
+    return Condition(lambda c: option_value(c, name) == value, f"`{name}` is {words}", message)
+
+
+def is_set(name: str, message: str = "") -> Condition:
+    """Return the condition that an option is neither empty nor unset."""
+    return Condition(lambda c: bool(option_value(c, name)), f"`{name}` is set", message)
+
+
+def is_unset(name: str, message: str = "") -> Condition:
+    """Return the condition that an option is empty or unset."""
+    return Condition(lambda c: not option_value(c, name), f"`{name}` is unset", message)
+
+
 # fmt: off
 # Without the formatter, which would give each argument a line: an option is read as a paragraph of
 # its default, its meaning and its facts.
 
-# Conditions that options depend on. Changing an option is an error if a requirement is not met, and
-# causes a note that it has no effect if a condition is not met.
-HAS_CRITIC = Requirement(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
+# Conditions that options depend on. Changing an option is an error, with the condition's message,
+# if one that it requires is not met, and causes a note if one is not met without which it does
+# nothing.
+HAS_CRITIC = Condition(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
     "there is no critic with config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}")
-VALUES_TOKENS = Requirement(
+VALUES_TOKENS = Condition(
     lambda c: not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).values_turns,
     f"`algorithm.adv_estimator` is not "
     f"{' or '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.values_turns))}",
     "config.algorithm.adv_estimator={config.algorithm.adv_estimator!r} has a critic that learns "
     "values only where turns start; leave it unset, or choose bi_level_gae")
-CRITIC_HAS_TRUNK = Requirement(lambda c: not c.critic.shared_trunk, "`critic.shared_trunk` is off",
+CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
     "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
     "config.critic.shared_trunk=False")
-CRITIC_HAS_PATH = Requirement(lambda c: bool(c.critic.path), "`critic.path` is set",
-    "needs a config.critic.path that has a head")
+# A changed value causes a note instead of an error.
+HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
+CRITIC_HAS_PATH = is_set("critic.path", "needs a config.critic.path that has a head")
 COMPARES_COMPONENTS = Condition(
     lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_components,
     estimator_is(lambda entry: entry.needs_components))
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
-HAS_LOCAL_DIR = Condition(lambda c: bool(c.trainer.local_dir), "`trainer.local_dir` is set")
-SAMPLES_WITHIN_STEP = Requirement(lambda c: c.rollout.max_staleness == 0,
-    "`rollout.max_staleness` is 0",
+HAS_LOCAL_DIR = is_set("trainer.local_dir")
+SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
-HAS_ROLLOUT_MESH = Requirement(lambda c: c.rollout.mesh.model is not None,
-    "`rollout.mesh.model` is set",
+HAS_ROLLOUT_MESH = is_set("rollout.mesh.model",
     "decoding uses config.mesh; set config.rollout.mesh.model")
-USES_REFERENCE = Requirement(lambda c: c.algorithm.use_reference, "`algorithm.use_reference` is on",
+USES_REFERENCE = option_is("algorithm.use_reference", True,
     "needs the reference; set config.algorithm.use_reference=True")
-USES_KL_COEFFICIENT = Requirement(lambda c: c.algorithm.use_kl_in_reward,
-    "`algorithm.use_kl_in_reward` is on",
+USES_KL_COEFFICIENT = option_is("algorithm.use_kl_in_reward", True,
     "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True")
-HAS_DATA_AXIS_ALONE = Requirement(
+HAS_DATA_AXIS_ALONE = Condition(
     lambda c: c.rollout.mesh.model is None and all(
         getattr(c.mesh, axis) == 1 for axis in ("fsdp", "model", "stage", "context", "expert")),
     "`mesh.data` is the only axis, also of decoding",
     "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "
     "expert at 1, and config.rollout.mesh.model unset")
-SAMPLES_WITH_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
-    "`rollout.engine` is built-in",
-    "log-probs of config.rollout.engine={config.rollout.engine!r} depend on its batches; set it to "
-    "'built-in'")
-HAS_NO_REWARD_MODEL = Requirement(lambda c: not c.reward.model_path, "`reward.model_path` is unset",
-    "a reward model's batches depend on the devices; leave config.reward.model_path unset")
-HAS_NO_ENVIRONMENT = Requirement(lambda c: not c.rollout.multi_turn.environment,
-    "`rollout.multi_turn.environment` is unset",
-    "the host's answers depend on the devices; leave config.rollout.multi_turn.environment unset")
-SUMS_GRADIENTS_IN_FLOAT32 = Requirement(
+SUMS_GRADIENTS_IN_FLOAT32 = Condition(
     lambda c: "bfloat16" not in (
         c.actor.optim.gradient_dtype, c.critic.optim.gradient_dtype),
     "gradients are summed in float32",
     "sums in bfloat16 are rounded by chance; set config.actor.optim.gradient_dtype and "
     "config.critic.optim.gradient_dtype to float32")
-HAS_BUILT_IN_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
-    "`rollout.engine` is built-in",
+SAMPLES_WITH_BUILT_IN_ENGINE = option_is("rollout.engine", "built-in",
+    "log-probs of config.rollout.engine={config.rollout.engine!r} depend on its batches; set it to "
+    "'built-in'")
+HAS_BUILT_IN_ENGINE = option_is("rollout.engine", "built-in",
     "config.rollout.engine={config.rollout.engine!r} stores its weights itself")
+ENGINE_RECORDS_DRAWS = option_is("rollout.engine", "built-in",
+    "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine")
+ENVIRONMENT_HAS_ENGINE = option_is("rollout.engine", "built-in",
+    "config.rollout.engine={config.rollout.engine!r} has no environment; use the built-in engine")
 ENGINE_IS_EXTERNAL = Condition(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
     f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_external))}")
-ENGINE_IS_SERVER = Requirement(
+ENGINE_IS_SERVER = Condition(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
     f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_server))}",
     "config.rollout.engine={config.rollout.engine!r} is no server; set it to vllm or openai")
-STARTS_VLLM = Requirement(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
+STARTS_VLLM = Condition(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",
     "no vLLM is started with config.rollout.engine={config.rollout.engine!r} and "
     "config.rollout.url={config.rollout.url!r}")
 KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
     "`algorithm.kl_ctrl.type` is adaptive")
-HAS_IMPORTANCE_WEIGHTS = Requirement(
+HAS_IMPORTANCE_WEIGHTS = Condition(
     lambda c: c.algorithm.rollout_is != "none" or c.rollout.verify_drafts,
     "`algorithm.rollout_is` is token or sequence, or `rollout.verify_drafts` is on",
     "the sampling weights are older than the weights that are trained; set "
     "config.algorithm.rollout_is to 'token' or 'sequence', or config.rollout.verify_drafts=True")
-SAMPLES_ONE_STEP_AHEAD = Requirement(lambda c: c.rollout.max_staleness == 1,
-    "`rollout.max_staleness` is 1",
+SAMPLES_ONE_STEP_AHEAD = option_is("rollout.max_staleness", 1,
     "there are no drafts with config.rollout.max_staleness={config.rollout.max_staleness}; set it "
     "to 1")
-HAS_REWARD_FUNCTION = Requirement(lambda c: bool(c.reward.function or c.reward.terms),
+HAS_REWARD_FUNCTION = Condition(lambda c: bool(c.reward.function or c.reward.terms),
     "`reward.function` or `reward.terms` is set",
     "needs a config.reward.function that returns step_rewards")
-HAS_REWARD_URL = Requirement(lambda c: bool(c.reward.url), "`reward.url` is set",
-    "needs a server; set config.reward.url")
-HAS_REWARD_MODEL = Requirement(lambda c: bool(c.reward.model_path), "`reward.model_path` is set",
+HAS_REWARD_URL = is_set("reward.url", "needs a server; set config.reward.url")
+HAS_REWARD_MODEL = is_set("reward.model_path",
     "there is no reward model; set config.reward.model_path")
-REFERENCE_IS_SEPARATE = Requirement(lambda c: c.algorithm.use_reference and not c.has_adapters,
+HAS_NO_REWARD_MODEL = is_unset("reward.model_path",
+    "a reward model's batches depend on the devices; leave config.reward.model_path unset")
+REWARDS_BY_RULE = is_unset("reward.model_path",
+    "samples are selected by the rewards of rules, before a reward model reads them; unset "
+    "config.reward.model_path")
+NO_REWARD_MODEL_OF_CONTEXTS = is_unset("reward.model_path",
+    "a reward model reads one context; leave config.reward.model_path unset")
+REFERENCE_IS_SEPARATE = Condition(lambda c: c.algorithm.use_reference and not c.has_adapters,
     "`algorithm.use_reference` is on, without adapters",
     "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
     "adapters (config.model.lora)")
-HAS_TEACHER = Requirement(lambda c: bool(c.teacher.path), "`teacher.path` is set",
-    "there is no teacher; set config.teacher.path")
-TRAINS_MATRICES = Requirement(lambda c: not c.has_adapters, "`model.lora` is not used",
+HAS_TEACHER = is_set("teacher.path", "there is no teacher; set config.teacher.path")
+HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
+TRAINS_MATRICES = Condition(lambda c: not c.has_adapters, "`model.lora` is not used",
     "adapters are trained with AdamW; leave it unset, or train all parameters")
-HAS_BEST = Requirement(
+HAS_BEST = Condition(
     lambda c: bool(c.data.val_files) and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
     "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not -1",
     "the best of the steps that are evaluated and saved needs config.data.val_files, and "
@@ -184,80 +200,58 @@ HAS_BEST = Requirement(
 LEARNS_FROM_FILES = Condition(lambda c: c.learns_from_files,
     "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the "
     "command is critic or score")
-HAS_RESPONSES = Requirement(lambda c: bool(c.score.file), "`score.file` is set",
+HAS_RESPONSES = is_set("score.file",
     "there are no responses to learn from but the actor's; set config.score.file")
-HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
-# CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
-HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
 UPDATES_SEVERAL_TIMES = Condition(lambda c: not c.updates_once,
     "a step takes several mini-batches or epochs")
-CHECKPOINTS_GRADIENTS = Condition(lambda c: c.model.gradient_checkpointing,
-    "`model.gradient_checkpointing` is on")
-EXPORTS = Condition(lambda c: c.trainer.export, "`trainer.export` is on")
+CHECKPOINTS_GRADIENTS = option_is("model.gradient_checkpointing", True)
+EXPORTS = option_is("trainer.export", True)
 NORMALIZES_LENGTH = Condition(lambda c: AGGREGATIONS[c.actor.loss_agg_mode].needs_scale,
     "`actor.loss_agg_mode` is seq-mean-token-sum-norm")
-FILTERS_GROUPS = Condition(lambda c: c.algorithm.filter_groups.enable,
-    "`algorithm.filter_groups.enable` is on")
+FILTERS_GROUPS = option_is("algorithm.filter_groups.enable", True)
 SAMPLES_HELD_OUT = Condition(lambda c: c.rollout.val_kwargs.temperature > 0,
     "`rollout.val_kwargs.temperature` is more than 0: evaluations are not greedy already")
-KEEPS_SOME = Condition(lambda c: c.rollout.keep is not None, "`rollout.keep` is set")
-REWARDS_BY_RULE = Requirement(lambda c: not c.reward.model_path, "`reward.model_path` is not set",
-    "samples are selected by the rewards of rules, before a reward model reads them; unset "
-    "config.reward.model_path")
-NEWEST_WEIGHTS = Requirement(lambda c: c.rollout.max_staleness == 0,
-    "`rollout.max_staleness` is 0",
+KEEPS_SOME = is_set("rollout.keep")
+NEWEST_WEIGHTS = option_is("rollout.max_staleness", 0,
     "samples are selected by the newest weights; set config.rollout.max_staleness=0")
-HAS_ENVIRONMENT = Condition(lambda c: bool(c.rollout.multi_turn.environment),
-    "`rollout.multi_turn.environment` is set")
-ENGINE_RECORDS_DRAWS = Requirement(lambda c: c.rollout.engine == "built-in",
-    "`rollout.engine` is built-in",
-    "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine")
-HAS_NO_LOGIT_BIAS = Requirement(lambda c: not c.rollout.logit_bias,
-    "`rollout.logit_bias` is empty",
+HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
+HAS_NO_ENVIRONMENT = is_unset("rollout.multi_turn.environment",
+    "the host's answers depend on the devices; leave config.rollout.multi_turn.environment unset")
+HAS_NO_LOGIT_BIAS = is_unset("rollout.logit_bias",
     "a bias changes the probabilities of the tokens that are left, which training does not know; "
     "unset config.rollout.logit_bias, or forbid strings by config.rollout.bad_words")
 FILTERS_TOKENS = Condition(lambda c: c.rollout.filters_tokens,
     "`rollout.top_k`, `top_p`, `min_p`, `min_new_tokens` or `bad_words` leaves out tokens")
-ENVIRONMENT_HAS_ENGINE = Requirement(lambda c: c.rollout.engine == "built-in",
-    "`rollout.engine` is built-in",
-    "config.rollout.engine={config.rollout.engine!r} has no environment; use the built-in engine")
-DECODES_IN_ONE_STAGE = Requirement(lambda c: c.rollout.stage_length is None,
-    "`rollout.stage_length` is not set",
+DECODES_IN_ONE_STAGE = is_unset("rollout.stage_length",
     "dialogues are decoded in one stage; unset config.rollout.stage_length")
-NO_PROCESS_REWARDS = Requirement(lambda c: not c.reward.process_rewards,
-    "`reward.process_rewards` is off",
+NO_PROCESS_REWARDS = option_is("reward.process_rewards", False,
     "the environment rewards turns; set config.reward.process_rewards=False")
-NO_OTHER_REWARD = Requirement(
+NO_OTHER_REWARD = Condition(
     lambda c: not any((c.reward.function, c.reward.terms, c.reward.url, c.reward.model_path)),
     "no other reward is set",
     "ignores the rewards that config.reward sets; unset function, terms, url and model_path "
     "there, or set config.rollout.multi_turn.reward='sum'")
-ENVIRONMENT_IS_SERVER = Requirement(
+ENVIRONMENT_IS_SERVER = Condition(
     lambda c: c.rollout.multi_turn.environment.startswith(("http://", "https://")),
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
-REPLACES_CONTEXTS = Requirement(
+REPLACES_CONTEXTS = Condition(
     lambda c: not c.rollout.multi_turn.environment.startswith("tools:"),
     "`rollout.multi_turn.environment` has no tools",
     "tools replace no context; leave it at 1, or set config.rollout.multi_turn.environment to a "
     "class or a server")
-NO_REWARD_MODEL_OF_CONTEXTS = Requirement(lambda c: not c.reward.model_path,
-    "`reward.model_path` is unset",
-    "a reward model reads one context; leave config.reward.model_path unset")
-HAS_PYTHON_TOOL = Requirement(
+HAS_PYTHON_TOOL = Condition(
     lambda c: "python" in c.rollout.multi_turn.environment.removeprefix("tools:").split(","),
     "`rollout.multi_turn.environment` has the tool python",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} has no tool "
     "python; set it to tools:python")
-LEARNS_TRUNCATED = Condition(lambda c: not c.algorithm.mask_truncated,
-    "`algorithm.mask_truncated` is off")
+LEARNS_TRUNCATED = option_is("algorithm.mask_truncated", False)
 NORMALIZES_REWARDS = Condition(lambda c: c.reward.normalize != "none",
     "`reward.normalize` is running or reference")
+MEASURES_REFERENCE = option_is("reward.normalize", "reference")
 SCORES_IN_WORKERS = Condition(lambda c: c.reward.workers != 0,
     "the reward function runs in worker processes (`reward.workers` is not 0)")
-MEASURES_REFERENCE = Condition(lambda c: c.reward.normalize == "reference",
-    "`reward.normalize` is reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -564,8 +558,7 @@ class Critic:
         "sum the actor minimizes; the head uses actor.optim and stops with actor.target_kl",
         requires=(HAS_CRITIC,), fixed_on_resume=True)
     optim: CriticOptim = section(CriticOptim, effective_when=(HAS_OWN_CRITIC,))
-    grad_clip: float = option(1.0, "maximum global gradient norm",
-        above=0, effective_when=(HAS_OWN_CRITIC,))
+    grad_clip: float = redeclare(Actor, "grad_clip", effective_when=(HAS_OWN_CRITIC,))
     optimizer_offload: bool = option(False, "as the actor's", effective_when=(HAS_OWN_CRITIC,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
@@ -1074,18 +1067,12 @@ class Supervised:
     """Supervised fine-tuning and reward-model training."""
 
     optim: CriticOptim = section(CriticOptim)
-    grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
-    micro_batch_size_per_device: int | None = option(None,
-        "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
-        "short ones, and at most 8,192 tokens",
-        unit="rows", at_least=1)
-    response_key: str = option("",
-        "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
-        "chat's last message, completion, response, output, solution, answer)",
-        read_by=("sft",), fixed_on_resume=True)
-    router_aux_loss_coef: float = option(0.0,
-        "weight of the load-balancing loss of a mixture of experts",
-        at_least=0, fixed_on_resume=True)
+    grad_clip: float = redeclare(Actor, "grad_clip")
+    micro_batch_size_per_device: int | None = redeclare(Actor, "ppo_micro_batch_size_per_device",
+        read_by=None)
+    response_key: str = redeclare(Score, "response_key",
+        read_by=("sft",), effective_when=(), fixed_on_resume=True)
+    router_aux_loss_coef: float = redeclare(Actor, "router_aux_loss_coef", fixed_on_resume=True)
     center_coef: float = option(0.0,
         "weight of the squared sum of a pair's scores, which keeps their mean at 0",
         at_least=0, read_by=("reward_model",), fixed_on_resume=True)
@@ -1313,6 +1300,11 @@ class Config:
         return self.rollout.keep or self.rollout.n
 
     @property
+    def samples_per_step(self) -> int:
+        """Return the number of responses that a step learns from."""
+        return self.data.train_batch_size * self.responses_per_prompt
+
+    @property
     def selects_samples(self) -> bool:
         """Return whether rewards decide which of the samples the update learns from."""
         return self.algorithm.filter_groups.enable or self.rollout.keep is not None
@@ -1367,9 +1359,14 @@ class Config:
 
 
 @functools.cache
+def options_by_name() -> dict[str, Option]:
+    """Return every option by its dotted name, in the schema's order."""
+    return {option.name: option for option in iterate_options(Config)}
+
+
 def all_options() -> tuple[Option, ...]:
     """Return every option, in the schema's order."""
-    return tuple(iterate_options(Config))
+    return tuple(options_by_name().values())
 
 
 def option_value(config: Config, name: str) -> object:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from jax_ppo.config.schema import all_options
+from jax_ppo.config.schema import options_by_name
 from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
 # Former names of options, with their answers.
@@ -22,7 +22,7 @@ def suggest_option(name: str) -> str:
         return f"It is now {_FORMER_NAMES[name]}."
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
-    names = [option.name for option in all_options()]
+    names = options_by_name()
     # Some of verl's options have the same name here, except for the section around the actor's.
     if name.startswith(VERL_PREFIX):
         name = name.removeprefix(VERL_PREFIX)

@@ -1,14 +1,16 @@
 """Validate options against each other: incompatible sizes, and options that require others.
 
-Names, types and ranges of single options are validated in loading.py. Each function takes the
-sections that it compares and raises `UserError` at the first rule that they violate.
+Names, types and ranges of single options are validated in loading.py. What is simple to say stands
+in tables of rules, in the order in which they are applied; the functions raise `UserError` at the
+first problem, too.
 """
 
 import dataclasses
 import functools
 import shlex
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
@@ -16,47 +18,245 @@ from jax_ppo.config.schema import (
     Actor,
     Algorithm,
     Config,
+    Create,
     Critic,
     Data,
     Distributed,
-    Evaluate,
-    KLControl,
     Lora,
     MeshShape,
-    Model,
     MultiTurn,
     Packing,
-    Reward,
-    RolloutMesh,
     RolloutOptions,
-    Sampling,
-    Score,
-    Teacher,
     Trainer,
     all_options,
     option_value,
+    options_by_name,
 )
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES, AdvantageEstimator
 
 # Responses of an example, each with a copy of the prompt.
 RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
 
 
+class _Rule(NamedTuple):
+    """A combination of options that is refused.
+
+    Attributes:
+      option: the option that the message begins with, by its dotted name.
+      is_broken: whether a `Config` breaks the rule.
+      message: the text after `config.OPTION=VALUE: `, with fields of the config `c`.
+    """
+
+    option: str
+    is_broken: Callable[[Config], object]
+    message: str
+
+
+def _estimator(algorithm: Algorithm) -> AdvantageEstimator:
+    return ADVANTAGE_ESTIMATORS.lookup(algorithm.adv_estimator)
+
+
+def _leaves_one(rollout: RolloutOptions, option: str) -> bool:
+    """Return whether this option of `rollout` leaves one response to each prompt."""
+    return (rollout.keep or rollout.n) < 2 and (option == "keep") == bool(rollout.keep)
+
+
+# fmt: off
+# Without the formatter, as in schema.py.
+RANKING_RULES = (
+    _Rule("evaluate.rank_by", lambda c: c.rollout.val_kwargs.n < 2,
+        "ranks the responses to a prompt, and config.rollout.val_kwargs.n="
+        "{c.rollout.val_kwargs.n}; set it to 2 or more"),
+    _Rule("evaluate.rank_by", lambda c: c.rollout.val_kwargs.temperature == 0,
+        "config.rollout.val_kwargs.temperature=0 gives equal responses; set it above 0"),
+    _Rule("evaluate.rank_by", lambda c: c.evaluate.rank_by == "critic" and not c.has_critic,
+        "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}; "
+        "expected 'gae'"),
+    # The value of a whole response is that of its last token.
+    _Rule("evaluate.rank_by",
+        lambda c: c.evaluate.rank_by == "critic" and _estimator(c.algorithm).values_turns,
+        "with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} the critic learns "
+        "values only where turns start; expected 'gae' or 'bi_level_gae'"),
+    _Rule("evaluate.rank_by",
+        lambda c: c.evaluate.rank_by == "reward_model" and not c.reward.model_path,
+        "there is no reward model; set config.reward.model_path"),
+)
+# Of responses that files give.
+FILE_RULES = (
+    _Rule("reward.normalize", lambda c: c.reward.normalize == "reference",
+        "samples responses, and config.score.file gives them; expected 'none' or 'running'"),
+    _Rule("score.reward_key", lambda c: c.score.reward_key and c.reward.model_path,
+        "the rewards are in the rows; unset config.reward.model_path, or this for the reward "
+        "model's"),
+)
+_SHARES = "; set one of them to its default"
+ROW_RULES = (
+    _Rule("packing.row_length",
+        lambda c: (c.packing.row_length or c.sequence_length) < c.sequence_length,
+        "a row must hold config.data.max_prompt_length + config.data.max_response_length = "
+        "{c.sequence_length} tokens; set it to that or more"),
+    _Rule("packing.share_prompts", lambda c: c.packing.share_prompts and not c.packing.enabled,
+        f"config.packing.enabled=False gives each sample a separate row{_SHARES}"),
+    _Rule("packing.share_prompts", lambda c: c.packing.share_prompts and c.mesh.context > 1,
+        f"config.mesh.context={{c.mesh.context}} splits rows by tokens{_SHARES}"),
+    _Rule("packing.share_prompts",
+        lambda c: c.packing.share_prompts and c.actor.router_aux_loss_coef,
+        "config.actor.router_aux_loss_coef={c.actor.router_aux_loss_coef} is computed per sample"
+        f"{_SHARES}"),
+    _Rule("packing.share_prompts",
+        lambda c: c.packing.share_prompts and c.critic.router_aux_loss_coef,
+        "config.critic.router_aux_loss_coef={c.critic.router_aux_loss_coef} is computed per sample"
+        f"{_SHARES}"),
+)
+SAMPLING_RULES = (
+    _Rule("rollout.top_k", lambda c: c.rollout.top_k == 0,
+        "expected -1 (all tokens) or at least 1"),
+    _Rule("rollout.val_kwargs.top_k", lambda c: c.rollout.val_kwargs.top_k == 0,
+        "expected -1 (all tokens) or at least 1"),
+    _Rule("rollout.min_new_tokens", lambda c: c.rollout.min_new_tokens > c.data.max_response_length,
+        "must be at most config.data.max_response_length={c.data.max_response_length}"),
+    _Rule("rollout.keep", lambda c: c.rollout.keep is not None and c.rollout.keep > c.rollout.n,
+        "expected at most config.rollout.n={c.rollout.n}"),
+)
+ENGINE_RULES = (  # of external ones
+    _Rule("rollout.mesh.model", lambda c: c.rollout.mesh.model is not None,
+        "config.rollout.engine={c.rollout.engine!r} does not decode on the mesh; unset it"),
+    _Rule("rollout.reuse_logprobs", lambda c: c.rollout.reuse_logprobs == "always",
+        "config.rollout.engine={c.rollout.engine!r} rounds differently, so its log-probs are "
+        "compared with the trainer's; set it to 'auto'"),
+)
+_ONE_OF_A_GROUP = (
+    "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} compares responses to one "
+    "prompt; set it to 2 or more")
+_EQUAL_REWARDS = (
+    "config.algorithm.filter_groups.enable=True compares the rewards of a prompt's responses; set "
+    "it to 2 or more")
+# What an estimator, or the selection of prompts, compares.
+COMPARISON_RULES = (
+    # The advantage of a single response within its group is always 0.
+    _Rule("rollout.n",
+        lambda c: _estimator(c.algorithm).needs_groups and _leaves_one(c.rollout, "n"),
+        _ONE_OF_A_GROUP),
+    _Rule("rollout.keep",
+        lambda c: _estimator(c.algorithm).needs_groups and _leaves_one(c.rollout, "keep"),
+        _ONE_OF_A_GROUP),
+    _Rule("rollout.n", lambda c: c.algorithm.filter_groups.enable and _leaves_one(c.rollout, "n"),
+        _EQUAL_REWARDS),
+    _Rule("rollout.keep",
+        lambda c: c.algorithm.filter_groups.enable and _leaves_one(c.rollout, "keep"),
+        _EQUAL_REWARDS),
+    _Rule("algorithm.adv_estimator",
+        lambda c: _estimator(c.algorithm).needs_components and not (
+            parsing.parse_names(c.reward.components)),
+        "normalizes each reward of a response; name those that the reward function returns: "
+        "config.reward.components=NAME:WEIGHT,NAME:WEIGHT"),
+    _Rule("algorithm.adv_estimator",
+        lambda c: c.selects_samples and (
+            _estimator(c.algorithm).needs_components or _estimator(c.algorithm).needs_greedy),
+        "cannot compare responses that were selected by their rewards; leave "
+        "config.algorithm.filter_groups.enable and config.rollout.keep unset"),
+    _Rule("algorithm.adv_estimator",
+        lambda c: _estimator(c.algorithm).needs_greedy and c.rollout.max_staleness,
+        "a checkpoint does not hold greedy responses that were sampled a step ahead; set "
+        "config.rollout.max_staleness=0"),
+    _Rule("algorithm.adv_estimator",
+        lambda c: _estimator(c.algorithm).needs_greedy and c.reward.model_path,
+        "only rules score its greedy responses; leave "
+        "config.reward.model_path={c.reward.model_path!r} empty"),
+    _Rule("algorithm.adv_estimator",
+        lambda c: _estimator(c.algorithm).needs_greedy and c.rollout.multi_turn.environment,
+        "only rules score its greedy responses; leave config.rollout.multi_turn.environment="
+        "{c.rollout.multi_turn.environment!r} empty"),
+)
+LOSS_RULES = (
+    _Rule("reward.overlong_buffer_len",  # verl#2107
+        lambda c: c.reward.overlong_buffer_len > c.data.max_response_length,
+        "expected at most config.data.max_response_length={c.data.max_response_length}"),
+    _Rule("teacher.reward_coef",
+        lambda c: c.teacher.path and not (c.teacher.reward_coef or c.teacher.loss_coef),
+        "expected more than 0, or a config.teacher.loss_coef above 0; otherwise nothing reads "
+        "config.teacher.path"),
+    # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
+    _Rule("algorithm.kl_ctrl.horizon",
+        lambda c: c.algorithm.kl_ctrl.type == "adaptive" and (
+            c.algorithm.kl_ctrl.horizon < c.samples_per_step),
+        "must be at least the {c.samples_per_step} samples of a step, or one step could take the "
+        "coefficient far past its target"),
+    _Rule("actor.clip_ratio_c", lambda c: c.actor.clip_ratio_c and c.actor.clip_ratio_c <= 1,
+        "the dual clip's constant must be above 1; 0 turns it off"),
+    _Rule("rollout.reuse_logprobs",
+        lambda c: c.rollout.reuse_logprobs == "always" and c.algorithm.rollout_is != "none",
+        "leaves config.algorithm.rollout_is={c.algorithm.rollout_is!r} no other log-probs to "
+        "compare the sampler's with; set it to 'auto'"),
+)
+MODEL_RULES = (
+    _Rule("model.lora.path",
+        lambda c: c.model.lora.path and (
+            c.model.lora != dataclasses.replace(Lora(), path=c.model.lora.path)),
+        "determines rank, alpha and targets; leave config.model.lora.rank, alpha and targets at "
+        "their defaults"),
+    # The created model is taught only arithmetic.
+    _Rule("model.path",
+        lambda c: not c.model.path and not c.data.train_files.startswith("arithmetic:"),
+        "must be set to a Hugging Face folder or hub name; a model is created only for the "
+        "`arithmetic` data"),
+)
+# Of `sft` and `reward_model`.
+_ADAPTERS = (
+    "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it unset")
+SUPERVISED_RULES = (
+    _Rule("model.lora.rank", lambda c: c.model.lora.rank, _ADAPTERS),
+    _Rule("model.lora.path", lambda c: c.model.lora.path, _ADAPTERS),
+    _Rule("mesh.virtual_replicas", lambda c: c.mesh.virtual_replicas,
+        "jax_ppo.{command} does not divide its batches among them; leave it at 0"),
+)
+SFT_RULES = (
+    _Rule("supervised.center_coef", lambda c: c.supervised.center_coef,
+        "only jax_ppo.reward_model reads it"),
+    *SUPERVISED_RULES,
+)
+_SIZE = "expected -1 or at least 1"
+_SPLIT = (  # a mean over sequences
+    "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set one "
+    "of them to its default")
+MESH_RULES = (
+    _Rule("mesh.data", lambda c: c.mesh.data == 0, _SIZE),
+    _Rule("mesh.fsdp", lambda c: c.mesh.fsdp == 0, _SIZE),
+    _Rule("mesh.model", lambda c: c.mesh.model == 0, _SIZE),
+    _Rule("rollout.mesh.data", lambda c: c.rollout.mesh.data == 0, _SIZE),
+    _Rule("actor.router_aux_loss_coef",
+        lambda c: c.mesh.context > 1 and c.actor.router_aux_loss_coef, _SPLIT),
+    _Rule("critic.router_aux_loss_coef",
+        lambda c: c.mesh.context > 1 and c.critic.router_aux_loss_coef, _SPLIT),
+    _Rule("supervised.router_aux_loss_coef",
+        lambda c: c.mesh.context > 1 and c.supervised.router_aux_loss_coef, _SPLIT),
+)
+# fmt: on
+
+
+def _apply(rules: Iterable[_Rule], config: Config, command: str = "train") -> None:
+    """Raise `UserError` for the first of the rules that the options break."""
+    for name, is_broken, message in rules:
+        if is_broken(config):
+            problem = message.format(c=config, command=command)
+            raise UserError(f"config.{name}={option_value(config, name)!r}: {problem}")
+
+
 def validate_config(config: Config, command: str) -> None:
     """Validate the options of a command; raise `UserError` on the first problem."""
     if command in RESPONSES_PER_EXAMPLE:
-        _validate_supervised_config(config, command)
+        _require_set("data.train_files", config.data.train_files)
+        # Only PPO creates a small model to start from, for its arithmetic data.
+        _require_set("model.path", config.model.path)
+        responses = RESPONSES_PER_EXAMPLE[command]
+        _validate_longest_example(config.packing.row_length, config.sequence_length, responses)
+        _apply(SFT_RULES if command == "sft" else SUPERVISED_RULES, config, command)
     else:
         _validate_ppo_config(config, command)
         command = "train"
-    _validate_mesh(config.mesh, config.rollout.mesh, config.packing)
-    _reject_router_loss_of_parts(
-        config.mesh.context,
-        actor=config.actor.router_aux_loss_coef,
-        critic=config.critic.router_aux_loss_coef,
-        supervised=config.supervised.router_aux_loss_coef,
-    )
+    _validate_mesh(config.mesh, config.packing)
+    _apply(MESH_RULES, config)
     _validate_processes_and_loggers(config.distributed, config.trainer)
     # Requirements come after the rules, whose messages are more specific.
     validate_requirements(config, command)
@@ -64,12 +264,12 @@ def validate_config(config: Config, command: str) -> None:
 
 def _validate_ppo_config(config: Config, command: str) -> None:
     data, rollout, estimator = config.data, config.rollout, config.algorithm.adv_estimator
-    if command == "evaluate":
-        _validate_ranking(config.evaluate, rollout.val_kwargs, estimator, config.reward)
+    if command == "evaluate" and config.evaluate.rank_by != "none":
+        _apply(RANKING_RULES, config)
     elif command == "score":
         _require_set("score.file", config.score.file)
         _require_set("model.path", config.model.path)
-        entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
+        entry = _estimator(config.algorithm)
         if entry.needs_greedy or entry.needs_components:
             raise UserError(
                 f"config.algorithm.adv_estimator={estimator!r}: compares greedy responses or "
@@ -82,55 +282,53 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     value_of = functools.partial(option_value, config)
     if config.learns_from_files:
         _require_set("model.path", config.model.path)
-        _reject_what_files_lack(config.reward, config.score)
+        _apply(FILE_RULES, config)
         if not config.samples_nothing:
             _require_the_teachers_loss_alone(value_of)
     _validate_batches(data, config.actor, config.critic)
-    _validate_rows(config.packing, config.mesh, config.actor, config.critic, config.sequence_length)
-    _validate_sampling(rollout, data)
+    _apply(ROW_RULES, config)
+    for name, parse in (
+        ("stop", parsing.parse_strings),
+        ("bad_words", parsing.parse_strings),
+        ("logit_bias", parsing.parse_logit_bias),
+    ):
+        _parse(f"config.rollout.{name}", getattr(rollout, name), parse)
+    _apply(SAMPLING_RULES, config)
     if ROLLOUT_ENGINES.lookup(rollout.engine).is_external:
+        _apply(ENGINE_RULES, config)
         _validate_external_engine(rollout)
     _validate_environment(rollout.multi_turn, data.cache_dir)
-    _validate_comparisons(config.algorithm, config.reward, rollout)
+    components = config.reward.components
+    _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
+    _apply(COMPARISON_RULES, config)
     if rollout.max_staleness > 1 or rollout.verify_drafts:
         _require_responses_that_continue(value_of)
-    samples = data.train_batch_size * config.responses_per_prompt
-    _validate_rewards(
-        config.reward, config.teacher, config.algorithm.kl_ctrl, data.max_response_length, samples
-    )
-    _validate_losses(config.actor, rollout.reuse_logprobs, config.algorithm.rollout_is)
-    _validate_model(config.model, data.train_files)
+    if config.reward.url:
+        _require_address("config.reward.url", config.reward.url, "JAX_PPO_REWARD_KEY", True)
+    _apply(LOSS_RULES, config)
+    targets = config.model.lora.targets
+    _parse(f"config.model.lora.targets={targets!r}", targets, parsing.parse_lora_targets)
+    _apply(MODEL_RULES, config)
+    _validate_created_model(config.model.create)
 
 
-def _validate_supervised_config(config: Config, command: str) -> None:
-    _require_set("data.train_files", config.data.train_files)
-    # Only PPO creates a small model to start from, for its arithmetic data.
-    _require_set("model.path", config.model.path)
-    row_length = config.packing.row_length
-    responses = RESPONSES_PER_EXAMPLE[command]
-    longest = config.sequence_length * responses
+def _validate_longest_example(row_length: int | None, sample: int, responses: int) -> None:
+    """Validate that a row holds the prompt and the response of an example, or two such pairs."""
+    longest = sample * responses
     if row_length and row_length < longest:
         raise UserError(
             f"config.packing.row_length={row_length}: a row must hold the {longest} tokens of the "
             f"longest example, {responses} x (config.data.max_prompt_length + "
             "config.data.max_response_length); set it to that or more"
         )
-    center_coef = config.supervised.center_coef
-    if command == "sft" and center_coef:
-        raise UserError(
-            f"config.supervised.center_coef={center_coef}: only jax_ppo.reward_model reads it"
-        )
-    for name in ("rank", "path"):
-        if value := getattr(config.model.lora, name):
-            raise UserError(
-                f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, "
-                "only jax_ppo.train trains adapters; leave it unset"
-            )
-    if config.mesh.virtual_replicas:
-        raise UserError(
-            f"config.mesh.virtual_replicas={config.mesh.virtual_replicas}: jax_ppo.{command} does "
-            "not divide its batches among them; leave it at 0"
-        )
+
+
+def _parse(setting: str, text: str, parse: Callable[[str], object]) -> None:
+    """Raise `UserError` for a text that cannot be parsed, which begins with the setting."""
+    try:
+        parse(text)
+    except ValueError as error:
+        raise UserError(f"{setting}: {error}") from None
 
 
 def validate_requirements(config: Config, command: str) -> None:
@@ -149,9 +347,8 @@ def validate_requirements(config: Config, command: str) -> None:
 def _require_set(name: str, value: str) -> None:
     """Raise `UserError` if a text option is empty."""
     if not value:
-        doc = next(option.facts.doc for option in all_options() if option.name == name)
         # The meaning of an empty value to other commands does not help here.
-        meaning = doc.partition("; empty")[0]
+        meaning = options_by_name()[name].facts.doc.partition("; empty")[0]
         raise UserError(f"config.{name}='': must be set ({meaning})")
 
 
@@ -162,54 +359,6 @@ def _require_values(
     for name, value in expected.items():
         if (given := value_of(name)) != value:
             raise UserError(f"config.{name}={given!r}: expected {value!r} with {reason}")
-
-
-def _validate_ranking(
-    options: Evaluate, sampling: Sampling, estimator: str, reward: Reward
-) -> None:
-    """Validate what an evaluation ranks, and by what."""
-    rank_by = options.rank_by
-    if rank_by == "none":
-        return
-    setting = f"config.evaluate.rank_by={rank_by!r}"
-    if sampling.n < 2:
-        raise UserError(
-            f"{setting}: ranks the responses to a prompt, and config.rollout.val_kwargs.n="
-            f"{sampling.n}; set it to 2 or more"
-        )
-    if sampling.temperature == 0:
-        raise UserError(
-            f"{setting}: config.rollout.val_kwargs.temperature=0 gives equal responses; set it "
-            "above 0"
-        )
-    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
-    if rank_by == "critic" and not entry.needs_critic:
-        raise UserError(
-            f"{setting}: there is no critic with config.algorithm.adv_estimator="
-            f"{estimator!r}; expected 'gae'"
-        )
-    # The value of a whole response is that of its last token.
-    if rank_by == "critic" and entry.values_turns:
-        raise UserError(
-            f"{setting}: with config.algorithm.adv_estimator={estimator!r} the critic learns "
-            "values only where turns start; expected 'gae' or 'bi_level_gae'"
-        )
-    if rank_by == "reward_model" and not reward.model_path:
-        raise UserError(f"{setting}: there is no reward model; set config.reward.model_path")
-
-
-def _reject_what_files_lack(reward: Reward, score: Score) -> None:
-    """Validate the rewards of responses that files give."""
-    if reward.normalize == "reference":
-        raise UserError(
-            "config.reward.normalize='reference': samples responses, and config.score.file gives "
-            "them; expected 'none' or 'running'"
-        )
-    if score.reward_key and reward.model_path:
-        raise UserError(
-            f"config.score.reward_key={score.reward_key!r}: the rewards are in the rows; unset "
-            "config.reward.model_path, or this for the reward model's"
-        )
 
 
 def _require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
@@ -249,111 +398,6 @@ def _require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
         raise UserError(
             f"config.algorithm.adv_estimator={estimator!r}: expected one that "
             f"needs only rewards with {fraction}, such as 'reinforce_plus_plus'"
-        )
-
-
-def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
-    """Validate that mini-batches divide the batch."""
-    batch = data.train_batch_size
-    sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
-    for name, mini_batch in sizes.items():
-        if mini_batch and batch % mini_batch:
-            divisors = (d for d in range(1, batch + 1) if batch % d == 0)
-            nearest = min(divisors, key=lambda divisor: abs(divisor - mini_batch))
-            raise UserError(
-                f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
-                f"config.data.train_batch_size={batch}; the nearest divisor is {nearest}"
-            )
-
-
-def _validate_rows(
-    packing: Packing, mesh: MeshShape, actor: Actor, critic: Critic, sequence_length: int
-) -> None:
-    """Validate that a packed row holds the longest sample, and may hold shared prompts."""
-    row_length = packing.row_length
-    if row_length is not None and row_length < sequence_length:
-        raise UserError(
-            f"config.packing.row_length={row_length}: a row must hold "
-            "config.data.max_prompt_length + config.data.max_response_length = "
-            f"{sequence_length} tokens; set it to that or more"
-        )
-    obstacles = {
-        "packing.enabled=False": (not packing.enabled, "gives each sample a separate row"),
-        f"mesh.context={mesh.context}": (mesh.context > 1, "splits rows by tokens"),
-    }
-    coefs = {"actor": actor.router_aux_loss_coef, "critic": critic.router_aux_loss_coef}
-    for role, coef in coefs.items():
-        obstacles[f"{role}.router_aux_loss_coef={coef}"] = (coef > 0, "is computed per sample")
-    for setting, (stands, reason) in obstacles.items():
-        if packing.share_prompts and stands:
-            raise UserError(
-                f"config.packing.share_prompts=True: config.{setting} {reason}; set one of them to "
-                "its default"
-            )
-
-
-def _validate_sampling(rollout: RolloutOptions, data: Data) -> None:
-    """Validate the draws of tokens, whichever engine makes them."""
-    for name, sampling in {"rollout": rollout, "rollout.val_kwargs": rollout.val_kwargs}.items():
-        if sampling.top_k == 0:
-            raise UserError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
-    for name, parse in (
-        ("stop", parsing.parse_strings),
-        ("bad_words", parsing.parse_strings),
-        ("logit_bias", parsing.parse_logit_bias),
-    ):
-        try:
-            parse(getattr(rollout, name))
-        except ValueError as error:
-            raise UserError(f"config.rollout.{name}: {error}") from error
-    if rollout.min_new_tokens > data.max_response_length:
-        raise UserError(
-            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most "
-            f"config.data.max_response_length={data.max_response_length}"
-        )
-    if rollout.keep is not None and rollout.keep > rollout.n:
-        raise UserError(
-            f"config.rollout.keep={rollout.keep}: expected at most config.rollout.n={rollout.n}"
-        )
-
-
-def _validate_external_engine(rollout: RolloutOptions) -> None:
-    """Validate the options that an external engine cannot follow, and those that it needs."""
-    entry = ROLLOUT_ENGINES.lookup(rollout.engine)
-    engine = f"config.rollout.engine={rollout.engine!r}"
-    for name in entry.lacks:
-        if getattr(rollout, name):
-            raise UserError(
-                f"config.rollout.{name}={getattr(rollout, name)!r}: {engine} has no equivalent; "
-                "unset it, or use the built-in engine"
-            )
-    if rollout.mesh.model is not None:
-        raise UserError(
-            f"config.rollout.mesh.model={rollout.mesh.model}: {engine} does not decode on the "
-            "mesh; unset it"
-        )
-    if rollout.reuse_logprobs == "always":
-        raise UserError(
-            f"config.rollout.reuse_logprobs='always': {engine} rounds differently, so its "
-            "log-probs are compared with the trainer's; set it to 'auto'"
-        )
-    if not entry.is_server:
-        return
-    if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):
-        raise UserError(f"{engine}: needs {entry.requirement.replace('`', '')}")
-    if rollout.url:
-        _require_address("config.rollout.url", rollout.url, "JAX_PPO_ROLLOUT_KEY")
-    try:
-        shlex.split(rollout.vllm.arguments)
-    except ValueError as error:
-        raise UserError(
-            f"config.rollout.vllm.arguments={rollout.vllm.arguments!r}: {error}"
-        ) from None
-    if rollout.temperature != 1 and (rollout.filters_tokens or rollout.logit_bias):
-        raise UserError(
-            f"config.rollout.temperature={rollout.temperature}: servers report log-probs before "
-            "temperature and filters or after both; set it to 1, unset top_k, top_p, min_p, "
-            "min_new_tokens and logit_bias, or use the built-in engine"
         )
 
 
@@ -409,55 +453,6 @@ def _validate_environment(options: MultiTurn, cache_dir: str) -> None:
         )
 
 
-def _validate_comparisons(algorithm: Algorithm, reward: Reward, rollout: RolloutOptions) -> None:
-    """Validate that there is what an estimator, or the selection of prompts, compares."""
-    estimator = algorithm.adv_estimator
-    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
-    responses = rollout.keep or rollout.n
-    setting = f"config.rollout.{'n' if rollout.keep is None else 'keep'}={responses}"
-    # The advantage of a single response within its group is always 0.
-    if entry.needs_groups and responses < 2:
-        raise UserError(
-            f"{setting}: config.algorithm.adv_estimator={estimator!r} compares responses to one "
-            "prompt; set it to 2 or more"
-        )
-    if algorithm.filter_groups.enable and responses < 2:
-        raise UserError(
-            f"{setting}: config.algorithm.filter_groups.enable=True compares the rewards of a "
-            "prompt's responses; set it to 2 or more"
-        )
-    setting = f"config.algorithm.adv_estimator={estimator!r}"
-    try:
-        names = parsing.parse_weights(reward.components)
-    except ValueError as error:
-        raise UserError(f"config.reward.components={reward.components!r}: {error}") from None
-    if entry.needs_components and not names:
-        raise UserError(
-            f"{setting}: normalizes each reward of a response; name those that the reward function "
-            "returns: config.reward.components=NAME:WEIGHT,NAME:WEIGHT"
-        )
-    selects_samples = algorithm.filter_groups.enable or rollout.keep is not None
-    if (entry.needs_components or entry.needs_greedy) and selects_samples:
-        raise UserError(
-            f"{setting}: cannot compare responses that were selected by their rewards; leave "
-            "config.algorithm.filter_groups.enable and config.rollout.keep unset"
-        )
-    if entry.needs_greedy and rollout.max_staleness:
-        raise UserError(
-            f"{setting}: a checkpoint does not hold greedy responses that were sampled a step "
-            "ahead; set config.rollout.max_staleness=0"
-        )
-    for name, value in (
-        ("reward.model_path", reward.model_path),
-        ("rollout.multi_turn.environment", rollout.multi_turn.environment),
-    ):
-        if entry.needs_greedy and value:
-            raise UserError(
-                f"{setting}: only rules score its greedy responses; leave "
-                f"config.{name}={value!r} empty"
-            )
-
-
 def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     """Validate the options, by name, of responses that continue from step to step."""
     setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
@@ -493,64 +488,48 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     )
 
 
-def _validate_rewards(
-    reward: Reward, teacher: Teacher, control: KLControl, longest: int, samples: int
-) -> None:
-    """Validate what responses of at most `longest` tokens earn, in steps of so many samples."""
-    if reward.url:
-        _require_address("config.reward.url", reward.url, "JAX_PPO_REWARD_KEY", has_path=True)
-    if reward.overlong_buffer_len > longest:  # verl#2107
+def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
+    """Validate that mini-batches divide the batch."""
+    batch = data.train_batch_size
+    sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
+    for name, mini_batch in sizes.items():
+        if mini_batch and batch % mini_batch:
+            divisors = (d for d in range(1, batch + 1) if batch % d == 0)
+            nearest = min(divisors, key=lambda divisor: abs(divisor - mini_batch))
+            raise UserError(
+                f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
+                f"config.data.train_batch_size={batch}; the nearest divisor is {nearest}"
+            )
+
+
+def _validate_external_engine(rollout: RolloutOptions) -> None:
+    """Validate the options that an external engine cannot follow, and those that it needs."""
+    entry = ROLLOUT_ENGINES.lookup(rollout.engine)
+    engine = f"config.rollout.engine={rollout.engine!r}"
+    for name in entry.lacks:
+        if getattr(rollout, name):
+            raise UserError(
+                f"config.rollout.{name}={getattr(rollout, name)!r}: {engine} has no equivalent; "
+                "unset it, or use the built-in engine"
+            )
+    if not entry.is_server:
+        return
+    if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):
+        raise UserError(f"{engine}: needs {entry.requirement.replace('`', '')}")
+    if rollout.url:
+        _require_address("config.rollout.url", rollout.url, "JAX_PPO_ROLLOUT_KEY")
+    arguments = rollout.vllm.arguments
+    _parse(f"config.rollout.vllm.arguments={arguments!r}", arguments, shlex.split)
+    if rollout.temperature != 1 and (rollout.filters_tokens or rollout.logit_bias):
         raise UserError(
-            f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
-            f"config.data.max_response_length={longest}"
-        )
-    if teacher.path and not (teacher.reward_coef or teacher.loss_coef):
-        raise UserError(
-            "config.teacher.reward_coef=0.0: expected more than 0, or a config.teacher.loss_coef "
-            "above 0; otherwise nothing reads config.teacher.path"
-        )
-    # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
-    if control.type == "adaptive" and control.horizon < samples:
-        raise UserError(
-            f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
-            "samples of a step, or one step could take the coefficient far past its target"
+            f"config.rollout.temperature={rollout.temperature}: servers report log-probs before "
+            "temperature and filters or after both; set it to 1, unset top_k, top_p, min_p, "
+            "min_new_tokens and logit_bias, or use the built-in engine"
         )
 
 
-def _validate_losses(actor: Actor, reuse_logprobs: str, rollout_is: str) -> None:
-    """Validate the constants of the actor's loss, and what its ratios compare."""
-    constant = actor.clip_ratio_c
-    if constant and constant <= 1:
-        raise UserError(
-            f"config.actor.clip_ratio_c={constant}: the dual clip's constant must be above 1; 0 "
-            "turns it off"
-        )
-    if reuse_logprobs == "always" and rollout_is != "none":
-        raise UserError(
-            "config.rollout.reuse_logprobs='always': leaves "
-            f"config.algorithm.rollout_is={rollout_is!r} no other log-probs to compare the "
-            "sampler's with; set it to 'auto'"
-        )
-
-
-def _validate_model(model: Model, train_files: str) -> None:
-    """Validate the adapters, and the sizes of a model that is created."""
-    lora, create = model.lora, model.create
-    try:
-        parsing.parse_lora_targets(lora.targets)
-    except ValueError as error:
-        raise UserError(f"config.model.lora.targets={lora.targets!r}: {error}") from None
-    if lora.path and lora != dataclasses.replace(Lora(), path=lora.path):
-        raise UserError(
-            f"config.model.lora.path={lora.path!r}: determines rank, alpha and targets; leave "
-            "config.model.lora.rank, alpha and targets at their defaults"
-        )
-    # The created model is taught only arithmetic.
-    if not model.path and not train_files.startswith("arithmetic:"):
-        raise UserError(
-            "config.model.path='': must be set to a Hugging Face folder or hub name; a model is "
-            "created only for the `arithmetic` data"
-        )
+def _validate_created_model(create: Create) -> None:
+    """Validate the sizes of a model that is created."""
     if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
         raise UserError(
             f"config.model.create: num_heads={create.num_heads} must divide "
@@ -559,7 +538,7 @@ def _validate_model(model: Model, train_files: str) -> None:
         )
 
 
-def _validate_mesh(mesh: MeshShape, decoding_mesh: RolloutMesh, packing: Packing) -> None:
+def _validate_mesh(mesh: MeshShape, packing: Packing) -> None:
     """Validate the axes of the meshes, and that `mesh.context` splits a packed row evenly."""
     row_length = packing.row_length
     parts = mesh.context
@@ -575,20 +554,6 @@ def _validate_mesh(mesh: MeshShape, decoding_mesh: RolloutMesh, packing: Packing
             f"config.mesh.{free[0]}=-1: only one axis can be -1; set config.mesh.{free[1]}, for "
             "example to 1"
         )
-    sizes = {f"mesh.{axis}": getattr(mesh, axis) for axis in ("data", "fsdp", "model")}
-    for name, size in (sizes | {"rollout.mesh.data": decoding_mesh.data}).items():
-        if size == 0:
-            raise UserError(f"config.{name}=0: expected -1 or at least 1")
-
-
-def _reject_router_loss_of_parts(parts: int, **coefs: float) -> None:
-    """Raise `UserError` for a router loss, a mean over sequences, if devices split sequences."""
-    for name, coef in coefs.items():
-        if coef and parts > 1:
-            raise UserError(
-                f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, "
-                f"which config.mesh.context={parts} splits; set one of them to its default"
-            )
 
 
 def _validate_processes_and_loggers(options: Distributed, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_ppo.config.schema import all_options
+from jax_ppo.config.schema import options_by_name
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.tables import Program, find_answer, find_program, read_framework
 
@@ -102,8 +102,7 @@ def answer_of(program: Program, framework: str, name: str) -> str | None:
 
 def is_known(program: Program, framework: str, name: str) -> bool:
     """Return whether the framework's tables or our schema have an option of this name."""
-    has_name = any(option.name == name for option in all_options())
-    return has_name or answer_of(program, framework, name) is not None
+    return name in options_by_name() or answer_of(program, framework, name) is not None
 
 
 def _read_script(framework: str, text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
-from jax_ppo.config.schema import Algorithm, all_options, flatten_options
+from jax_ppo.config.schema import Algorithm, flatten_options, options_by_name
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.migrating.tables import DataOptions, Program, read_framework
@@ -185,7 +185,7 @@ def _translate_flags(
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return our options, notes about flags that have none, and notes about such defaults."""
     flags = {**defaults, **given}
-    known = {option.name: option for option in all_options()}
+    known = options_by_name()
     options: dict[str, str] = {}
     notes: list[str] = []
     default_notes: list[str] = []

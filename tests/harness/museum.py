@@ -2022,8 +2022,8 @@ MOMENTS_AND_SHAPING = [
         source="verl#2107: an expected length below 0 penalized every response",
         holds="such a buffer is rejected before the run",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="_validate_rewards",
-        old="reward.overlong_buffer_len > longest",
+        where="LOSS_RULES",
+        old="c.reward.overlong_buffer_len > c.data.max_response_length",
         new="False",
     ),
     Exhibit(
@@ -2036,9 +2036,9 @@ MOMENTS_AND_SHAPING = [
             "an estimator that compares responses requires two per prompt, checked before the run"
         ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="_validate_comparisons",
-        old="entry.needs_groups and responses < 2",
-        new="entry.needs_groups and responses < 1",
+        where="_leaves_one",
+        old="(rollout.keep or rollout.n) < 2",
+        new="(rollout.keep or rollout.n) < 1",
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",
