@@ -30,15 +30,10 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return an iterator over the (location, row) pairs of a file.
+    """Return an iterator over the (location, row) pairs of the file that an option names.
 
-    Args:
-      path: a JSONL, gzipped JSONL, JSON, CSV or Parquet file. A JSON file holds a list of objects,
-        or an object whose only entry is such a list. All values of a CSV file are text.
-      option: the option that names the file, for messages.
-
-    Returns:
-      An iterator. A location is "FILE:LINE" or "FILE, row N", counted from 1.
+    A location is "FILE:LINE" or "FILE, row N", counted from 1. A JSON file holds a list of objects,
+    or an object whose only entry is such a list. All values of a CSV file are text.
 
     Raises:
       UserError: the file does not exist, does not have the format of its suffix, or contains a line
@@ -275,12 +270,7 @@ def read_parquet_batches(
     row_groups: Sequence[int] | None = None,
     columns: Sequence[str] | None = None,
 ) -> Iterator["pyarrow.RecordBatch"]:
-    """Yield the rows of a Parquet file in batches, so that not all of it is in memory.
-
-    Args:
-      path: the file.
-      row_groups: those to read; `None`: all.
-      columns: those to read; `None`: all.
+    """Yield rows of a Parquet file, of all or some row groups and columns, a batch at a time.
 
     Raises:
       UserError: it is not a Parquet file, or two columns have the same name.

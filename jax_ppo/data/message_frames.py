@@ -38,12 +38,7 @@ class MessageFrame:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", role: str, chat_template: ChatTemplate
     ) -> None:
-        """Render the template.
-
-        Args:
-          tokenizer: has a chat template.
-          role: of the messages, such as "tool" or "user".
-          chat_template: values of variables in it, or True.
+        """Render messages of a role, such as "tool", with the tokenizer's chat template.
 
         Raises:
           ValueError: the template does not render a message of this role after the assistant's.

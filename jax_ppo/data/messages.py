@@ -129,6 +129,11 @@ def drop_missing(value: Any) -> Any:
     return value
 
 
+def prompt_texts(prompt: str | Messages) -> list[str]:
+    """Return the contents of a chat's messages, or a plain prompt as the only text."""
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+
+
 def user_message(text: str) -> Messages:
     """Return a chat that consists of one message of the user."""
     return ({"role": "user", "content": text},)

@@ -1,4 +1,4 @@
-"""Batches of tokenized prompts: in the order of the data, shuffled, or mixed from sources."""
+"""Batches of prompts: in the order of the data, shuffled, mixed, or drawn by their solve rates."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,12 @@ import numpy as np
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
+
+# Solve rates by the row of the data set, as text, so that a checkpoint's JSON holds them.
+SolveRates = dict[str, float]
+
+_MEMORY = 0.5  # the weight of what was known before, against the newest responses
+_LEAST_WEIGHT = 0.05  # of a prompt that is always or never solved; it may become useful again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +54,11 @@ class PromptBatches:
         position: int = 0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Create the iterator.
+        """Start at a saved position.
 
-        Args:
-          dataset: the prompts.
-          batch_size: B.
-          shuffle: use a new order in each epoch; False keeps the order of the rows.
-          seed: of the orders.
-          position: where to start, a saved `position`.
-          weights: weights of the data set's sources: an epoch has as many rows as the data set,
-            divided among the sources in these shares. `None`: each row once.
+        With `shuffle` each epoch has a new order, else that of the rows. With `weights` of the data
+        set's sources an epoch has as many rows as the data set, divided among the sources in these
+        shares; without them each row once.
 
         Raises:
           UserError: the data set is smaller than a batch, or a source has no row or no share.
@@ -129,13 +130,7 @@ class Mixture:
     def __init__(
         self, dataset: PromptDataset, weights: Sequence[float], shuffle: bool, seed: int
     ) -> None:
-        """Divide the rows of an epoch among the sources.
-
-        Args:
-          dataset: the prompts of all sources.
-          weights: the weight of each source, > 0.
-          shuffle: use a new order in each pass; False keeps the order of the rows.
-          seed: seed of the orders.
+        """Divide the rows of an epoch among the sources by their weights, > 0.
 
         Raises:
           UserError: a source has no rows, or too small a share for a row per epoch.
@@ -188,6 +183,78 @@ class Mixture:
         return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
 
 
+class CurriculumBatches:
+    """Endless iterator over prompts that are sometimes solved more often than over others.
+
+    At a solve rate of p, the variance of correctness is p (1 - p): largest where half of the
+    responses are correct, and 0 where comparing them teaches nothing. A batch follows from seed,
+    position and solve rates alone, and has no prompt twice.
+
+    Attributes:
+      position: prompts drawn so far.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        seed: int,
+        position: int,
+        solve_rates: SolveRates,
+    ) -> None:
+        """Start at a saved position with the solve rates there, which are updated in place.
+
+        The data set has at least `batch_size` prompts.
+        """
+        self.position = position
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self._solve_rates = solve_rates
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        return self
+
+    def __next__(self) -> PromptBatch:
+        weights = solve_rate_weights(self._solve_rates, len(self._dataset))
+        rng = np.random.default_rng([self._seed, self.position])
+        indices = rng.choice(len(weights), self._batch_size, replace=False, p=weights)
+        self.position += self._batch_size
+        return make_batch(self._dataset, indices, self._batch_size)
+
+    def observe(self, indices: np.ndarray, correct_B: np.ndarray) -> None:
+        """Update the solve rates of the rows `indices`, int [G].
+
+        `correct_B` is 1, 0 or, where it is undefined, NaN, in groups of responses to each prompt.
+
+        Raises:
+          UserError: the rule does not define correctness.
+        """
+        if np.isnan(correct_B).all():
+            raise UserError(
+                "config.data.curriculum='solve_rate': the rule does not define correctness; set "
+                "it to 'none'"
+            )
+        for index, group in zip(indices, correct_B.reshape(len(indices), -1), strict=True):
+            known = group[~np.isnan(group)]
+            if not len(known):
+                continue
+            row = str(index)
+            rate = float(known.mean())
+            before = self._solve_rates.get(row)
+            if before is not None:
+                rate = _MEMORY * before + (1 - _MEMORY) * rate
+            self._solve_rates[row] = rate
+
+
+def solve_rate_weights(solve_rates: SolveRates, rows: int) -> np.ndarray:
+    """Return the probability of each row, [rows]; a row that was never drawn has the highest."""
+    weights = np.ones(rows)
+    for row, rate in solve_rates.items():
+        weights[int(row)] = max(4 * rate * (1 - rate), _LEAST_WEIGHT)
+    return weights / weights.sum()
+
+
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
     """Yield all rows once, in order.
 
@@ -224,12 +291,7 @@ def make_batch(
 
 
 def pad_token_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
-    """Return the rows as int32 [len(rows), width], with zeros after the end of each.
-
-    Args:
-      rows: at most `width` tokens each.
-      width: length of the padded rows.
-    """
+    """Return rows of at most `width` tokens as int32 [len(rows), width], with zeros at the end."""
     padded = np.zeros((len(rows), width), np.int32)
     for padded_row, row in zip(padded, rows, strict=True):
         padded_row[: len(row)] = row

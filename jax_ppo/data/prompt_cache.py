@@ -1,69 +1,63 @@
 """Prompts of large Parquet files, tokenized once by worker processes and cached on a disk.
 
-A file is read by row groups. The rows that are not dropped, with the tokens of their prompts, are
-written to Arrow files in `data.cache_dir`, each for a few row groups, and a batch looks its rows up
-there. The memory does not grow with the data; the order, the dropped prompts and the positions are
-the same as for data in memory. The name of a cache file is a hash of everything that determines its
-contents: any run with the same data and tokenizer uses it, and an interrupted run continues where
-it stopped. Files are verified before they are used.
+The rows that are not dropped, with the tokens of their prompts, are written to Arrow files in
+`data.cache_dir`, each for a few row groups of a Parquet file, and looked up there. The memory does
+not grow with the data; the order, the dropped prompts and the positions are those of data in
+memory. A file is named IDENTITY.CHECKSUM.arrow, by hashes of everything that determines its
+contents and of the contents: any run with the same data and tokenizer uses it, an interrupted run
+continues where it stopped, and damage is found before the first step.
 """
 
+import bisect
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import logging
 import os
+import secrets
 import signal
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jax_ppo import processes
-from jax_ppo.data import cache_folder, files, prompt_shaping, row_formats
+from jax_ppo.data import files
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.cached_rows import CachedExamples, CachedTokens, RowWriter
 from jax_ppo.data.columns import Columns, ignored_columns
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
+from jax_ppo.data.prompt_shaping import RowParser
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_long_prompts
 from jax_ppo.data.sources import SourceFiles, report_ignored_columns
 from jax_ppo.errors import UserError
 from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
 
-_FORMAT = 3  # version of the cache's format; changing it invalidates all files
+if TYPE_CHECKING:
+    import pyarrow
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 4  # version of the cache's format; changing it invalidates all files
 _ROWS_PER_FILE = 8192  # at least, unless the Parquet file has fewer
+_TOKENS = "jax_ppo_prompt_tokens"  # the column of the prompts' tokens
 _SOURCE_COLUMN = "data_source"
+_OPEN_FILES = 64
+_CHECKING_THREADS = 8
+_ABANDONED_SECONDS = 24 * 3600  # since a process last wrote to an unfinished file
 
 # Raises `UserError` for the first unusable example. The function must be a module's own, since its
 # name and its arguments are part of a cache file's identity.
 Validate = functools.partial[None]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowParser:
-    """Conversion of rows to examples.
-
-    Attributes:
-      columns: names of columns that options set.
-      instruction: text added to the question in rows of some forms.
-      system_prompt: message in front of every chat; "" adds none.
-      template: text around every prompt; "" leaves it as it is.
-    """
-
-    columns: Columns = dataclasses.field(default_factory=Columns)
-    instruction: str = ""
-    system_prompt: str = ""
-    template: str = ""
-
-    def parse(self, row: dict[str, Any], location: str) -> Example:
-        """Return the example of a row; messages name its location."""
-        example = row_formats.parse_row(row, location, self.columns, self.instruction)
-        [shaped] = prompt_shaping.shape_prompts(
-            [example], self.system_prompt, self.template, location
-        )
-        return shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +80,12 @@ class _Part:
     end: int
     source: int
 
+    def identity(self) -> list[Any]:
+        """Return the facts that determine the rows; a changed file has a new time."""
+        status = self.path.stat()
+        file_version = [str(self.path.absolute()), status.st_size, status.st_mtime_ns]
+        return [*file_version, self.row_groups, self.start, self.end]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
@@ -96,42 +96,111 @@ class _Job:
     tokenizer_path: str
     validate: Validate
 
-
-def representative_examples(sources: Sequence[SourceFiles], parser: RowParser) -> Iterator[Example]:
-    """Yield an example of each `data_source` of each file, without reading all columns.
-
-    Rows outside a slice are included.
-
-    Raises:
-      UserError: a file is not Parquet, or such a row has no known form.
-    """
-    for path in dict.fromkeys(path for source in sources for path in source.paths):
-        report_ignored_columns(str(path), [_column_names(path)], parser.columns)
-        seen: set[str | None] = set()
-        for group in range(len(_group_sizes(path))):
-            unseen = _sources_of_group(path, group) - seen
-            seen |= unseen
-            if not unseen:
-                continue
-            for batch in files.read_parquet_batches(path, [group]):
-                for row in batch.to_pylist():
-                    data_source = row.get(_SOURCE_COLUMN)
-                    if data_source in unseen:
-                        unseen.remove(data_source)
-                        yield parser.parse(row, f"{path}, row group {group + 1}")
-                if not unseen:
-                    break
+    def identity(self) -> list[Any]:
+        """Return the facts that determine what becomes of rows."""
+        tokenizer = _load_tokenizer(self.tokenizer_path)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        definition = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+        return [
+            _FORMAT,
+            dataclasses.asdict(self.parser),
+            dataclasses.asdict(self.encoding),
+            [type(tokenizer).__name__, definition, tokenizer.chat_template],
+            [self.validate.func.__qualname__, repr(self.validate.keywords)],
+        ]
 
 
-def _sources_of_group(path: Path, group: int) -> set[str | None]:
-    """Return the values of `data_source`; `None` stands for a file without this column."""
-    values: set[str | None] = set()
-    for batch in files.read_parquet_batches(path, [group], [_SOURCE_COLUMN]):
-        if batch.num_columns:
-            values.update(batch.column(0).unique().to_pylist())
-        else:
-            values.add(None)
-    return values
+_load_tokenizer = functools.lru_cache(maxsize=1)(tokenizer_lib.load_tokenizer)
+
+
+class CachedExamples(Sequence[Example]):
+    """The examples of the concatenated rows of several Arrow files, parsed when looked up."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sources: Sequence[int],
+        parse: Callable[[dict[str, Any], str], Example],
+    ) -> None:
+        """Refer to files, each with the number of its source.
+
+        `parse` takes the columns of a row and a location for messages.
+        """
+        self._paths = paths
+        self._sources = sources
+        self._parse = parse
+        self._table = functools.lru_cache(_OPEN_FILES)(_open_table)
+        self._ends = list(itertools.accumulate(len(_open_table(path)) for path in paths))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def sources(self) -> np.ndarray:
+        """Return the number of the source of each row, int [rows]."""
+        return np.repeat(self._sources, np.diff(self._ends, prepend=0))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the rows, from the checksums in the names of their files."""
+        return _hash([[path.name.split(".")[1] for path in self._paths], self._sources])
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Return the tokens of a row, int32 [length]."""
+        _, row = self._locate(index)
+        return np.array(row.column(_TOKENS)[0].values, np.int32)
+
+    # Of one row; no slice is looked up.
+    def __getitem__(self, index: Any) -> Any:
+        file, row = self._locate(int(index))
+        return self._parse_row(row.drop(_TOKENS).to_pylist()[0], file, int(index))
+
+    def __iter__(self) -> Iterator[Example]:
+        index = 0
+        for file, path in enumerate(self._paths):
+            for batch in _open_table(path).drop(_TOKENS).to_batches():
+                for columns in batch.to_pylist():
+                    yield self._parse_row(columns, file, index)
+                    index += 1
+
+    def _locate(self, index: int) -> tuple[int, "pyarrow.Table"]:
+        """Return the number of a row's file, and a table of that row."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = bisect.bisect_right(self._ends, index)
+        table = self._table(self._paths[file])
+        return file, table.slice(index - self._ends[file] + len(table), 1)
+
+    def _parse_row(self, columns: dict[str, Any], file: int, index: int) -> Example:
+        example = self._parse(columns, f"config.data.cache_dir, row {index + 1}")
+        return dataclasses.replace(example, source=self._sources[file])
+
+
+class _CachedTokens(Sequence[np.ndarray]):
+    """The tokens of cached rows, each int32 [length]; like the examples, of one row at a time."""
+
+    def __init__(self, rows: CachedExamples) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows.tokens(int(index))
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedPrompts(PromptDataset):
+    """Prompts whose examples and tokens are read from a disk."""
+
+    examples: CachedExamples
+
+    def sources(self) -> np.ndarray:
+        """Return the number of the source of each example, int [rows]."""
+        return self.examples.sources()
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return facts that differ if the rows do: see `PromptDataset`."""
+        return {"rows": len(self), f"cache_{_FORMAT}": self.examples.fingerprint()}
 
 
 def cache_prompts(
@@ -146,7 +215,7 @@ def cache_prompts(
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda rows_read, total: None,
     name: str = "config.data.train_files",
-) -> PromptDataset:
+) -> CachedPrompts:
     """Return the prompts of Parquet files from a cache, after adding the missing ones to it.
 
     Args:
@@ -154,7 +223,7 @@ def cache_prompts(
       sources: the files.
       parser: converts rows to examples.
       encoding: converts prompts to tokens.
-      tokenizer_path: the path of the tokenizer, as in `load_tokenizer`.
+      tokenizer_path: as `load_tokenizer` takes it.
       validate: called with all examples, in a worker.
       max_samples: number of rows to use, from the start; `None`: all.
       workers: number of processes; 0 uses this one, `None` one for each core.
@@ -164,118 +233,54 @@ def cache_prompts(
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.
     """
-    job = _Job(parser=parser, encoding=encoding, tokenizer_path=tokenizer_path, validate=validate)
+    job = _Job(parser, encoding, tokenizer_path, validate)
     parts = list(_divide(sources, max_samples))
     total = sum(part.end - part.start for part in parts)
     if not total:
         raise UserError(f"{name}: the files have no rows")
-    common = _fingerprint(job)
-    identities = [_hash([common, *_identity(part)]) for part in parts]
-    cache_folder.remove_abandoned_files(folder)
-    paths = cache_folder.find_intact_files(folder, identities)
-    missing = [number for number, path in enumerate(paths) if path is None]
+    common = _hash(job.identity())
+    identities = [_hash([common, *part.identity()]) for part in parts]
+    paths = _find_intact_files(folder, identities)
+    tasks = {
+        number: (job, parts[number], folder, identities[number])
+        for number, path in enumerate(paths)
+        if path is None
+    }
     # A complete cache may be on a read-only disk.
-    if missing:
-        _make_folder(folder)
-    rows_read = total - sum(parts[number].end - parts[number].start for number in missing)
+    if tasks:
+        _prepare_folder(folder)
+    rows_read = total - sum(part.end - part.start for _, part, _, _ in tasks.values())
     on_progress(rows_read, total)
     if workers is None:
         workers = len(os.sched_getaffinity(0))
-    tasks = [(parts[number], folder, identities[number]) for number in missing]
-    for number, path in zip(missing, _fill(job, tasks, workers), strict=True):
+    for number, path in zip(tasks, _fill(list(tasks.values()), workers), strict=True):
         paths[number] = path
         rows_read += parts[number].end - parts[number].start
         on_progress(rows_read, total)
     examples = CachedExamples(
         [path for path in paths if path is not None], [part.source for part in parts], parser.parse
     )
-    report_dropped(total - len(examples), total, encoding.max_prompt_length, name)
-    return PromptDataset(
-        examples=examples,
-        tokens=CachedTokens(examples),
-        max_prompt_length=encoding.max_prompt_length,
-        name=name,
-    )
-
-
-def _make_folder(folder: Path) -> None:
-    """Create the folder of the cache; raise `UserError` if it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with cache_folder.open_unfinished(folder):
-            pass
-    except OSError as error:
-        # The command explains a full disk.
-        if disk_space.is_disk_full(error):
-            raise
-        raise UserError(
-            f"config.data.cache_dir={str(folder)!r}: cannot be written to: {error.strerror}"
-        ) from error
-
-
-def _fill(job: _Job, tasks: Sequence[tuple[_Part, Path, str]], workers: int) -> Iterator[Path]:
-    """Call `_write_part` with each task's arguments; yield the paths in order."""
-    if not tasks:
-        return
-    if not workers:
-        _set_job(job)
-        yield from itertools.starmap(_write_part, tasks)
-        return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(tasks)),
-        mp_context=processes.WorkerContext(),
-        initializer=_initialize_worker,
-        initargs=(os.getpid(), job),
-    )
-    try:
-        for future in [pool.submit(_write_part, *task) for task in tasks]:
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "config.data.cache_dir: a worker process was killed, which happens when memory runs "
-            f"out; {min(workers, len(tasks))} were running at once. Finished files are kept: start "
-            "the run again"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    longest = encoding.max_prompt_length
+    report_long_prompts(total - len(examples), total, longest, name)
+    return CachedPrompts(examples, _CachedTokens(examples), longest, name)
 
 
 def _divide(sources: Sequence[SourceFiles], max_samples: int | None) -> Iterator[_Part]:
-    """Yield the parts of all sources in their order, with at most `max_samples` rows."""
-    remaining = max_samples
+    """Yield the parts of all sources that have rows of their slices, at most `max_samples` rows."""
+    remaining = sys.maxsize if max_samples is None else max_samples
     for number, source in enumerate(sources):
-        for part in _divide_source(source, number):
-            if remaining is not None:
-                part = dataclasses.replace(part, end=min(part.end, part.start + remaining))
-                remaining -= part.end - part.start
-            if part.start < part.end:
-                yield part
-
-
-def _divide_source(source: SourceFiles, number: int) -> Iterator[_Part]:
-    """Yield the parts of one source that have rows of its slice."""
-    rows_of_earlier_files = 0
-    for path in source.paths:
-        sizes = _group_sizes(path)
-        first_row = 0
-        for groups in _join_groups(sizes):
-            rows = sum(sizes[group] for group in groups)
-            offset = rows_of_earlier_files + first_row
-            start = _clip(source.start - offset, rows)
-            end = rows
-            if source.end is not None:
-                end = _clip(source.end - offset, rows)
-            if start < end:
-                yield _Part(
-                    path=path,
-                    row_groups=groups,
-                    first_row=first_row,
-                    start=start,
-                    end=end,
-                    source=number,
-                )
-            first_row += rows
-        rows_of_earlier_files += first_row
+        source_end = sys.maxsize if source.end is None else source.end
+        earlier_rows = 0  # of the source
+        for path in source.paths:
+            first_row = 0
+            for groups, rows in _join_groups(path):
+                start = _clip(source.start - earlier_rows, rows)
+                end = min(_clip(source_end - earlier_rows, rows), start + remaining)
+                if start < end:
+                    yield _Part(path, groups, first_row, start, end, number)
+                    remaining -= end - start
+                first_row += rows
+                earlier_rows += rows
 
 
 def _clip(row: int, rows: int) -> int:
@@ -294,90 +299,205 @@ def _group_sizes(path: Path) -> list[int]:
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
-def _join_groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield consecutive row groups that together have enough rows for a file of the cache."""
-    joined: list[int] = []
-    for group in range(len(sizes)):
-        joined.append(group)
-        if sum(sizes[other] for other in joined) >= _ROWS_PER_FILE or group + 1 == len(sizes):
-            yield tuple(joined)
-            joined = []
+def _join_groups(path: Path) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield consecutive row groups that together have enough rows for a file, and their rows."""
+    sizes = _group_sizes(path)
+    first, rows = 0, 0
+    for group, size in enumerate(sizes):
+        rows += size
+        if rows >= _ROWS_PER_FILE or group + 1 == len(sizes):
+            yield tuple(range(first, group + 1)), rows
+            first, rows = group + 1, 0
 
 
-def _fingerprint(job: _Job) -> str:
-    """Return a hash of the facts that determine the contents of all files of the cache."""
-    tokenizer = tokenizer_lib.load_tokenizer(job.tokenizer_path)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        definition = sorted(tokenizer.get_vocab().items())
-    else:
-        definition = backend.to_str()
-    return _hash(
-        [
-            _FORMAT,
-            dataclasses.asdict(job.parser),
-            dataclasses.asdict(job.encoding),
-            [type(tokenizer).__name__, definition, tokenizer.chat_template],
-            [job.validate.func.__qualname__, repr(job.validate.keywords)],
-        ]
-    )
+def _find_intact_files(folder: Path, identities: Sequence[str]) -> list[Path | None]:
+    """Return the file of each identity, `None` if it is missing or damaged, which is logged."""
+    named = collections.defaultdict[str, list[Path]](list)
+    for path in sorted(folder.glob("*.arrow")):
+        named[path.name.partition(".")[0]].append(path)
+
+    def find_intact(identity: str) -> Path | None:
+        return next(filter(_is_intact, named[identity]), None)
+
+    # Hashing releases the interpreter lock.
+    with concurrent.futures.ThreadPoolExecutor(_CHECKING_THREADS) as threads:
+        intact_paths = list(threads.map(find_intact, identities))
+    for identity, intact_path in zip(identities, intact_paths, strict=True):
+        if intact_path is None and named[identity]:
+            log.warning(
+                "config.data.cache_dir: %s is damaged and is written again", named[identity][0]
+            )
+    return intact_paths
 
 
-def _identity(part: _Part) -> list[Any]:
-    """Return the facts that determine a part's contents; a changed file has a new time."""
-    status = part.path.stat()
-    file_version = [str(part.path.absolute()), status.st_size, status.st_mtime_ns]
-    return [*file_version, part.row_groups, part.start, part.end]
+def _is_intact(path: Path) -> bool:
+    try:
+        return path.name.split(".")[1] == _checksum(path)
+    except OSError:
+        return False
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-# The job of this worker process, set when it starts.
-_job: _Job
-_tokenizer: Any
+def _prepare_folder(folder: Path) -> None:
+    """Create the folder of the cache and remove what killed processes left in it.
+
+    Raises:
+      UserError: it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for path in folder.glob("*.unfinished"):
+            with contextlib.suppress(FileNotFoundError):  # another run removed or finished it
+                if path.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                    path.unlink()
+    except OSError as error:
+        # The command explains a full disk.
+        if disk_space.is_disk_full(error):
+            raise
+        raise UserError(
+            f"config.data.cache_dir={str(folder)!r}: cannot be written to: {error.strerror}"
+        ) from error
 
 
-def _initialize_worker(parent: int, job: _Job) -> None:
-    """Prepare this process to write files of the cache."""
+def _fill(tasks: Sequence[tuple[_Job, _Part, Path, str]], workers: int) -> Iterator[Path]:
+    """Call `_write_part` with each task's arguments; yield the paths in order."""
+    if not tasks or not workers:
+        yield from itertools.starmap(_write_part, tasks)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(tasks)),
+        mp_context=processes.WorkerContext(),
+        initializer=_initialize_worker,
+        initargs=(os.getpid(),),
+    )
+    try:
+        for future in [pool.submit(_write_part, *task) for task in tasks]:
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "config.data.cache_dir: a worker process was killed, which happens when memory runs "
+            f"out; {min(workers, len(tasks))} were running at once. Finished files are kept: start "
+            "the run again"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _initialize_worker(parent: int) -> None:
     # Ctrl-C reaches all processes of the command, but the run ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.end_with_parent(parent)
-    _set_job(job)
 
 
-def _set_job(job: _Job) -> None:
-    global _job, _tokenizer
-    _job = job
-    _tokenizer = tokenizer_lib.load_tokenizer(job.tokenizer_path)
+def _write_part(job: _Job, part: _Part, folder: Path, identity: str) -> Path:
+    """Write the file of a part; return its path."""
+    import pyarrow as pa
+
+    unfinished = folder / f"{secrets.token_hex(8)}.unfinished"
+    try:
+        tables = _encode_part(job, part)
+        first = next(tables)
+        with unfinished.open("xb") as file, pa.ipc.new_file(file, first.schema) as writer:
+            for rows in itertools.chain([first], tables):
+                writer.write_table(rows)
+        path = folder / f"{identity}.{_checksum(unfinished)}.arrow"
+        # If two runs write the same file, either result is valid.
+        return unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _write_part(part: _Part, folder: Path, identity: str) -> Path:
-    """Write the file of a part in an initialized worker; return its path."""
-    columns = _columns_read(part.path, _job.parser.columns)
+def _encode_part(job: _Job, part: _Part) -> Iterator["pyarrow.Table"]:
+    """Yield the rows of a part that are not dropped, with the tokens of their prompts."""
+    import pyarrow as pa
+
     row = 0  # counted within these row groups
-    with cache_folder.open_unfinished(folder) as file:
-        with RowWriter(file) as writer:
-            for batch in files.read_parquet_batches(part.path, part.row_groups, columns):
-                start = _clip(part.start - row, batch.num_rows)
-                end = _clip(part.end - row, batch.num_rows)
-                first = part.first_row + row + start
-                row += batch.num_rows
-                used = batch.slice(start, end - start)
-                examples = [
-                    _job.parser.parse(columns, f"{part.path}, row {number}")
-                    for number, columns in enumerate(used.to_pylist(), first + 1)
-                ]
-                location = f"{part.path}, from row {first + 1}"
-                try:
-                    _job.validate(examples)
-                except UserError as error:
-                    raise UserError(f"{location}: {error}") from error
-                writer.write(
-                    used, list(encode_prompts(examples, _tokenizer, _job.encoding, location))
-                )
-        return cache_folder.publish_cache_file(file, identity)
+    columns = _columns_read(part.path, job.parser.columns)
+    for batch in files.read_parquet_batches(part.path, part.row_groups, columns):
+        start, end = (_clip(bound - row, len(batch)) for bound in (part.start, part.end))
+        first = part.first_row + row + start + 1
+        row += len(batch)
+        rows = _without_dictionaries(pa.Table.from_batches([batch.slice(start, end - start)]))
+        examples = [
+            job.parser.parse(columns, f"{part.path}, row {number}")
+            for number, columns in enumerate(rows.to_pylist(), first)
+        ]
+        location = f"{part.path}, from row {first}"
+        try:
+            job.validate(examples)
+        except UserError as error:
+            raise UserError(f"{location}: {error}") from error
+        tokenizer = _load_tokenizer(job.tokenizer_path)
+        ids = pa.array(
+            list(encode_prompts(examples, tokenizer, job.encoding, location)), pa.list_(pa.int32())
+        )
+        yield rows.append_column(_TOKENS, ids).filter(ids.is_valid())
+
+
+def _without_dictionaries(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Return a table with plain columns: an Arrow file holds only one dictionary for each."""
+    import pyarrow as pa
+
+    fields = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))
+
+
+def _open_table(path: Path) -> "pyarrow.Table":
+    """Return the rows of a file, which stay on the disk until they are read."""
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"config.data.cache_dir: {path} can no longer be read: {error}. Start the run "
+            "again to rewrite the file"
+        ) from error
+
+
+def representative_examples(sources: Sequence[SourceFiles], parser: RowParser) -> Iterator[Example]:
+    """Yield an example of each `data_source` of each file, without reading all columns.
+
+    Rows outside a slice are included.
+
+    Raises:
+      UserError: a file is not Parquet, or such a row has no known form.
+    """
+    for path in dict.fromkeys(path for source in sources for path in source.paths):
+        report_ignored_columns(str(path), [_column_names(path)], parser.columns)
+        seen: set[str | None] = set()
+        for group in range(len(_group_sizes(path))):
+            unseen = _sources_of_group(path, group) - seen
+            seen |= unseen
+            batches = files.read_parquet_batches(path, [group]) if unseen else ()
+            for row in itertools.chain.from_iterable(batch.to_pylist() for batch in batches):
+                if not unseen:
+                    break
+                data_source = row.get(_SOURCE_COLUMN)
+                if data_source in unseen:
+                    unseen.remove(data_source)
+                    yield parser.parse(row, f"{path}, row group {group + 1}")
+
+
+def _sources_of_group(path: Path, group: int) -> set[str | None]:
+    """Return the values of `data_source`; `None` stands for a file without this column."""
+    values: set[str | None] = set()
+    for batch in files.read_parquet_batches(path, [group], [_SOURCE_COLUMN]):
+        values.update(batch.column(0).unique().to_pylist() if batch.num_columns else [None])
+    return values
 
 
 def _columns_read(path: Path, columns: Columns) -> list[str] | None:

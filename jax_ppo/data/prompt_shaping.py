@@ -1,9 +1,12 @@
-"""Additions to every prompt that options set: a system message, and a template around it."""
+"""Conversion of rows to examples by the options: columns, and additions to every prompt."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from jax_ppo.data import row_formats
+from jax_ppo.data.columns import Columns
 from jax_ppo.data.messages import Messages, is_prefilled
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.storage import paths
@@ -12,16 +15,33 @@ from jax_ppo.types import Example
 PLACEHOLDER = "{prompt}"
 
 
+@dataclasses.dataclass(frozen=True)
+class RowParser:
+    """Conversion of rows to examples.
+
+    Attributes:
+      columns: names of columns that options set.
+      instruction: text added to the question in rows of some forms.
+      system_prompt: message in front of every chat; "" adds none.
+      template: text around every prompt; "" leaves it as it is.
+    """
+
+    columns: Columns = dataclasses.field(default_factory=Columns)
+    instruction: str = ""
+    system_prompt: str = ""
+    template: str = ""
+
+    def parse(self, row: dict[str, Any], location: str) -> Example:
+        """Return the example of a row; messages name its location."""
+        example = row_formats.parse_row(row, location, self.columns, self.instruction)
+        [shaped] = shape_prompts([example], self.system_prompt, self.template, location)
+        return shaped
+
+
 def shape_prompts(
     examples: Sequence[Example], system_prompt: str, template: str, name: str
 ) -> list[Example]:
-    """Return the examples with the system message and the template of the options; "" adds none.
-
-    Args:
-      examples: the rows.
-      system_prompt: `data.system_prompt`.
-      template: as returned by `read_template`.
-      name: the option that names the rows, for messages.
+    """Return the examples of an option, `name`, with a system message and a template; "" adds none.
 
     Raises:
       UserError: a system message is set, and a prompt is plain text.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ppo.data.cached_rows import CachedExamples
-from jax_ppo.data.length_bound import LengthBound
+from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import (
     ChatTemplate,
+    certainly_exceeds,
     encode_text,
     render_prompt,
     template_variables,
@@ -53,19 +53,15 @@ class PromptDataset:
 
     def sources(self) -> np.ndarray:
         """Return the number of the source of each example, int [rows]."""
-        if isinstance(self.examples, CachedExamples):
-            return self.examples.sources()
         return np.array([example.source for example in self.examples])
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Return facts that JSON can hold and that differ if the rows differ.
 
-        `rows` counts them; `memory` or `cache` is a hash of their contents and order, whose way of
-        computing depends on where they are. Neither depends on the names of files.
+        `rows` counts them; the other is a hash of their contents and order, whose name says how it
+        is computed. Neither depends on the names of files.
         """
-        if isinstance(self.examples, CachedExamples):
-            return {"rows": len(self), "cache": self.examples.fingerprint()}
         digest = hashlib.sha256()
         # Not the tokens: a chat template may write today's date.
         for example in self.examples:
@@ -103,9 +99,7 @@ def tokenize_prompts(
     encoding: PromptEncoding,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
-    """Encode every prompt; drop, truncate or reject those longer than max_prompt_length.
-
-    Takes the same arguments as `encode_prompts`. The number of dropped prompts is logged.
+    """Encode every prompt as `encode_prompts` does; log the number of dropped prompts.
 
     Raises:
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
@@ -119,7 +113,7 @@ def tokenize_prompts(
             usable_examples.append(example)
             tokens.append(ids)
     longest = encoding.max_prompt_length
-    report_dropped(len(examples) - len(tokens), len(examples), longest, name)
+    report_long_prompts(len(examples) - len(tokens), len(examples), longest, name)
     return PromptDataset(tuple(usable_examples), tokens, longest, name)
 
 
@@ -131,55 +125,45 @@ def encode_prompts(
 ) -> Iterator[np.ndarray | None]:
     """Yield the token ids of each prompt, int32 [length], or `None` if it is dropped.
 
-    Args:
-      examples: the rows.
-      tokenizer: a transformers tokenizer.
-      encoding: converts prompts to tokens.
-      name: the option that names the data, or another origin of the rows, for messages.
-
-    Raises:
-      UserError: see `tokenize_prompts`.
+    `name` is the option that names the data, or another origin of the rows, for messages. Raises as
+    `tokenize_prompts` does.
     """
     limit = encoding.max_prompt_length
-    # The exact length matters only for a prompt that is truncated.
-    bound = None if encoding.truncates else LengthBound(tokenizer)
     validate_chat_template(tokenizer, encoding.chat_template)
     _report_unread_tools(examples, tokenizer, encoding.chat_template, name)
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
         location = f"{name}, example {row}"
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
-        certainly_exceeds = bound is not None and bound.certainly_exceeds(text, limit)
-        ids: list[int] = []
-        if not certainly_exceeds:
-            ids = _encode_rendered(tokenizer, text, special, location)
+        # The exact length matters only for a prompt that is truncated.
+        is_skipped = not encoding.truncates and certainly_exceeds(tokenizer, text, limit)
+        ids = [] if is_skipped else _encode_rendered(tokenizer, text, special, location)
         # Too long: drop it, raise, or truncate, in this order of precedence.
-        if certainly_exceeds or len(ids) > limit:
+        if is_skipped or len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None
                 continue
-            if certainly_exceeds:
+            if is_skipped:
                 raise _overlong_error(f"more than {limit}", limit, location)
             ids = _truncate(ids, limit, encoding.truncation, location)
         yield np.asarray(ids, np.int32)
 
 
-def report_dropped(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
+def report_long_prompts(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
     """Log the number of dropped prompts; raise `UserError` if none is left."""
+    longer = f"longer than config.data.max_prompt_length={max_prompt_length} tokens"
+    problem = (
+        f"no prompt is left of {total}; {dropped} are {longer}. Set it higher, or use other data"
+    )
+    report_dropped(name, dropped, total, f"prompts, {longer}", problem)
+
+
+def report_dropped(name: str, dropped: int, total: int, which: str, problem: str) -> None:
+    """Log how many of the rows of an option are dropped; raise `UserError` if none is left."""
     if dropped:
-        log.warning(
-            "%s: dropped %d of %d prompts, longer than config.data.max_prompt_length=%d tokens",
-            name,
-            dropped,
-            total,
-            max_prompt_length,
-        )
+        log.warning("%s: dropped %d of %d %s", name, dropped, total, which)
     if dropped == total:
-        raise UserError(
-            f"{name}: no prompt is left of {total}; {dropped} are longer than "
-            f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or use "
-            "other data"
-        )
+        raise UserError(f"{name}: {problem}")
 
 
 def _report_unread_tools(
@@ -207,12 +191,8 @@ def _render_example(
     location: str,
 ) -> tuple[str, bool]:
     """Return the text of a prompt, and whether the tokenizer adds its special tokens to it."""
-    if isinstance(example.prompt, str):
-        texts = [example.prompt]
-    else:
-        texts = [message["content"] for message in example.prompt]
     # Checked before rendering, since a chat template renders an empty prompt as text.
-    if not any(text.strip() for text in texts):
+    if not any(text.strip() for text in prompt_texts(example.prompt)):
         raise UserError(f"{location}: the prompt is empty")
     try:
         return render_prompt(tokenizer, example.prompt, chat_template, example.tools)

@@ -1,23 +1,19 @@
 """Prompts with responses: the data of supervised training and of reward models."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.prompt_batches import pad_token_rows
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
-from jax_ppo.data.tokenizer import ChatTemplate, encode_responses
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding, report_dropped, tokenize_prompts
+from jax_ppo.data.tokenizer import certainly_exceeds, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
 
 # The fields of types.Example that must be present, in the order of their use.
 DEMONSTRATION_FIELDS = ("response",)
@@ -94,33 +90,37 @@ def tokenize_responses(
     max_response_length: int,
     name: str = "config.data.train_files",
 ) -> ResponseDataset:
-    """Encode every example; drop those whose responses are empty or too long.
+    """Encode every example that `validate_responses` has accepted for the same fields.
 
-    The numbers of dropped examples are logged.
-
-    Args:
-      examples: rows that `validate_responses` has accepted.
-      tokenizer: a transformers tokenizer.
-      fields: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
-      encoding: converts prompts to tokens.
-      max_response_length: tokens of a response with its EOS; examples with a longer one are
-        dropped.
-      name: the option that names the data, for messages.
+    Those whose responses are empty or, with the EOS, longer than `max_response_length` tokens are
+    dropped, and their numbers logged.
 
     Raises:
       UserError: as in `tokenize_prompts`; no usable response; or a tokenizer without an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
-    prompts = tokenize_prompts(
-        _drop_empty_responses(examples, fields, name), tokenizer, encoding, name
+    nonempty = [
+        example for example in examples if all(getattr(example, field).strip() for field in fields)
+    ]
+    report_dropped(
+        name,
+        len(examples) - len(nonempty),
+        len(examples),
+        "examples, which have an empty response",
+        f"all {len(examples)} examples have an empty response; use other data",
     )
-    # The bound counts all tokens of a prompt; a truncated prompt has fewer.
-    bound = None if encoding.truncates else LengthBound(tokenizer)
-    responses = _encode_fitting_responses(
-        prompts, tokenizer, fields, bound, max_response_length, encoding.chat_template
+    prompts = tokenize_prompts(nonempty, tokenizer, encoding, name)
+    responses = _encode_fitting_responses(prompts, tokenizer, fields, encoding, max_response_length)
+    longer = f"longer than config.data.max_response_length={max_response_length} tokens"
+    report_dropped(
+        name,
+        len(prompts) - len(responses),
+        len(prompts),
+        f"examples, whose responses are {longer}",
+        f"no example is left of {len(prompts)}: all responses are {longer}. Set it higher, or use "
+        "other data",
     )
-    _report_long_responses(len(prompts), len(responses), max_response_length, name)
     return ResponseDataset(
         prompts=dataclasses.replace(
             prompts,
@@ -137,54 +137,30 @@ def _encode_fitting_responses(
     prompts: PromptDataset,
     tokenizer: "PreTrainedTokenizerBase",
     fields: tuple[str, ...],
-    bound: LengthBound | None,
+    encoding: PromptEncoding,
     max_response_length: int,
-    chat_template: ChatTemplate,
 ) -> dict[int, list[np.ndarray]]:
     """Return the token ids of each field's response, by the rows whose responses all fit."""
     responses = {}
     for row, example in enumerate(prompts.examples):
         texts = [getattr(example, field) for field in fields]
-        # This is an upper limit: response and prompt may share a token at their border.
-        longest_fit = len(prompts.tokens[row]) + max_response_length
-        if bound is not None and any(bound.certainly_exceeds(text, longest_fit) for text in texts):
+        if any(certainly_exceeds(tokenizer, text, max_response_length) for text in texts):
             continue
-        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template, example.tools)
+        encoded = encode_responses(
+            tokenizer, example.prompt, texts, encoding.chat_template, example.tools
+        )
         # A pair is dropped unless both of its responses fit.
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]
     return responses
 
 
-def _report_long_responses(total: int, usable: int, max_response_length: int, name: str) -> None:
-    """Log how many of `total` examples are dropped; raise `UserError` if none is usable."""
-    if not usable:
-        raise UserError(
-            f"{name}: no example is left of {total}: all responses are longer than "
-            f"config.data.max_response_length={max_response_length} tokens. Set it higher, or use "
-            "other data"
-        )
-    if dropped := total - usable:
-        log.warning(
-            "%s: dropped %d of %d examples, whose responses are longer than "
-            "config.data.max_response_length=%d tokens",
-            name,
-            dropped,
-            total,
-            max_response_length,
-        )
-
-
 def validate_responses(
     examples: Sequence[Example], fields: tuple[str, ...], name: str, response_key: str
 ) -> None:
-    """Raise UserError for the first example that lacks one of the fields.
+    """Raise `UserError` for the first example that lacks one of the fields.
 
-    Args:
-      examples: the rows.
-      fields: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
-      name: the option that names the data, for the message.
-      response_key: config.supervised.response_key.
+    They are DEMONSTRATION_FIELDS or PREFERENCE_FIELDS; `response_key` is the option of this name.
     """
     for row, example in enumerate(examples, 1):
         missing = [field for field in fields if getattr(example, field) is None]
@@ -198,23 +174,3 @@ def validate_responses(
             f"{name}, example {row} (data_source {example.data_source!r}) has no "
             f"{' and no '.join(missing)}. {source}{hint}"
         )
-
-
-def _drop_empty_responses(
-    examples: Sequence[Example], fields: tuple[str, ...], name: str
-) -> list[Example]:
-    nonempty = [
-        example for example in examples if all(getattr(example, field).strip() for field in fields)
-    ]
-    if dropped := len(examples) - len(nonempty):
-        log.warning(
-            "%s: dropped %d of %d examples, which have an empty response",
-            name,
-            dropped,
-            len(examples),
-        )
-    if not nonempty:
-        raise UserError(
-            f"{name}: all {len(examples)} examples have an empty response; use other data"
-        )
-    return nonempty

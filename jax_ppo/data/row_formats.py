@@ -26,6 +26,7 @@ from jax_ppo.data.messages import (
     Messages,
     drop_missing,
     parse_prompt,
+    prompt_texts,
     quote_cell,
     user_message,
 )
@@ -58,13 +59,10 @@ def parse_row(
     columns: Columns | None = None,
     instruction: str = "",
 ) -> Example:
-    """Convert one row to an example.
+    """Convert a row, columns by name, to an example; messages name its location.
 
-    Args:
-      row: columns by name.
-      location: place of the row in the data, for error messages.
-      columns: names of columns that options set, which take precedence; `None`: the defaults.
-      instruction: text added to a question, after a space.
+    The columns that options name take precedence. The instruction is added to a question, after a
+    space.
 
     Raises:
       UserError: the row has no prompt or several, a column has the wrong type, or the row has
@@ -275,8 +273,7 @@ def _agrees(prompt: Prompt, other: Prompt) -> bool:
 
 def _flatten(prompt: Prompt) -> str:
     """Return the text of a prompt with single spaces as its only white space."""
-    text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
-    return " ".join(text.split())
+    return " ".join("\n".join(prompt_texts(prompt)).split())
 
 
 def _disagreement(readings: list[_Reading], meaning: str, option: str, location: str) -> UserError:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from jax_ppo.data import files, hub_files, row_formats
 from jax_ppo.data.columns import Columns, ignored_columns, is_missing
-from jax_ppo.data.messages import Messages
+from jax_ppo.data.messages import prompt_texts
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
@@ -85,15 +85,10 @@ def read_examples(
     seed: int = 0,
     option: str = "config.data.train_files",
 ) -> list[Example]:
-    """Read or generate all examples that a specification names, in its order.
+    """Read or generate all examples of the sources that an option names, in their order.
 
-    Args:
-      spec: the sources, separated by commas; see the module docstring. Weights are ignored here;
-        see `source_weights`.
-      columns: names of columns that options set; `None`: the defaults.
-      instruction: text added to the question in rows of GSM8K's format, separated by a space.
-      seed: seed of the generated stories. The arithmetic problems depend on their index alone.
-      option: the option that holds the specification, for messages.
+    Weights are ignored here; see `source_weights`. Columns and instruction are as in `parse_row`.
+    The seed is that of generated stories; arithmetic problems depend on their index alone.
 
     Raises:
       UserError: a source does not exist, cannot be reached or read, or has rows of no known format.
@@ -191,18 +186,14 @@ def _load_source(
     if not examples:
         raise UserError(f"{option}: {source} has no rows")
     report_ignored_columns(source, layouts, columns or Columns())
-    if instruction and not any(_ends_with(example.prompt, instruction) for example in examples):
+    prompts = (prompt_texts(example.prompt) for example in examples)
+    if instruction and not any(texts[-1].endswith(instruction) for texts in prompts):
         log.warning(
             "%s: config.data.instruction is not added to these rows, whose prompts are not only a "
             "question",
             source,
         )
     return examples
-
-
-def _ends_with(prompt: str | Messages, instruction: str) -> bool:
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    return str(text).endswith(instruction)
 
 
 def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], columns: Columns) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_ppo.data.messages import Messages, add_response, is_prefilled
+from jax_ppo.data.messages import Messages, add_response, is_prefilled, prompt_texts
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
 
@@ -17,6 +17,7 @@ PAD = "<pad>"
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
+LONG_TEXT = 1_000_000  # characters; encoding more takes seconds
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
@@ -49,12 +50,10 @@ Tools = Sequence[dict[str, Any]]
 def load_tokenizer(
     path: str, option: str = "config.model.tokenizer_path"
 ) -> "PreTrainedTokenizerBase":
-    """Load the transformers tokenizer of a local folder, a bucket, or a model on the hub.
+    """Load the transformers tokenizer that an option names.
 
-    Args:
-      path: an existing folder, an address such as gs://BUCKET/FOLDER, or OWNER/NAME or
-        OWNER/NAME@REVISION on the hub.
-      option: the option that holds the path, for messages.
+    It is in an existing folder, at an address such as gs://BUCKET/FOLDER, or on the hub as
+    OWNER/NAME or OWNER/NAME@REVISION.
 
     Raises:
       UserError: there is no such folder or model, it has no tokenizer or one that needs code from
@@ -110,21 +109,13 @@ def _download_tokenizer(path: str, option: str) -> Path:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, folder: str | Path
 ) -> "PreTrainedTokenizerBase":
-    """Train a byte-level BPE on the texts, in which each digit is a token, and save it.
+    """Train a byte-level BPE on the texts, in which each digit is a token; save and return it.
 
-    Ids 0, 1, 2 are <pad>, <eos>, <unk>. Text made of bytes that occur in the training texts is
-    unchanged by encoding and decoding. Other bytes become <unk>, unless vocab_size is at least
-    FULL_ALPHABET.
-
-    Args:
-      texts: training texts.
-      vocab_size: maximum number of tokens; there are fewer if the texts do not contain more.
-      folder: output folder, written with save_pretrained. AutoTokenizer.from_pretrained loads it to
-        the same ids, also next to a Llama's config.json (but not next to a Qwen2's, for which
-        transformers replaces the pre-tokenizer).
-
-    Returns:
-      The transformers tokenizer.
+    Ids 0, 1, 2 are <pad>, <eos>, <unk>. There are at most `vocab_size` tokens. Text made of bytes
+    that occur in the training texts is unchanged by encoding and decoding. Other bytes become
+    <unk>, unless vocab_size is at least FULL_ALPHABET. AutoTokenizer loads the same ids from the
+    folder, also next to a Llama's config.json (but not next to a Qwen2's, for which transformers
+    replaces the pre-tokenizer).
 
     Raises:
       UserError: vocab_size is too small for the characters of the texts.
@@ -233,12 +224,6 @@ def encode_prompt(
     special tokens that the tokenizer itself adds: Llama's adds BOS in its post-processor; Qwen2's
     and GPT-2's add none (although GPT-2's defines a BOS), and their models were trained without. An
     EOS that the tokenizer appends is removed, because the model must continue instead of stop.
-
-    Args:
-      tokenizer: a transformers tokenizer.
-      prompt: text, or messages with role and content.
-      chat_template: False ignores the template; a dict has variables for it.
-      tools: functions for the template.
     """
     return encode_text(tokenizer, *render_prompt(tokenizer, prompt, chat_template, tools))
 
@@ -258,8 +243,6 @@ def encode_responses(
     They are the ids that follow the prompt's when both are encoded together, and so the ones that a
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
     If prompt and response merge into one token, the response is encoded on its own.
-
-    Takes the same arguments as `encode_prompt`, and the texts of the responses.
     """
     # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
     text, special = render_prompt(tokenizer, prompt, chat_template, tools)
@@ -333,7 +316,7 @@ def render_prompt(
             content = prompt[-1]["content"]
             text = text.rstrip() + content[len(content.rstrip()) :]
         return text, False
-    return "\n".join(message["content"] for message in prompt), True
+    return "\n".join(prompt_texts(prompt)), True
 
 
 def _apply_template(
@@ -395,3 +378,14 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) 
         if not text_ends_in_eos:
             ids.pop()
     return ids
+
+
+def certainly_exceeds(tokenizer: "PreTrainedTokenizerBase", text: str, tokens: int) -> bool:
+    """Return whether a very long text has more than `tokens` tokens, judged by its beginning.
+
+    What follows a beginning changes only its last tokens. `False` if that is not certain.
+    """
+    if len(text) < LONG_TEXT:
+        return False
+    beginning = text[: LONG_TEXT // 10 + 16 * tokens]
+    return len(encode_text(tokenizer, beginning, special=False)) > 2 * tokens + 100

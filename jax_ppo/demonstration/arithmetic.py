@@ -104,13 +104,9 @@ def _add_or_subtract(left: int, sign: str, right: int) -> int:
 
 @functools.lru_cache(maxsize=2**14)
 def generate_problem(index: int, split: str) -> Problem:
-    """Return problem number `index` of a split, which is always the same.
+    """Return problem number `index`, 0 or more, of "train" or "heldout", which is always the same.
 
     Two indices may share their operands.
-
-    Args:
-      index: 0 or more.
-      split: "train" or "heldout".
     """
     if index < 0 or split not in SPLITS:
         raise ValueError(
@@ -155,18 +151,12 @@ def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0
 
 
 def generate_worked_solutions(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
-    """Return training problems, each with a response, for a supervised warm-up.
+    """Return training problems 0 .. count - 1, each with a response, for a supervised warm-up.
 
-    A model that is trained on them knows the format of an answer but seldom solves step by step.
-
-    Args:
-      count: number of pairs; they belong to the training problems 0 .. count - 1.
-      careful_share: probability that a response is a worked solution, which is right. The other
-        responses answer at once: right with probability GUESS_ACCURACY, otherwise off by 1 to 3.
-      seed: seed of the choice between the two, and of the wrong answers.
-
-    Returns:
-      (prompt, response) pairs of text. The caller adds the end-of-sequence token.
+    A model that is trained on them knows the format of an answer but seldom solves step by step:
+    with probability `careful_share` a response is a worked solution, which is right. The others
+    answer at once: right with probability GUESS_ACCURACY, otherwise off by 1 to 3. The caller adds
+    the end-of-sequence token.
     """
     pairs = []
     for index in range(count):

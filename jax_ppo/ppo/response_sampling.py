@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_ppo.data.curriculum import CurriculumBatches
-from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import RuleRewards, given_rewards

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, RolloutOptions
-from jax_ppo.data.curriculum import CurriculumBatches
-from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker

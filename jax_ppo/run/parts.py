@@ -6,8 +6,7 @@ from typing import Any
 
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches
-from jax_ppo.data.curriculum import CurriculumBatches, SolveRates
-from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches, SolveRates
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
 from jax_ppo.demonstration import warmup

@@ -54,7 +54,8 @@ def download_snapshot(
 
     The hub is first queried once, with a time limit and without retries, before anything that
     retries is started. If it does not answer, the contents of the cache are used. The hub's own
-    environment variables apply (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE).
+    environment variables apply (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE). Without a network
+    at least one cached file matches.
 
     Args:
       name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit instead of main.
@@ -62,9 +63,6 @@ def download_snapshot(
       option: the option that names the repository, for messages.
       repo_type: "model" or "dataset".
       ignore: patterns of matching files to leave out.
-
-    Returns:
-      The repository; without a network at least one cached file matches.
 
     Raises:
       HubError: the repository is gated, it or the revision does not exist, the name is invalid, a

@@ -11,7 +11,7 @@ from jax_ppo.config.schema import Data, Model, Trainer
 from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.prompt_cache import RowParser
+from jax_ppo.data.prompt_shaping import RowParser
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.errors import UserError

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.data.curriculum import CurriculumBatches, solve_rate_weights
+from jax_ppo.data.prompt_batches import CurriculumBatches, solve_rate_weights
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.response_sampling import observe_solve_rates

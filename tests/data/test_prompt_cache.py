@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_ppo.data import cache_folder, files, prompt_cache, sources
-from jax_ppo.data.cached_rows import ROWS_PER_BATCH
+from jax_ppo.data import files, prompt_cache, sources
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_batches import PromptBatches
-from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
+from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
+from jax_ppo.data.prompt_shaping import RowParser
 from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import row_validation
@@ -85,7 +85,7 @@ def assert_same(cache, memory):
 def test_rows_tokens_and_order_are_those_of_the_same_data_in_memory(data, trained, tmp_path, form):
     spec = form.format(data)
     memory = in_memory(spec, trained)
-    assert ROWS_PER_BATCH < len(memory) < ROWS, "several batches, and some prompts are dropped"
+    assert 150 < len(memory) < ROWS, "several files, and some prompts are dropped"
     assert_same(cached(tmp_path, spec, trained), memory)
 
 
@@ -192,13 +192,12 @@ def test_a_file_that_is_damaged_during_a_run_ends_it_in_one_line(data, trained, 
         list(cache.examples)
 
 
-def test_unfinished_files_of_ended_processes_are_removed(data, trained, tmp_path):
-    """Those that a process writes hold a lock."""
-    (tmp_path / "0123.unfinished").write_bytes(b"killed")
-    with cache_folder.open_unfinished(tmp_path) as alive:
-        cached(tmp_path, data, trained)
-        assert [path.name for path in tmp_path.glob("*.unfinished")] == [Path(alive.name).name]
-    assert not list(tmp_path.glob("*.unfinished"))
+def test_unfinished_files_that_were_not_written_to_for_a_day_are_removed(data, trained, tmp_path):
+    (tmp_path / "killed.unfinished").write_bytes(b"killed")
+    os.utime(tmp_path / "killed.unfinished", (1, 1))
+    (tmp_path / "alive.unfinished").write_bytes(b"another run's")
+    cached(tmp_path, data, trained)
+    assert [path.name for path in tmp_path.glob("*.unfinished")] == ["alive.unfinished"]
 
 
 def die(examples):
@@ -211,9 +210,7 @@ def test_a_killed_worker_ends_the_work_in_one_line(data, trained, tmp_path):
     arguments = (folder, located(data), PARSER, ENCODING, str(trained[1]))
     with pytest.raises(UserError, match="a worker process was killed, which happens when memory"):
         cache_prompts(*arguments, deadly, workers=1)
-    assert len(list(folder.glob("*.unfinished"))) == 1
-    cached(folder, data, trained)
-    assert not list(folder.glob("*.unfinished"))
+    assert_same(cached(folder, data, trained), in_memory(data, trained))
 
 
 @pytest.mark.parametrize("folder", ["/proc/cache", "/dev/full/cache"])
@@ -253,14 +250,15 @@ def test_images_of_any_row_are_refused(trained, tmp_path):
 
 
 def test_categories_with_several_dictionaries_become_text(trained, tmp_path, monkeypatch):
-    """A file takes one dictionary per column, and each flush of rows comes with its own."""
-    monkeypatch.setattr(files, "_PARQUET_BATCH", ROWS_PER_BATCH)
+    """A file takes one dictionary per column, and each batch of rows comes with its own."""
+    batch = 32
+    monkeypatch.setattr(files, "_PARQUET_BATCH", batch)
     path = tmp_path / "f.parquet"
     kind = pa.dictionary(pa.int8(), pa.string())
-    halves = [["a", "b"] * (ROWS_PER_BATCH // 2), ["c", "d"] * (ROWS_PER_BATCH // 2)]
+    halves = [["a", "b"] * (batch // 2), ["c", "d"] * (batch // 2)]
     with pq.ParquetWriter(path, pa.schema([("prompt", pa.string()), ("kind", kind)])) as writer:
         for kinds in halves:
-            columns = {"prompt": ["1+1"] * ROWS_PER_BATCH, "kind": pa.array(kinds, kind)}
+            columns = {"prompt": ["1+1"] * batch, "kind": pa.array(kinds, kind)}
             writer.write_table(pa.table(columns))
     accept = functools.partial(len)
     cache = cache_prompts(
