@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.message_frames import MessageFrame
+from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
 from jax_ppo.environments.protocol import FAILED, EnvironmentLost, NewContext, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
@@ -83,16 +84,10 @@ class HostEnvironment:
     ) -> None:
         """Create the environment and its threads.
 
-        Args:
-          environment_class: constructs the environment of one dialogue.
-          tokenizer: the policy's.
-          examples: the rows of the data; dialogues refer to them by index.
-          observation_length: O; longer observations are cut off.
-          timeout: seconds that a `step` may take; the first one includes `reset`.
-          metric_names: the metrics that turns may report.
-          frame: what surrounds observations; `None` if they are inserted unchanged.
-          max_contexts: contexts of a dialogue; 1: none is replaced.
-          chat_template: how the tokenizer's template renders chats.
+        `environment_class` constructs the environment of one dialogue; dialogues refer to examples
+        by index. Observations are cut to `observation_length` tokens and inserted unchanged, or
+        within the frame. A `step` may take `timeout` seconds; the first one includes `reset`. With
+        `max_contexts` of 1 no context is replaced.
         """
         self.observation_length = observation_length
         self._class = environment_class
@@ -298,9 +293,7 @@ class HostEnvironment:
         if isinstance(error, EnvironmentLost):
             self._lost = str(error)
         if not self._first_failure:
-            prompt = self._examples[row].prompt
-            if not isinstance(prompt, str):
-                prompt = prompt[-1]["content"]
+            prompt = prompt_texts(self._examples[row].prompt)[-1]
             # The exception may quote what the policy wrote.
             self._first_failure = printable_lines(
                 f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
@@ -324,12 +317,8 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
-    # Python would read a number in text, and every text but "" as true.
-    if isinstance(reward, (str, bytes)):
-        raise TypeError(f"the reward of a turn is {_quote(reward)}; expected a number")
-    # Written so that NaN fails too.
-    if not abs(float(reward)) <= np.finfo(np.float32).max:
-        raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
+    _read_number(reward, "the reward of a turn")
+    # Python would read every text but "" as true.
     if ends not in (0, 1):
         raise TypeError(f"whether the dialogue has ended is {_quote(ends)}; expected True or False")
 
@@ -371,12 +360,19 @@ def read_figures(
                 f"the turn reports the metric {shorten(repr(name))}; metric_names declares "
                 f"{', '.join(names) or 'none'}.{did_you_mean(str(name), names)}"
             )
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            raise TypeError(f"the metric {name!r} of a turn is {_quote(value)}; expected a number")
-        numbers[name] = float(value)
-        if not abs(numbers[name]) <= np.finfo(np.float32).max:
-            raise ValueError(f"the metric {name!r} of a turn is {value}; expected a finite float32")
+        numbers[name] = _read_number(value, f"the metric {name!r} of a turn")
     return numbers
+
+
+def _read_number(value: Any, what: str) -> float:
+    """Return a number; raise `TypeError` or `ValueError` unless it is a finite float32."""
+    # Python would read a number in text.
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {_quote(value)}; expected a number")
+    # Written so that NaN fails too.
+    if not abs(float(value)) <= np.finfo(np.float32).max:
+        raise ValueError(f"{what} is {value}; expected a finite float32")
+    return float(value)
 
 
 def _quote(value: Any) -> str:

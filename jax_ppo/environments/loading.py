@@ -10,11 +10,15 @@ from typing import Any
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.message_frames import MessageFrame
+from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import ChatTemplate, encode_text, render_prompt, template_variables
-from jax_ppo.environments.gymnasium import GymnasiumEnvironment, has_gymnasium_reset
+from jax_ppo.environments.adapters import (
+    GymnasiumEnvironment,
+    RemoteEnvironment,
+    has_gymnasium_reset,
+)
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import EnvironmentLost, validate_metric_names
-from jax_ppo.environments.remote import RemoteEnvironment
 from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import RequestFault
@@ -135,10 +139,7 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
         return ""
     setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
     observation = _try(setting, lambda: environment_class().reset(copy.deepcopy(example), 0))
-    prompt = example.prompt
-    if not isinstance(prompt, str):
-        prompt = "\n".join(message["content"] for message in prompt)
-    if observation.strip() in prompt:
+    if observation.strip() in "\n".join(prompt_texts(example.prompt)):
         return ""
     return (
         f"{environment_class}: the policy does not see what reset returns for a prompt, "

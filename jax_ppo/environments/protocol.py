@@ -38,30 +38,6 @@ class NewContext:
     prompt: str | tuple[dict[str, str], ...]
 
 
-def describe_example(example: Example) -> dict[str, Any]:
-    """Return what an environment that is not ours gets of a row."""
-    return {
-        "prompt": example.prompt,
-        "ground_truth": example.ground_truth,
-        "data_source": example.data_source,
-        "extra_info": example.extra_info,
-    }
-
-
-def read_info(
-    observation: Any, info: Mapping[str, Any], metric_names: Sequence[str]
-) -> tuple[Any, dict[str, float]]:
-    """Return the observation and the metrics of a turn from an `info` like Gymnasium's.
-
-    The observation is a `NewContext` if `info` has one as `new_context`.
-    """
-    prompt = info.get("new_context")
-    if prompt is not None:
-        observation = NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)
-    figures = {name: info[name] for name in metric_names if info.get(name) is not None}
-    return observation, figures
-
-
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
 

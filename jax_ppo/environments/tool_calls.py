@@ -22,7 +22,8 @@ from typing import Any
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.row_formats import function_schema
-from jax_ppo.environments import calculator, sandbox
+from jax_ppo.environments import sandbox
+from jax_ppo.environments.calculator import LONGEST, calculate
 from jax_ppo.errors import UserError, printable_lines, shorten
 from jax_ppo.types import Example
 
@@ -144,7 +145,7 @@ class ToolEnvironment:
         self._tools: dict[str, Tool] = {}
         setting = f"config.{option}={self._name!r}"
         for name in parsing.parse_names(self._name.removeprefix(TOOLS_PREFIX)):
-            tool = _built_in_tools(options).get(name) or _load_tool(name, option)
+            tool = _load_tool(name, options, option)
             if tool.name in self._tools:
                 raise UserError(f"{setting}: two tools have the name {tool.name!r}")
             self._tools[tool.name] = tool
@@ -234,77 +235,66 @@ def _report_fault(name: str, cause: str) -> None:
     log.warning("the tool %s failed, and the policy is told so: %s", name, cause)
 
 
-def _calculate(expression: str) -> str:
-    if len(expression) >= calculator.LONGEST:
-        raise ValueError(f"expected fewer than {calculator.LONGEST} characters")
-    result = calculator.calculate(f"{expression}=")
-    if not result:
-        raise ValueError("expected numbers joined by + - * / and parentheses")
-    return result
+def _built_in_functions(options: MultiTurn) -> dict[str, Callable[..., str]]:
+    """Return the functions of the built-in tools, whose docstrings describe them to the policy."""
+
+    def calculator(expression: str) -> str:
+        """Evaluate arithmetic.
+
+        Args:
+          expression: such as (3+4)*2 or 48/2
+        """
+        if len(expression) >= LONGEST:
+            raise ValueError(f"expected fewer than {LONGEST} characters")
+        result = calculate(f"{expression}=")
+        if not result:
+            raise ValueError("expected numbers joined by + - * / and parentheses")
+        return result
+
+    def python(code: str) -> str:
+        """Run a Python program.
+
+        Args:
+          code: the program; print what you need
+        """
+        return sandbox.run_code(code, options.python_timeout, options.python_memory)
+
+    return {"calculator": calculator, PYTHON_TOOL: python}
 
 
-def _describe_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
-    """Return the schema of a tool with one text as argument."""
-    return function_schema(
-        {
-            "name": name,
-            "description": description,
-            "inputSchema": {
-                "type": "object",
-                "properties": {argument: {"type": "string", "description": meaning}},
-                "required": [argument],
-            },
-        }
-    )
-
-
-def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
-    timeout, memory = options.python_timeout, options.python_memory
-    return {
-        "calculator": Tool(
-            _describe_tool(
-                "calculator", "Evaluate arithmetic.", "expression", "such as (3+4)*2 or 48/2"
-            ),
-            _calculate,
-        ),
-        PYTHON_TOOL: Tool(
-            _describe_tool(
-                PYTHON_TOOL, "Run a Python program.", "code", "the program; print what you need"
-            ),
-            functools.partial(sandbox.run_code, timeout=timeout, memory_gib=memory),
-        ),
-    }
-
-
-def _load_tool(name: str, option: str) -> Tool:
-    """Return the user's function as a tool."""
+def _load_tool(name: str, options: MultiTurn, option: str) -> Tool:
+    """Return a built-in tool, or the user's function as a tool."""
     setting = f"config.{option}: the tool {name!r}"
+    built_in = _built_in_functions(options)
+    if name in built_in:
+        schema = _schema_of(built_in[name], setting)
+        del schema["function"]["return"]
+        return Tool(schema, built_in[name])
     if ":" not in name:
-        known = ", ".join(_built_in_tools(MultiTurn()))
-        raise UserError(f"{setting}: expected {known}, module:function or file.py:function")
+        raise UserError(
+            f"{setting}: expected {', '.join(built_in)}, module:function or file.py:function"
+        )
 
     def arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-        return tuple(schema_of(function)["function"].get("parameters", {}).get("properties", {}))
-
-    def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-        from transformers.utils import get_json_schema
-
-        try:
-            schema = getattr(function, "schema", None) or get_json_schema(function)
-        except Exception as error:
-            raise UserError(
-                f"{setting}: needs type hints and a docstring with Args, or an attribute schema: "
-                f"{error}"
-            ) from error
-        if isinstance(schema, dict):
-            schema = function_schema(schema)
-        if not isinstance(schema, dict) or not isinstance(
-            schema.get("function", {}).get("name"), str
-        ):
-            raise UserError(
-                f"{setting}: expected a schema with a name, got {shorten(repr(schema))}"
-            )
-        return schema
+        parameters = _schema_of(function, setting)["function"].get("parameters", {})
+        return tuple(parameters.get("properties", {}))
 
     function = plugins.load_plugin(name, option, (), by_name=True, other_arguments=arguments)
-    return Tool(schema_of(function), function)
+    return Tool(_schema_of(function, setting), function)
+
+
+def _schema_of(function: Callable[..., Any], setting: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema = getattr(function, "schema", None) or get_json_schema(function)
+    except Exception as error:
+        raise UserError(
+            f"{setting}: needs type hints and a docstring with Args, or an attribute schema: "
+            f"{error}"
+        ) from error
+    if isinstance(schema, dict):
+        schema = function_schema(schema)
+    if not isinstance(schema, dict) or not isinstance(schema.get("function", {}).get("name"), str):
+        raise UserError(f"{setting}: expected a schema with a name, got {shorten(repr(schema))}")
+    return schema

@@ -12,9 +12,9 @@ import pytest
 from character_tokenizer import CharacterTokenizer
 from jax_ppo import json_server
 from jax_ppo.config.schema import MultiTurn
+from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.protocol import NewContext
-from jax_ppo.environments.remote import KEY_VARIABLE
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

@@ -1,0 +1,232 @@
+"""Environments with interfaces of others, whose observations and actions are texts.
+
+Those with Gymnasium's methods are recognized by `reset(self, *, seed, options)`; nothing is
+imported from Gymnasium. Those behind HTTP have the form of OpenEnv's `reset` and `step`:
+
+    POST URL/reset  {"episode_id", "seed", "prompt", "ground_truth", "data_source", "extra_info"}
+    POST URL/step   {"episode_id", "action"}
+
+Both return an object with `observation`; that of `step` also has `reward` (null is 0), `done` (or
+`terminated` and `truncated`) and, if there are any, `info`, whose `new_context` replaces the
+context (`protocol.NewContext`). Each dialogue is an episode with its own id; episodes are stepped
+concurrently.
+"""
+
+import dataclasses
+import inspect
+import json
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax_ppo.config.schema import MultiTurn
+from jax_ppo.data.messages import quote_cell
+from jax_ppo.environments.protocol import EnvironmentLost, NewContext
+from jax_ppo.json_server import JSONServer, RequestFault
+from jax_ppo.types import Example
+
+SEED_COLUMN = "seed"
+KEY_VARIABLE = "JAX_PPO_ENVIRONMENT_KEY"
+
+Turn = tuple[str | NewContext, float, bool, dict[str, float]]
+
+
+def _describe_example(example: Example) -> dict[str, Any]:
+    """Return what an environment that is not ours gets of a row."""
+    return {
+        "prompt": example.prompt,
+        "ground_truth": example.ground_truth,
+        "data_source": example.data_source,
+        "extra_info": example.extra_info,
+    }
+
+
+def _read_info(
+    observation: Any, info: Mapping[str, Any], metric_names: Sequence[str]
+) -> tuple[Any, dict[str, float]]:
+    """Return the observation and the metrics of a turn from an `info` like Gymnasium's.
+
+    The observation is a `NewContext` if `info` has one as `new_context`.
+    """
+    prompt = info.get("new_context")
+    if prompt is not None:
+        observation = NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)
+    figures = {name: info[name] for name in metric_names if info.get(name) is not None}
+    return observation, figures
+
+
+def has_gymnasium_reset(environment: Any) -> bool:
+    """Return whether a class or an object has the `reset` of Gymnasium."""
+    try:
+        parameters = inspect.signature(environment.reset).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return "options" in parameters and "example" not in parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class GymnasiumEnvironment:
+    """Makes the `TextEnvironment` of each dialogue.
+
+    Attributes:
+      name: the value of the option.
+      make: makes an environment for a dialogue.
+      metric_names: the numbers of `info` that are reported.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    metric_names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self) -> "GymnasiumDialogue":
+        """Return a new environment for one dialogue."""
+        return GymnasiumDialogue(self.make(), self.metric_names)
+
+
+class GymnasiumDialogue:
+    """A `TextEnvironment` around an environment with Gymnasium's methods."""
+
+    def __init__(self, environment: Any, metric_names: Sequence[str]) -> None:
+        self._environment = environment
+        self._metric_names = metric_names
+
+    def reset(self, example: Example, seed: int) -> str:
+        """Begin the dialogue with the row's own seed, if it has one; return what is shown first."""
+        observation, _ = self._environment.reset(
+            seed=example.extra_info.get(SEED_COLUMN, seed), options=_describe_example(example)
+        )
+        if not isinstance(observation, str):
+            raise TypeError(
+                f"reset returned an observation of type {type(observation).__name__}; expected text"
+            )
+        return observation
+
+    def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
+        """Answer a turn; a truncated episode has ended, too. See `TextEnvironment.step`."""
+        observation, reward, terminated, truncated, info = self._environment.step(text)
+        observation, figures = _read_info(observation, info, self._metric_names)
+        return observation, reward, terminated or truncated, figures
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+
+class RemoteEnvironment:
+    """A server of episodes; a call makes the `TextEnvironment` of a new one.
+
+    Attributes:
+      metric_names: the numbers of `info` that are reported.
+    """
+
+    def __init__(self, options: MultiTurn, metric_names: tuple[str, ...], option: str) -> None:
+        """Take the address and limits from `config.rollout.multi_turn`; nothing is sent yet.
+
+        Raises:
+          UserError: the server's key cannot be sent.
+        """
+        self.metric_names = metric_names
+        self._options = options
+        self._server = JSONServer(
+            option=f"config.{option}",
+            url=options.environment,
+            key_variable=KEY_VARIABLE,
+            timeout=options.url_timeout,
+            retries=options.url_retries,
+        )
+        self._lock = threading.Lock()
+        self._faults = 0  # consecutive ones
+        self._lost = ""
+
+    def __str__(self) -> str:
+        """Return the address, without what may be secret."""
+        return str(self._server)
+
+    def __call__(self) -> "RemoteDialogue":
+        """Return a new episode."""
+        return RemoteDialogue(self.post, self._options.action_field)
+
+    def post(self, path: str, request: dict[str, Any], is_repeatable: bool) -> Any:
+        """Return what the server's reply to `reset` or `step` says, and count faults.
+
+        Raises:
+          EnvironmentLost: this was the last of too many consecutive faults, or there were.
+          RequestFault: the call failed.
+        """
+        if self._lost:
+            raise EnvironmentLost(self._lost)
+        read = {"reset": self._read_observation, "step": self._read_turn}[path]
+        try:
+            reply = self._server.post(json.dumps(request), path, is_repeatable, read)
+        except RequestFault as fault:
+            with self._lock:
+                self._faults += 1
+                if self._faults < self._options.max_faults:
+                    raise
+                self._lost = (
+                    f"{self._faults} consecutive calls of the server failed "
+                    f"(config.rollout.multi_turn.max_faults). The last one was /{path}: {fault}"
+                )
+                raise EnvironmentLost(self._lost) from None
+        with self._lock:
+            self._faults = 0
+        return reply
+
+    def _read_observation(self, reply: Any) -> str:
+        if not isinstance(reply, dict) or "observation" not in reply:
+            raise ValueError(f"expected an object with observation, got {quote_cell(reply)}")
+        observation = reply["observation"]
+        field = self._options.observation_field
+        if field:
+            if not isinstance(observation, dict) or field not in observation:
+                raise ValueError(
+                    f"expected an observation with {field}, got {quote_cell(observation)}"
+                )
+            observation = observation[field]
+        elif isinstance(observation, dict):
+            raise ValueError(
+                f"the observation has the fields {', '.join(observation)}; name one by "
+                "config.rollout.multi_turn.observation_field"
+            )
+        return "" if observation is None else observation
+
+    def _read_turn(self, reply: Any) -> Turn:
+        observation: Any = self._read_observation(reply)
+        if "done" in reply:
+            ends = reply["done"]
+        elif "terminated" in reply:
+            ends = reply["terminated"] or reply.get("truncated", False)
+        else:
+            raise ValueError(f"expected done or terminated, got {quote_cell(reply)}")
+        info = reply.get("info") or {}
+        if not isinstance(info, dict):
+            raise ValueError(f"expected info with names, got {quote_cell(info)}")
+        reward = reply.get("reward")
+        observation, figures = _read_info(observation, info, self.metric_names)
+        return observation, 0.0 if reward is None else reward, ends, figures
+
+
+class RemoteDialogue:
+    """A `TextEnvironment` on a server."""
+
+    def __init__(self, post: Callable[[str, dict[str, Any], bool], Any], action_field: str) -> None:
+        self._post = post
+        self._action_field = action_field
+        self._id = uuid.uuid4().hex
+
+    def reset(self, example: Example, seed: int) -> str:
+        """Begin the episode; return its first observation. See `TextEnvironment.reset`."""
+        request = {"episode_id": self._id, "seed": seed, **_describe_example(example)}
+        observation: str = self._post("reset", request, True)
+        return observation
+
+    def step(self, text: str) -> Turn:
+        """Answer a turn. See `TextEnvironment.step`."""
+        action = {self._action_field: text} if self._action_field else text
+        # A server that did not answer may have acted, so that the request is not repeated.
+        turn: Turn = self._post("step", {"episode_id": self._id, "action": action}, False)
+        return turn
