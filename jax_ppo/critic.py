@@ -6,15 +6,12 @@ responses in files, such as a run's rollouts/, and nothing is sampled for traini
 can then start a PPO run, as `--config.critic.path=WORKDIR/critic`.
 """
 
+import functools
 import sys
 
 from jax_ppo import command
 
-
-def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "critic")
-
+main = functools.partial(command.run_command, command="critic")
 
 if __name__ == "__main__":
     main(sys.argv)

@@ -7,15 +7,12 @@ work directory of a run that has exported its model, or one of its checkpoints
 are written to the work directory.
 """
 
+import functools
 import sys
 
 from jax_ppo import command
 
-
-def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "evaluate")
-
+main = functools.partial(command.run_command, command="evaluate")
 
 if __name__ == "__main__":
     main(sys.argv)

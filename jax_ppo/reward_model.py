@@ -10,15 +10,12 @@ for other actors config.reward.model_input=text appends it to prompts that are t
 supported for actors with the same tokens.
 """
 
+import functools
 import sys
 
 from jax_ppo import command
 
-
-def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "reward_model")
-
+main = functools.partial(command.run_command, command="reward_model")
 
 if __name__ == "__main__":
     main(sys.argv)

@@ -8,15 +8,12 @@ rollouts/. tokens.jsonl or tokens.parquet, refused.jsonl and report.html are wri
 directory.
 """
 
+import functools
 import sys
 
 from jax_ppo import command
 
-
-def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "score")
-
+main = functools.partial(command.run_command, command="score")
 
 if __name__ == "__main__":
     main(sys.argv)

@@ -5,15 +5,12 @@ config.data.train_files; the loss excludes the prompts. The result is WORKDIR/ac
 folder for the config.model.path of jax_ppo.train. `--config=hh_rlhf_sft` is an example.
 """
 
+import functools
 import sys
 
 from jax_ppo import command
 
-
-def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
-    command.run_command(arguments, "sft")
-
+main = functools.partial(command.run_command, command="sft")
 
 if __name__ == "__main__":
     main(sys.argv)

@@ -129,15 +129,9 @@ def _evaluate_sampled(
         if rule_rewards.steps is not None:
             rewards = rewards + rule_rewards.steps.sum(1)
         scores, correct = placement.to_host(rewards), placement.to_host(rule_rewards.correct)
+        every, start = range(len(scores)), address | {"sample": first}
         records = describe_samples(
-            range(len(scores)),
-            batch,
-            rollout,
-            scores,
-            correct,
-            rule_rewards.answers,
-            run.tokenizer,
-            address | {"sample": first},
+            every, batch, rollout, scores, rule_rewards, run.tokenizer, start
         )
         if rank_by != "none":
             ranks = rank_responses(run, state, batch, rollout, rule_rewards, rank_by)

@@ -1,6 +1,6 @@
 """Sampled responses as records: texts, scores, and what the update learned from each token."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import printable_lines
+from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
@@ -51,16 +52,8 @@ def describe_step(
     rewards = placement.to_host(samples.rewards)
     if "steps" in figures:
         rewards = rewards + figures.pop("steps").sum(1)
-    records = describe_samples(
-        rows,
-        samples.sampled.batch,
-        rollout,
-        rewards,
-        placement.to_host(samples.rule_rewards.correct),
-        samples.rule_rewards.answers,
-        tokenizer,
-        address,
-    )
+    batch, rule_rewards = samples.sampled.batch, samples.rule_rewards
+    records = describe_samples(rows, batch, rollout, rewards, rule_rewards, tokenizer, address)
     for row, record in zip(rows, records, strict=True):
         length = len(record["response_ids"])
         for name, values in figures.items():
@@ -76,18 +69,17 @@ def describe_samples(
     batch: PromptBatch,
     rollout: Rollout,
     rewards: np.ndarray,
-    correct: np.ndarray,
-    answers: Mapping[int, str],
+    rule_rewards: RuleRewards,
     tokenizer: Any,
     address: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Return records of samples: texts, ids, scores and where to draw them again.
 
-    Every process must call it: arrays are exchanged. `rewards` and `correct` are [B], the latter
-    NaN where correctness is undefined; `answers` are by row. `address` is what identifies the
-    rollout's random numbers: `seed`, `stream` and `step`, and with `sample` the index of the first
-    sample.
+    Every process must call it: arrays are exchanged. `rewards` [B] are of whole responses, with
+    those within them. `address` is what identifies the rollout's random numbers: `seed`, `stream`
+    and `step`, and with `sample` the index of the first sample.
     """
+    correct = placement.to_host(rule_rewards.correct)
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)
     truncated = placement.to_host(rollout.truncated)
@@ -113,7 +105,7 @@ def describe_samples(
                 "response": decode_continuation(tokenizer, last_id, response_ids),
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
-                "answer": answers.get(row),
+                "answer": rule_rewards.answers.get(row),
                 "correct": None if np.isnan(correct[row]) else bool(correct[row]),
                 "truncated": bool(truncated[row]),
                 "address": address | {"sample": address.get("sample", 0) + row},
