@@ -144,8 +144,8 @@ class Comparison:
           AssertionError: a difference is no rounding.
         """
         config = make_config(shape)
-        for rule in validation.MACHINE_RULES:
-            rule(config)
+        validation._validate_mesh(config.mesh, config.packing)
+        validation._apply(validation.MESH_RULES, config)
         tiny.ARCHITECTURE = make_architecture(shape)
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         meshes.validate_architecture(mesh, tiny.ARCHITECTURE)
