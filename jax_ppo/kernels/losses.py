@@ -69,10 +69,11 @@ class PolicyLoss(NamedTuple):
 
     Attributes:
       loss: to be summed with the weights of `loss_weights`.
-      ratio: exp(log_ratio), in [exp(-20), exp(20)].
+      ratio: the ratio that the loss uses, in [exp(-20), exp(20)].
       log_ratio: present log-prob - old log-prob, in nats, clamped to +-20; |log_ratio| = 20 means
         that it was clamped.
-      clipped: 1 where the clipped term was the larger loss, so that the token has no gradient.
+      clipped: 1 where the clip leaves the token no gradient (cispo: where it truncates the weight,
+        and the gradient stays).
       dual_clipped: 1 where the dual clip capped the loss, so that the token has no gradient.
     """
 

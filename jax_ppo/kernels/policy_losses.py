@@ -10,7 +10,8 @@ loss may start from any of these; jax_ppo/registries.py has an entry for each:
     vanilla     -min(rho A, clip(rho) A)                                  of rho      yes
     importance  -rho A                                                    none        no
     gspo        -min(s A, clip(s) A), s = (prod rho)^(1/count)            of s        yes
-    gmpo        -g A, g = (prod rho, each cut where A gains)^(1/count)    of log rho  no
+    gmpo        -g A, g = geometric mean of rho, each bounded             of log rho  no
+                on the side that A rewards
     cispo       -[clip(rho)] A log pi                                     of [rho]    no
     reinforce   -A log pi                                                 none        no
     sapo        -sigmoid(tau (rho - 1)) 4 / tau A                         soft        no
@@ -20,9 +21,9 @@ loss may start from any of these; jax_ppo/registries.py has an entry for each:
     kl_cov      -rho A, + beta |log rho| on selected tokens               none        no
 
 where [x] has no gradient, clip(x) = clip(x, 1 - low, 1 + high), and products and counts cover the
-tokens of the response that the mask selects. At the old policy, on
-tokens that are not selected, all have the gradient
--A grad log pi, unbiased in a sum over tokens; they differ once the policy has moved.
+tokens of the response that the mask selects. At the old policy, on tokens that are not selected,
+all have the gradient -A grad log pi, unbiased in a sum over tokens; they differ once the policy has
+moved.
 
 Log-ratios of tokens are first clamped to +-20, beyond which they have no gradient.
 """
@@ -135,9 +136,9 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """Compute -A log pi (Williams 1992; GPG, Chu et al. 2025, arXiv 2504.02546).
 
-    Unbiased at the old policy. Elsewhere biased towards the sampled tokens: an A of 1 everywhere
-    then has an effect and descends KL(old || pi). Meant for one mini-batch per rollout. The loss
-    depends on neither clip nor old_logprobs.
+    Unbiased at the old policy. Elsewhere biased towards the sampled tokens: even a constant
+    A = 1 then changes the policy: it descends KL(old || pi). Meant for one mini-batch per rollout.
+    The loss depends on neither clip nor old_logprobs.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     return _unclipped_result(
@@ -243,6 +244,7 @@ def kl_cov(batch: PolicyBatch, clip: Clip, beta: float = 1.0) -> PolicyLoss:
     policy = importance(batch, clip)
     if batch.selected is None:
         return policy
+    # Not jnp.abs, whose gradient at 0 is 1 in JAX.
     penalty = jax.nn.relu(policy.log_ratio) + jax.nn.relu(-policy.log_ratio)
     return policy._replace(loss=policy.loss + beta * jnp.where(batch.selected, penalty, 0.0))
 
@@ -298,7 +300,10 @@ def _covariance(old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array)
 def _first_tokens(
     order: jax.Array, eligible: jax.Array, mask: jax.Array, fraction: float
 ) -> jax.Array:
-    """Return the first eligible tokens by `order`, as many as a fraction of the mask's, not 0."""
+    """Return the eligible tokens of smallest `order`.
+
+    Up to `fraction` of the mask's tokens are returned, rounded down, but at least one.
+    """
     count = jnp.maximum(jnp.floor(fraction * jnp.sum(mask)), 1)
     # The rank of each token; of equal ones, the first in the array comes first.
     ranks = jnp.argsort(jnp.argsort(jnp.where(eligible, order, jnp.inf).reshape(-1)))

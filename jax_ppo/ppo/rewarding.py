@@ -90,7 +90,8 @@ class LocalResponses(NamedTuple):
       examples: the example of each response.
       tokens: int [length] each.
       texts: the decoded responses.
-      policy_texts: the texts without observations, which a reward model reads and rules do not.
+      policy_texts: what the policy wrote of the texts, without observations: rules read these, a
+        reward model the whole texts.
     """
 
     indices: np.ndarray

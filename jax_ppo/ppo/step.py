@@ -1,9 +1,9 @@
 """One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
 
 Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
-and critic. The host must wait for the mesh once per step, until sampling has ended: the lengths of
-the responses decide how they are packed. It also waits to time the forward passes, but only after
-the update has been dispatched, so that the mesh does not idle.
+and critic. The host waits for the mesh once per step: packing needs the lengths of the sampled
+responses. It also waits to time the forward passes, but only after the update has been dispatched,
+so that the mesh does not idle.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ def take_step(
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0; the train state is donated.
 
-    `sampled` are the samples of this step if the previous one drew them, or began to; `None` draws
-    them now.
+    `sampled` is what the previous step left: samples or drafts (`SampledBatch`), or unfinished
+    responses (`ResponsePool`); `None` if it left nothing.
 
     Returns:
       The new state and the other results. The mesh may still be computing both.
@@ -80,12 +80,12 @@ def take_step(
 
     # 1. Sample responses.
     if options.rollout.max_staleness > 1:
-        assert not isinstance(sampled, SampledBatch), "its responses continue from step to step"
+        assert not isinstance(sampled, SampledBatch), "max_staleness > 1 carries over a pool"
         sampled = sample_partial_batch(parts, state, batches, step, observer, sampled)
     elif sampled is None:
         sampled = sample_responses(parts, state, batches, step, observer)
     elif options.rollout.verify_drafts:
-        assert isinstance(sampled, SampledBatch), "nothing continues from step to step"
+        assert isinstance(sampled, SampledBatch), "drafts are carried over as a batch"
         sampled = complete_drafted_batch(parts, state, sampled, step, observer)
     assert isinstance(sampled, SampledBatch)
     # Wait for the lengths of the responses, which the packing depends on.
@@ -97,8 +97,8 @@ def take_step(
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("score"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # Sample the next step, or drafts for it, with the weights from before this step's update. The
-    # options rule out that rewards select the samples of such a run.
+    # Sample the next step, or drafts for it, with the weights from before this step's update.
+    # Validation forbids selecting samples by reward in such a run.
     next_sampled: SampledBatch | ResponsePool | None = sampled.pool
     if options.rollout.max_staleness == 1 and step + 1 < parts.total_steps:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
@@ -165,7 +165,7 @@ def sample_responses(
 def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
     """Return the rules' rewards of a batch, and update the solve rates of its prompts.
 
-    Samples that come with rewards, selected by them or given with them, are not scored again.
+    Samples whose rewards are known (selected by reward, or read with them) are not scored again.
     """
     if sampled.rule_rewards is not None:
         return sampled.rule_rewards

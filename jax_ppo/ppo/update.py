@@ -127,8 +127,8 @@ def update_actor(
 ) -> tuple[Int32[Array, ""], Params, optax.OptState, Metrics]:
     """Train the actor, and a critic that shares its trunk.
 
-    `params` and `optimizer_state` are donated; `fixed_state` is the state without the trained trees
-    of all roles.
+    `params` and `optimizer_state` are donated; `fixed_state` is the state with every role's trained
+    trees removed.
 
     Returns:
       The next step's number, the new parameters and optimizer state, and metrics.
@@ -178,10 +178,9 @@ def update_critic(
     """
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
-    # Only a critic with adapters reads it: it is their base, which is never offloaded.
-    reference = placement.to_device(fixed_state.reference)
     assert nets.critic is not None, "there is no separate critic"
-    learner = critic_learner(options, nets.critic, experience, reference)
+    # Only a critic with adapters reads the reference, as their base; a base is never offloaded.
+    learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = _train(learner, params, optimizer_state, rate, True, batches)
     return params, optimizer_state, metrics | {"critic/lr": rate}
 

@@ -46,7 +46,7 @@ class Training(Protocol[JournalT]):
         """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which all steps are taken, while engines and workers run."""
+        """Return a context manager that runs engines and workers; steps are taken inside it."""
 
     def open_journal(
         self, workdir: Path, progress: Progress, compiled: compilation.Compilations
@@ -56,14 +56,14 @@ class Training(Protocol[JournalT]):
     def compile_programs(self, progress: Progress) -> Iterator[Any]:
         """Return an iterator that compiles one program of a step with each `next`.
 
-        The call itself makes the programs' arguments; `next` makes no arrays.
+        The call creates all argument arrays; `next` only compiles.
         """
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
         """Return the state of the checkpoint after `step` steps; at step 0, a new state."""
 
-    def begin(self, state: Any, checkpoints: Checkpointer, progress: Progress) -> Any:
-        """Find the first batch, and return the state of the first step."""
+    def prepare_first_step(self, state: Any, checkpoints: Checkpointer, progress: Progress) -> Any:
+        """Move the data to the first batch; return the state that the first step starts from."""
 
     def take_step(self, state: Any, step: int, journal: JournalT) -> Any:
         """Take a step, numbered from 0; queue its report, and return the new state.
@@ -155,7 +155,7 @@ def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
 
 
 def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: str) -> Checkpointer:
-    """Return the checkpoints of the run in `workdir`, and on the local disks if there are any."""
+    """Open the run's checkpoints in `workdir`, with local copies if `local_dir` is set."""
     checkpoints = Checkpointer(
         work_directory.checkpoint_directory(workdir),
         max_to_keep=options.max_checkpoints,
@@ -214,7 +214,7 @@ class LifeCycle:
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
                 training.evaluate(state, progress.step, self.journal)
                 progress.evaluation_pending = False
-        state = training.begin(state, self.checkpoints, progress)
+        state = training.prepare_first_step(state, self.checkpoints, progress)
         self.journal.restart_clock()
         return state
 
@@ -297,8 +297,8 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
         is_over.wait()
         raise
     try:
-        # Not `join`: if a signal interrupts it, Python 3.11 takes the thread for ended, exits
-        # before it has returned from the compiler, and dies by "terminate called".
+        # Not `join`: if a signal interrupts it, Python 3.11 considers the thread finished, exits
+        # while it is still compiling, and aborts with "terminate called".
         is_over.wait()
     finally:
         stop.set()
@@ -324,8 +324,7 @@ class StopRequest:
         """Return whether the run is to save and end after a step.
 
         Call it after every step; before the first call, a signal ends the run without saving. All
-        processes get the same answer: they agree on a step that none of them has passed yet. The
-        answer for a step does not change.
+        processes get the same answer, which is fixed when a step is first asked about.
         """
         if step != self._asked_step:
             self._asked_step = step

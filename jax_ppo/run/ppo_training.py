@@ -133,7 +133,10 @@ class PPOTraining:
         return compile_programs(run, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
-        """Return the state to start from; first train the actor if the run creates its own."""
+        """Return the state to start from.
+
+        If the run makes its own small actor (no `model.path`), train that first.
+        """
         run = self._run
         run.train_missing_actor()
         # A checkpoint holds what training changes; frozen models are read from their folders.
@@ -142,8 +145,10 @@ class PPOTraining:
             trained = checkpoints.restore(step, run.states.trained_shapes()).arrays
         return run.states.create(run.folders, console.make_loading_reporter, trained, step)
 
-    def begin(self, state: TrainState, checkpoints: Checkpointer, progress: Progress) -> TrainState:
-        """Find the first batch; return the state of the first step.
+    def prepare_first_step(
+        self, state: TrainState, checkpoints: Checkpointer, progress: Progress
+    ) -> TrainState:
+        """Move the data to the first batch; return the state that the first step starts from.
 
         With `reward.normalize=reference`, it holds the moments of the first policy's rewards.
         """
@@ -266,8 +271,8 @@ def restore_sampled_batch(
 
     Returns:
       The batch, whose prompts are taken from `batches`. `None` if the checkpoint holds no such
-      rollout, or one that does not fit this run: its data have changed, its shape differs, or only
-      one of the two records routing or kept tokens.
+      rollout, or one that does not fit this run: its data have changed, its shape differs, or the
+      checkpoint and this run differ in whether they record expert routing or kept tokens.
     """
     config = run.config
     step = progress.step
@@ -298,7 +303,7 @@ def restore_sampled_batch(
         batch=batch,
         rollout=Rollout(prompts=prompts, **arrays),
         position=batches.position,
-        weights_step=step - 1,  # the checkpoint is of the end of the step that sampled it
+        weights_step=step - 1,  # sampled during the last completed step
     )
 
 
@@ -322,8 +327,8 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
     """Return the responses that a run was to continue when it was saved.
 
     Returns:
-      The pool; `None` if the checkpoint holds none, or one that does not fit this run. Then a line
-      says that its prompts are skipped.
+      The pool; `None` if the checkpoint holds none, or one that does not fit this run. If it does
+      not fit, print that its prompts are skipped.
     """
     config = run.config
     saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None

@@ -134,7 +134,7 @@ def repeat_steps(
         stack.enter_context(training.running())
         journal = stack.enter_context(training.open_journal(folder, progress, compiled))
         state = training.load_state(checkpoints, start)
-        state = training.begin(state, checkpoints, progress)
+        state = training.prepare_first_step(state, checkpoints, progress)
         for number in steps:
             state = training.take_step(state, number - 1, journal)
         journal.flush()

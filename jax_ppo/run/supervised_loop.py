@@ -161,8 +161,10 @@ class SupervisedTraining:
         optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
         return {"params": params, "optimizer": optimizer}
 
-    def begin(self, state: State, checkpoints: Checkpointer, progress: Progress) -> State:
-        """Find the first batch."""
+    def prepare_first_step(
+        self, state: State, checkpoints: Checkpointer, progress: Progress
+    ) -> State:
+        """Move the data to the first batch."""
         self._batches = self._batches_from(progress.position)
         self.position = progress.position
         return state

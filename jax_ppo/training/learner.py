@@ -39,7 +39,7 @@ OPTIMIZER_STEPS = "optimizer_steps/"
 class Metric(enum.Enum):
     """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
 
-    MEAN: shares add up to a mini-batch's value; the mean over steps.
+    MEAN: the sum of the rows' weighted shares, then the mean over optimizer steps.
     SUM: shares add up; the sum over steps, 0 if there were none.
     MIN, MAX: the extreme of all shares of all steps.
     FIRST_MAX: the maximum over rows, of the first optimizer step that was run.
@@ -187,7 +187,9 @@ class Learner:
         update_enabled: bool | jax.Array,
         batch: MiniBatches,
     ) -> tuple[Params, optax.OptState, Metrics, bool | jax.Array]:
-        """Take the optimizer step of one mini-batch; arguments as for `train`, without U.
+        """Take the optimizer step of one mini-batch.
+
+        `batch`: the fields of `MiniBatches` without the leading axis U.
 
         Returns:
           The new parameters and optimizer state, metrics, and whether the mini-batch is within the
@@ -219,7 +221,7 @@ class Learner:
     def gradients(
         self, params: Params, batch: MiniBatches, key: jax.Array | None = None
     ) -> tuple[Params, Metrics]:
-        """Return gradients and metrics of one mini-batch (without U), summed over micro-batches.
+        """Return gradients and metrics of one mini-batch, summed over micro-batches.
 
         The gradients are summed in `optim.gradient_dtype`, the metrics in float32; `key` is the
         second of `rounding_keys`, `None` if gradients are summed in float32, too.
@@ -227,8 +229,8 @@ class Learner:
         # Fixed by the whole mini-batch, so that its split does not matter.
         weights = self.objective.weigh(batch)
 
-        def sum_micro_batches(plan: Packing) -> tuple[Params, Metrics]:
-            return self._sum_micro_batches(params, plan, batch.counts, weights, key)
+        def sum_micro_batches(packed: Packing) -> tuple[Params, Metrics]:
+            return self._sum_micro_batches(params, packed, batch.counts, weights, key)
 
         if not batch.packing.replicas:
             return sum_micro_batches(batch.packing)
@@ -247,7 +249,7 @@ class Learner:
     def _sum_micro_batches(
         self,
         params: Params,
-        plan: Packing,
+        packed: Packing,
         count: jax.Array,
         weights: Any,
         key: jax.Array | None,
@@ -255,7 +257,7 @@ class Learner:
         """Return the sums over the first `count` micro-batches of a packing [A, R, L]."""
 
         def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-            rows = gather_micro_batch(self.objective.sequences, plan, i)
+            rows = gather_micro_batch(self.objective.sequences, packed, i)
 
             def loss(params: Params) -> LossAndMetrics:
                 return self.objective.loss(params, rows, weights)
@@ -272,10 +274,10 @@ class Learner:
         return jax.lax.fori_loop(0, count, micro_batch, (zeros, start))
 
 
-def gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
+def gather_micro_batch(sequences: Sequences, packed: Packing, i: jax.Array) -> Rows:
     """Return the rows of micro-batch i of a packing [A, R, L]."""
     # The devices split the packing, so that each gathers its own rows only.
-    return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+    return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), packed))
 
 
 def add_gradient(
