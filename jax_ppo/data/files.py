@@ -39,7 +39,6 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
       UserError: the file does not exist, does not have the format of its suffix, or contains a line
         that is not a JSON object. Errors in the contents are raised while iterating.
     """
-    path = Path(path)
     require_file(path, option)
     name = path.name.lower()
     if name.endswith(".parquet"):
@@ -74,8 +73,18 @@ def find_matching_files(pattern: Path, option: str) -> list[Path]:
 
 def require_file(path: Path, option: str) -> None:
     """Raise `UserError` unless a path, which an option names, is a file."""
-    if not path.is_file():
-        raise _missing_file_error(path, option)
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise folder_error(path, option)
+    folder = path.parent
+    if not folder.is_dir():
+        raise UserError(
+            f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
+        )
+    # Only files that could be read are suggested.
+    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name)]
+    raise UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
 def folder_error(path: Path, option: str) -> UserError:
@@ -91,19 +100,6 @@ def folder_error(path: Path, option: str) -> UserError:
         f"{option}: {path} is a folder, with {shorten(', '.join(readable))}; name one of these, or "
         f"{path}/*{readable[0][-len(suffix) :]} for all of a kind"
     )
-
-
-def _missing_file_error(path: Path, option: str) -> UserError:
-    if path.is_dir():
-        return folder_error(path, option)
-    folder = path.parent
-    if not folder.is_dir():
-        return UserError(
-            f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
-        )
-    # Only files that could be read are suggested.
-    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name)]
-    return UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
 def read_jsonl_lines(path: Path) -> Iterator[tuple[str, bytes]]:
