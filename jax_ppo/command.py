@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import pkgutil
 import signal
@@ -67,6 +68,9 @@ def run_command(arguments: list[str], command: str) -> None:
 
 def run_job(read_job: Callable[[], Job]) -> None:
     """Read what a command line asks for and run it; exit with one line on a user error."""
+    # Before a library does it: with absl's format a warning would begin with the name of a module.
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import pkgutil
 import subprocess
@@ -15,6 +16,7 @@ import jax_ppo
 import tiny
 from jax_ppo import __main__ as commands
 from jax_ppo import command
+from jax_ppo.errors import UserError
 
 
 def test_without_arguments_the_commands_are_listed():
@@ -114,3 +116,16 @@ def test_a_run_with_checkpoints_keeps_its_options_until_the_resume_is_accepted(t
 @pytest.mark.parametrize("runner", command.RUNNERS.values())
 def test_what_runs_a_command_exists(runner):
     assert callable(pkgutil.resolve_name(runner))
+
+
+def test_a_warning_names_no_module(monkeypatch, capsys):
+    """Regression: a library's format made it WARNING:jax_ppo.data.prompts:..."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+    def read_job():
+        logging.getLogger("jax_ppo.data.prompts").warning("a row is dropped")
+        raise UserError("no row is left")
+
+    with pytest.raises(SystemExit, match="no row is left"):
+        command.run_job(read_job)
+    assert capsys.readouterr().err == "warning: a row is dropped\n"

@@ -2,8 +2,10 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -243,7 +245,7 @@ class Reporter(journal.Journal):
         self.write_evaluation(completed_steps, means, shown, title)
         if evaluation.accuracy == 0:
             wrong = (record for record in evaluation.records if record["correct"] is False)
-            misses = (Miss(x["ground_truth"], x["response"], x["answer"]) for x in wrong)
+            misses = (Miss(x["ground_truth"], _policy_text(x), x["answer"]) for x in wrong)
             lines = ["no answer is right", *describe_misses(misses)]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
@@ -271,3 +273,10 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
         **failures,
     }
     return ", ".join([shown, *figures]), means
+
+
+def _policy_text(record: Mapping[str, Any]) -> str:
+    """Return the text of a record that rules read: what the policy wrote in a dialogue."""
+    if "action_mask" not in record:
+        return record["response"]
+    return "".join(itertools.compress(record["tokens"], record["action_mask"]))

@@ -362,15 +362,19 @@ def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path
         )
 
     run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
-    wrong = [make_record(False, None, True), make_record(False, "3", False)]
+    # A calculator wrote 7 in a dialogue, which the rule does not read.
+    dialogue = make_record(False, "4", False) | {"response": "3 + 4 =7"}
+    dialogue |= {"tokens": ["3 + 4", " =", "7"], "action_mask": [1, 1, 0]}
+    wrong = [make_record(False, None, True), make_record(False, "3", False), dialogue]
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
         writer.report_evaluation(0, make_evaluation(wrong, 0.0))
         printed = capsys.readouterr().out
-        assert "accuracy 0.000, reward 0.000, 1 of 2 responses cut off" in printed
+        assert "accuracy 0.000, reward 0.000, 1 of 3 responses cut off" in printed
         assert "no answer is right\n  looked for '7', in 'It is 7.'\n" in printed
         assert "  looked for '7', read '3' in 'It is 7.'" in printed
+        assert "  looked for '7', read '4' in '3 + 4 ='\n" in printed
         right = [make_record(True, "7", False), *wrong]
-        writer.report_evaluation(1, make_evaluation(right, 1 / 3))
+        writer.report_evaluation(1, make_evaluation(right, 1 / 4))
     assert "looked for" not in capsys.readouterr().out
 
 
