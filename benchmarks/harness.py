@@ -16,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 RESULTS = Path(__file__).parent / "results"
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -83,6 +84,7 @@ class Worker:
         settings: dict,
         python: str | None = None,
         platform: str = "cpu",
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start workers/PROGRAM with the settings as JSON.
 
@@ -92,6 +94,7 @@ class Worker:
           settings: JSON-serialisable settings passed on the command line.
           python: Interpreter of the worker's environment; `None` for the current one.
           platform: "cpu" or "cuda".
+          variables: further environment variables of the worker.
         """
         self.name, here = name, Path(__file__).parent
         environment = {
@@ -109,7 +112,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | environment,
+            env=os.environ | environment | variables,
         )
         self.versions = self._answer()["versions"]
 

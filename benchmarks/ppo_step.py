@@ -161,6 +161,18 @@ def parse() -> argparse.Namespace:
         "--search-turns", type=int, default=2, help="steps per micro-batch size, after a warm-up"
     )
     parser.add_argument(
+        "--search-rows",
+        type=lambda text: [int(rows) for rows in text.split(",")],
+        metavar="ROWS,...",
+        help="micro-batch sizes that the search tries; default: "
+        + ", ".join(f"{side} {format_rows(rows)}" for side, rows in SEARCHED_ROWS.items()),
+    )
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="do not compile torch: at SmolLM2's size that takes over ten minutes per size",
+    )
+    parser.add_argument(
         "--sizes-from",
         type=Path,
         metavar="RESULT",
@@ -189,6 +201,11 @@ def parse() -> argparse.Namespace:
     args.response = args.response or RESPONSE[args.lengths]
     harness.validate_sides(parser, args, known)
     return args
+
+
+def format_rows(rows: tuple[int, ...]) -> str:
+    """Return sizes as the command line takes them."""
+    return ",".join(map(str, rows))
 
 
 def result_name(args: argparse.Namespace) -> str:
@@ -227,6 +244,7 @@ def make_settings(args: argparse.Namespace, folder: Path) -> dict:
         "response": args.response,
         "mean_response": mean,
         "equal_lengths": args.lengths == "forced",
+        "eager": args.eager,
         "lr": 1e-5,
         "lam": 0.95,
         "kl_coef": 0.04,
@@ -248,7 +266,10 @@ def start_worker(
         "by_length": side != "torch-padded" and not settings["equal_lengths"],
     }
     python = None if side == "ours" else args.peers
-    return harness.Worker(side, SIDES[side], settings | own_settings, python, args.platform)
+    variables = {"TORCHDYNAMO_DISABLE": "1"} if args.eager else {}
+    return harness.Worker(
+        side, SIDES[side], settings | own_settings, python, args.platform, variables
+    )
 
 
 def search_micro_batches(side: str, settings: dict, args: argparse.Namespace) -> dict:
@@ -267,7 +288,9 @@ def search_micro_batches(side: str, settings: dict, args: argparse.Namespace) ->
             return earlier[side]
     if args.micro_batch:
         return {"chosen": dict.fromkeys(names, args.micro_batch), "tried": []}
-    sizes = [rows for rows in SEARCHED_ROWS[side] if rows <= settings["samples"]]
+    sizes = [
+        rows for rows in args.search_rows or SEARCHED_ROWS[side] if rows <= settings["samples"]
+    ]
     candidates = [dict.fromkeys(names, rows) for rows in sizes]
     if side == "torch" and not settings["equal_lengths"]:
         # Programs compiled for each multiple of 64 tokens instead of any width.
