@@ -188,7 +188,9 @@ def _read_global_heads(
         table = {name.lstrip("0") or "0": x for name, x in reader.table("per_layer_config").items()}
         sizes = next(iter(table.values()), None)
         layers = {str(layer) for layer, is_local in enumerate(local_layers) if not is_local}
-        if table != dict.fromkeys(layers, sizes) or not isinstance(sizes, dict):
+        # 16.0 equals 16, and True 1, but transformers refuses them.
+        is_one = len(set(map(repr, table.values()))) == 1
+        if table.keys() != layers or not is_one or not isinstance(sizes, dict):
             raise reader.error(
                 f"per_layer_config must have the same sizes for each layer of {FULL}, and no other"
             )
@@ -366,6 +368,7 @@ def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None
     if not is_switched and reader.boolean("use_sliding_window", nullable=True):
         raise reader.error(f"use_sliding_window is not supported with model_type {kind!r}")
     if family.has_global_heads:
+        reader.boolean("enable_moe_block")
         # Tokens of images alone may attend to later ones.
         is_causal = reader.any_value("use_bidirectional_attention") in (None, "vision")
     else:

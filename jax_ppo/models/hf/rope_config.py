@@ -117,8 +117,8 @@ def _read_two_ropes(
         raise reader.error("rope_scaling is not supported, only rope_parameters is")
     if family.has_global_heads and reader.any_value("rope_parameters") is None:
         full = dict(family.rope_parameters)
-    elif family.has_global_heads and not (full and local):
-        raise reader.error(f"rope_parameters must have {FULL} and {LOCAL}")
+    elif family.has_global_heads and not ("rope_theta" in full and "rope_theta" in local):
+        raise reader.error(f"rope_parameters must have {FULL} and {LOCAL}, each with rope_theta")
     other_rope = _OneRope(reader, family, head_dim, "rope_theta", family.rope_theta)
     fields = other_rope.read(full, f"rope_parameters.{FULL}")
     if scaling:
@@ -195,7 +195,10 @@ class _OneRope:
             raise self._reader.error(f"rope_type {kind!r} is not supported, only 'yarn' is")
         values |= {entry: entries.number(entry) for entry in self._family.rope_numbers}
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
-            if (number := entries.optional_number(entry)) is not None:
+            number = entries.optional_number(entry, nullable=entry != PARTIAL_FACTOR)
+            if entry == PARTIAL_FACTOR and number is not None and number > 1:
+                raise self._reader.error(f"{name}: {entry} must be at most 1, it is {number}")
+            if number is not None:
                 values[entry] = number
         if kind == "yarn" and "truncate" in entries:
             values["truncate"] = entries.boolean("truncate")
