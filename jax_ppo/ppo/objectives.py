@@ -232,47 +232,53 @@ class ActorObjective(RolloutObjective):
         token_weights = self.token_weights(rows, own_weights)
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.reference)
-        hidden, router_loss = forward.run_decoder(
+        hidden, router_loss_RxL = forward.run_decoder(
             net, params, rows, with_router_loss=actor.router_aux_loss_coef > 0, replays_routing=True
         )
         # One pass over the vocabulary gives log-probs and entropy.
-        logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
-        assert entropy is not None, "the loss needs the entropy"
+        logprobs_RxL, entropy_RxL = forward.token_logprobs(
+            net, params, hidden, rows, options.temperature
+        )
+        assert entropy_RxL is not None, "the loss needs the entropy"
         if not actor.entropy_coeff:
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
-            entropy = jax.lax.stop_gradient(entropy)
-        batch = policy_batch(logprobs, rows, experience, options.is_on_policy, selected_BxT)
+            entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
+        batch = policy_batch(logprobs_RxL, rows, experience, options.is_on_policy, selected_BxT)
         policy, plugin_metrics = compute_policy_loss(actor, batch)
         # Weights for tokens that an older policy or another program sampled.
-        importance: int | jax.Array = 1
+        importance_RxL: int | jax.Array = 1
         if experience.importance is not None:
-            importance = packing.to_rows(experience.importance, rows)
-        pg_loss = jnp.sum(token_weights.loss * importance * policy.loss)
-        kl_loss = self._kl_loss(params, hidden, logprobs, rows, token_weights)
-        entropy_bonus = jnp.sum(token_weights.loss * entropy)
+            importance_RxL = packing.to_rows(experience.importance, rows)
+
+        # The sum of all terms; those that the options leave out are not computed.
+        pg_loss = jnp.sum(token_weights.loss * importance_RxL * policy.loss)
+        kl_loss = self._kl_loss(params, hidden, logprobs_RxL, rows, token_weights)
+        entropy_bonus = jnp.sum(token_weights.loss * entropy_RxL)
         loss = pg_loss + actor.kl_loss_coef * kl_loss - actor.entropy_coeff * entropy_bonus
         metrics = {"actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
         if self.teacher is not None:
-            teacher_kl = self._kl_over_vocabulary(params, hidden, *self.teacher, rows)
-            loss += options.teacher_coef * jnp.sum(token_weights.loss * teacher_kl)
-            metrics["actor/teacher_kl"] = jnp.sum(token_weights.mean * teacher_kl)
+            teacher_kl_RxL = self._kl_over_vocabulary(params, hidden, *self.teacher, rows)
+            loss += options.teacher_coef * jnp.sum(token_weights.loss * teacher_kl_RxL)
+            metrics["actor/teacher_kl"] = jnp.sum(token_weights.mean * teacher_kl_RxL)
+        if router_loss_RxL is not None:
+            router_loss = jnp.sum(token_weights.sequence * router_loss_RxL)
+            loss += actor.router_aux_loss_coef * router_loss
+            metrics["actor/router_loss"] = router_loss
         metrics["actor/loss"] = loss
         for name, per_token in plugin_metrics.items():
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
-        result = (loss, metrics | _policy_metrics(policy, entropy, token_weights))
-        result = _add_router_loss(
-            result, "actor", actor.router_aux_loss_coef, router_loss, token_weights
-        )
-        if not options.shares_trunk:
-            return result
-        value_part, critic_metrics = weighted_value_loss(
-            options.critic,
-            compute_scalars(params, hidden),
-            rows,
-            experience,
-            self.token_weights(rows, value_weights, experience.value_mask),
-        )
-        return result[0] + value_part, result[1] | critic_metrics
+        metrics |= _policy_metrics(policy, entropy_RxL, token_weights)
+        if options.shares_trunk:
+            value_part, critic_metrics = weighted_value_loss(
+                options.critic,
+                compute_scalars(params, hidden),
+                rows,
+                experience,
+                self.token_weights(rows, value_weights, experience.value_mask),
+            )
+            loss += value_part
+            metrics |= critic_metrics
+        return loss, metrics
 
     def _kl_loss(
         self,
@@ -328,10 +334,16 @@ class CriticObjective(RolloutObjective):
         coef = critic.router_aux_loss_coef
         token_weights = self.token_weights(rows, weights, self.experience.value_mask)
         params = full_parameters(self.net, params, self.reference)
-        hidden, router_loss = forward.run_decoder(self.net, params, rows, with_router_loss=coef > 0)
+        hidden, router_loss_RxL = forward.run_decoder(
+            self.net, params, rows, with_router_loss=coef > 0
+        )
         values = compute_scalars(params, hidden)
-        result = weighted_value_loss(critic, values, rows, self.experience, token_weights)
-        return _add_router_loss(result, "critic", coef, router_loss, token_weights)
+        loss, metrics = weighted_value_loss(critic, values, rows, self.experience, token_weights)
+        if router_loss_RxL is not None:
+            router_loss = jnp.sum(token_weights.sequence * router_loss_RxL)
+            loss += coef * router_loss
+            metrics |= {"critic/loss": loss, "critic/router_loss": router_loss}
+        return loss, metrics
 
 
 def count_learned_tokens(
@@ -423,22 +435,6 @@ def compute_policy_loss(
                 f"expected one number per token, {batch.mask.shape}"
             )
     return policy, metrics
-
-
-def _add_router_loss(
-    result: LossAndMetrics,
-    role: str,
-    coef: float,
-    router_loss: Float[Array, "R L"] | None,
-    weights: Weights,
-) -> LossAndMetrics:
-    """Return loss and metrics with the load-balancing loss of the routers, if there is one."""
-    if router_loss is None:
-        return result
-    loss, metrics = result
-    mean = jnp.sum(weights.sequence * router_loss)
-    loss += coef * mean
-    return loss, metrics | {f"{role}/loss": loss, f"{role}/router_loss": mean}
 
 
 def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Weights) -> Metrics:

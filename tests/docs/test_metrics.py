@@ -88,8 +88,6 @@ EXPANSIONS = {
     "seconds/{name}": phases(),
     "train/{name}": supervised_figures(),
     "update/{name}": {"update/loss", "update/skipped"},
-    "{role}/loss": both("loss"),
-    "{role}/router_loss": both("router_loss"),
     "{self.prefix}grad_norm": both("grad_norm"),
     "{self.prefix}skipped": both("skipped"),
     "{self.prefix}steps_taken": {"actor/steps_taken"},  # critics have no target_kl

@@ -1368,7 +1368,7 @@ LOSSES_AND_RATIO = [
             "test_packed_losses_equal_those_computed_token_by_token"
         ),
         where="ActorObjective.loss",
-        old="jnp.sum(token_weights.loss * importance * policy.loss)",
+        old="jnp.sum(token_weights.loss * importance_RxL * policy.loss)",
         new="jnp.sum(token_weights.loss * policy.loss)",
     ),
     Exhibit(
@@ -1517,8 +1517,8 @@ UPDATES = [
         holds="the entropy bonus uses the weights of the loss",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="ActorObjective.loss",
-        old="jnp.sum(token_weights.loss * entropy)",
-        new="jnp.mean(entropy)",
+        old="jnp.sum(token_weights.loss * entropy_RxL)",
+        new="jnp.mean(entropy_RxL)",
     ),
     Exhibit(
         name="the_value_loss_is_averaged_per_micro_batch",
