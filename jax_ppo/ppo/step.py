@@ -65,12 +65,12 @@ def take_step(
     state: TrainState,
     batches: TrainingBatches,
     step: int,
-    sampled: SampledBatch | ResponsePool | None,
+    carried_over: SampledBatch | ResponsePool | None,
     observer: StepObserver,
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0; the train state is donated.
 
-    `sampled` is what the previous step left: samples or drafts (`SampledBatch`), or unfinished
+    `carried_over` is what the previous step left: samples or drafts (`SampledBatch`), or unfinished
     responses (`ResponsePool`); `None` if it left nothing.
 
     Returns:
@@ -79,15 +79,7 @@ def take_step(
     options, nets = parts.step_options, parts.nets
 
     # 1. Sample responses.
-    if options.rollout.max_staleness > 1:
-        assert not isinstance(sampled, SampledBatch), "max_staleness > 1 carries over a pool"
-        sampled = sample_partial_batch(parts, state, batches, step, observer, sampled)
-    elif sampled is None:
-        sampled = sample_responses(parts, state, batches, step, observer)
-    elif options.rollout.verify_drafts:
-        assert isinstance(sampled, SampledBatch), "drafts are carried over as a batch"
-        sampled = complete_drafted_batch(parts, state, sampled, step, observer)
-    assert isinstance(sampled, SampledBatch)
+    sampled = sample_responses(parts, state, batches, step, observer, carried_over)
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
@@ -152,10 +144,23 @@ def take_step(
 
 
 def sample_responses(
-    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
+    parts: StepParts,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    observer: StepObserver,
+    carried_over: SampledBatch | ResponsePool | None,
 ) -> SampledBatch:
-    """Return the samples of a step: given ones, or selected by their rewards if so configured."""
+    """Return the samples of a step: carried over, given, or sampled now and perhaps selected."""
     training, options = parts.training, parts.step_options
+    if options.rollout.max_staleness > 1:
+        assert not isinstance(carried_over, SampledBatch), "max_staleness > 1 carries over a pool"
+        return sample_partial_batch(parts, state, batches, step, observer, carried_over)
+    if carried_over is not None:
+        assert isinstance(carried_over, SampledBatch), "drafts are carried over as a batch"
+        if not options.rollout.verify_drafts:
+            return carried_over
+        return complete_drafted_batch(parts, state, carried_over, step, observer)
     if isinstance(training, GivenResponses) and not options.samples_in(step):
         return take_given_batch(parts, training, batches)
     sample = sample_selected_batch if options.selects_samples else sample_batch
