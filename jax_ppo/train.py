@@ -10,7 +10,7 @@ from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; `arguments` are `sys.argv`."""
+    """Parse `arguments` (`sys.argv`), then call `jax_ppo.run.ppo_training.train`."""
     command.run_command(arguments, "train")
 
 

@@ -49,12 +49,12 @@ from jax_ppo.types import Prompts, Rollout
 # A checkpoint's trees of what was sampled one step ahead, and of responses that will continue.
 ROLLOUT = "rollout"
 POOL = "pool"
+# Takes the steps of a run: config, work directory, what builds the training, and best metric.
+Cycle = Callable[[Config, Path, Callable[[Mesh], life_cycle.Training[Any]], str], dict[str, Any]]
 
 
-def train(
-    config: Config, workdir: Path, cycle: Callable[..., dict[str, Any]] = life_cycle.train
-) -> dict[str, Any]:
-    """Train as `life_cycle.train` does, or as `cycle`, which takes the same arguments."""
+def train(config: Config, workdir: Path, cycle: Cycle = life_cycle.train) -> dict[str, Any]:
+    """Train; `cycle` takes the steps: `life_cycle.train`, or one that repeats some (`replay`)."""
 
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
