@@ -91,7 +91,7 @@ def newest_weights(
         del params  # with `actor.param_offload` a copy that only the engine reads
         yield parts.engine
     parts.engine.release_weights()  # the update needs the memory
-    observer.flush()
+    observer.write_pending_report()
     release_freed_memory(state)  # of the update before
 
 

@@ -95,7 +95,7 @@ def take_step(
     if options.rollout.max_staleness == 1 and step + 1 < parts.total_steps:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
         next_sampled = ahead._replace(weights_step=step)
-    observer.flush()  # does nothing if `sample_batch` has just flushed
+    observer.write_pending_report()  # none if `sample_batch` has just written it
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):

@@ -155,7 +155,7 @@ class StepObserver(Protocol):
     def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return a context whose time counts for a phase."""
 
-    def flush(self) -> None:
+    def write_pending_report(self) -> None:
         """Write what is pending; called where the mesh works and the host has time."""
 
 

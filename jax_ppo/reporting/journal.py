@@ -139,10 +139,10 @@ class Journal:
         return self._bar.phase(name)
 
     def write_later(self, write: Callable[[], object]) -> None:
-        """Keep what fetches and writes the metrics of a step, until `flush` need not wait."""
+        """Keep what fetches and writes the metrics of a step until that need not wait."""
         self._pending = write
 
-    def flush(self) -> None:
+    def write_pending_report(self) -> None:
         """Fetch and write the pending metrics, if there are any.
 
         Raises:

@@ -124,7 +124,7 @@ def train(
         ):
             cycle = LifeCycle(training, config, checkpoints, progress, journal)
             state, was_preempted = cycle.take_steps()
-            journal.flush()
+            journal.write_pending_report()
             # A preempted run ends without an export: the next start resumes it.
             if config.trainer.export and not was_preempted:
                 training.export(state, workdir, journal)
@@ -192,7 +192,8 @@ class LifeCycle:
         for step in range(self.completed_steps, self.training.total_steps):
             state = self.training.take_step(state, step, self.journal)
             self.completed_steps = step + 1
-            self.finish_step(state)
+            quality = self._evaluate_if_due(state)
+            self._save_if_due(state, quality)  # also if the run is to stop
             if self._stop_request.should_stop(step + 1):
                 self.checkpoints.wait()
                 return state, True
@@ -218,9 +219,22 @@ class LifeCycle:
         self.journal.restart_clock()
         return state
 
-    def finish_step(self, state: Any) -> None:
-        """Evaluate if that is due; save if that is due or the run is to stop."""
-        quality = self._evaluate_if_due(state)
+    def _evaluate_if_due(self, state: Any) -> Quality | None:
+        """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
+        step = self.completed_steps
+        test_freq = self.config.trainer.test_freq
+        if not (self.training.can_evaluate and is_due(step, self.training.total_steps, test_freq)):
+            return None
+        self.journal.write_pending_report()  # the evaluation is not part of the step's time
+        interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
+        try:
+            return self.training.evaluate(state, step, self.journal, interrupt)
+        except EvaluationInterrupted:
+            self.progress.evaluation_pending = True
+            return None
+
+    def _save_if_due(self, state: Any, quality: Quality | None) -> None:
+        """Save after a step if that is due, or if the run is to stop."""
         step, trainer = self.completed_steps, self.config.trainer
         saves = is_due(step, self.training.total_steps, trainer.save_freq)
         # A preempted run saves even if no checkpoint is due.
@@ -228,7 +242,7 @@ class LifeCycle:
         saves_locally = bool(trainer.local_dir) and step % trainer.local_save_freq == 0
         if not (saves or saves_locally):
             return
-        self.journal.flush()
+        self.journal.write_pending_report()
         with self.journal.phase("checkpoint"):
             meta = {
                 "position": self.training.position,
@@ -243,20 +257,6 @@ class LifeCycle:
                 self.checkpoints.save_local(step, trees, meta)
         # Exclude the checkpoint from the next step's time.
         self.journal.restart_clock()
-
-    def _evaluate_if_due(self, state: Any) -> Quality | None:
-        """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
-        step = self.completed_steps
-        test_freq = self.config.trainer.test_freq
-        if not (self.training.can_evaluate and is_due(step, self.training.total_steps, test_freq)):
-            return None
-        self.journal.flush()  # the evaluation is not part of the step's time
-        interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
-        try:
-            return self.training.evaluate(state, step, self.journal, interrupt)
-        except EvaluationInterrupted:
-            self.progress.evaluation_pending = True
-            return None
 
 
 @contextlib.contextmanager

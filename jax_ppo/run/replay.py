@@ -137,7 +137,7 @@ def repeat_steps(
         state = training.prepare_first_step(state, checkpoints, progress)
         for number in steps:
             state = training.take_step(state, number - 1, journal)
-        journal.flush()
+        journal.write_pending_report()
         summary = journal.write_summary(step, mesh)
     if verifies:
         distributed.run_on_main(lambda: _compare(source, folder, steps))

@@ -177,7 +177,7 @@ class SupervisedTraining:
         with heartbeat.activity(f"step {step + 1}"):
             arguments, named = self._step_arguments(state, step, batch)
             params, optimizer_state, metrics = train_step(*arguments, **named)
-            journal.flush()  # of the step before, while this one is computed
+            journal.write_pending_report()  # of the step before, while this one is computed
         sequences = batch[0]
         metrics |= hash_quantities(
             {

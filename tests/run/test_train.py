@@ -1089,13 +1089,13 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
         patch.setattr(owner, name, call)
 
-    finish = life_cycle.LifeCycle.finish_step
+    save_if_due = life_cycle.LifeCycle._save_if_due
 
-    def finish_and_count(cycle, state) -> None:
+    def count_and_save(cycle, state, quality) -> None:
         completed_steps = cycle.completed_steps
         compiled_at_step[completed_steps] = len(compiled)
         calls_at_step[completed_steps] = calls.copy()
-        finish(cycle, state)
+        save_if_due(cycle, state, quality)
         guard = "disallow" if completed_steps in (3, 4) else "allow"
         jax.config.update("jax_transfer_guard", guard)
 
@@ -1112,7 +1112,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(life_cycle.LifeCycle, "finish_step", finish_and_count)
+            patch.setattr(life_cycle.LifeCycle, "_save_if_due", count_and_save)
             for owner, name in (
                 (placement, "place"),
                 (placement, "to_host"),
