@@ -290,7 +290,7 @@ POLICY_LOSSES = Registry(
     ("actor.policy_loss",),
     PolicyLossEntry(
         name="vanilla",
-        path="jax_ppo.kernels.losses:vanilla",
+        path="jax_ppo.kernels.losses:clipped_surrogate",
         summary="PPO's clip",
         when="nothing speaks for another; it is safe for several optimizer steps per rollout",
         source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",

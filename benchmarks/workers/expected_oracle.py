@@ -197,7 +197,7 @@ def verl_covariance_losses(case, options):
     """Yield the rows of clip_cov, which here selects all tokens in the range, and of kl_cov."""
     A, mask = case["advantages"], case["mask"].astype(bool)
     clip = Clip(options["clip_low"], options["clip_high"])
-    clipped = losses.vanilla(
+    clipped = losses.clipped_surrogate(
         losses.padded_batch(case["logprobs"], case["old_logprobs"], A, mask), clip
     ).clipped
 

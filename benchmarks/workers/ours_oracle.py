@@ -99,7 +99,7 @@ def policy_loss(
 
 def clip_fractions(case, clip, old):
     """Return the shares of tokens affected by the clip and the dual clip."""
-    result = losses.vanilla(
+    result = losses.clipped_surrogate(
         losses.padded_batch(case["logprobs"], case[old], case["advantages"], case["mask"]), clip
     )
     return [

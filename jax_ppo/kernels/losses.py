@@ -31,6 +31,8 @@ class PolicyBatch(NamedTuple):
       advantages: per token.
       mask: 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the
         three above may hold anything, NaN included.
+
+    The rest is read only by losses of whole responses (gspo, gmpo) and selecting losses:
       action_counts: at each token, how many tokens of its response the mask selects; may hold
         anything where mask is 0.
       sequence_sum: maps x, which is 0 where mask is 0, to the sum of x over the token's response,
@@ -84,6 +86,59 @@ class PolicyLoss(NamedTuple):
     dual_clipped: Float[Array, " *shape"]
 
 
+def clipped_surrogate(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+    """Compute the clipped surrogate of PPO, negated, per token.
+
+        rho  = pi(token) / pi_old(token) = exp(logprobs - old_logprobs)
+        loss = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+        and where A < 0:  min(loss, -dual A)
+
+    Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip;
+    high > low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al.
+    2020, arXiv 1912.09729): with the clip alone, the loss of a token with A < 0 grows without bound
+    as rho does. Where a clipped term is active the gradient is 0, which biases the policy gradient
+    on purpose.
+    """
+    log_ratio, advantages = log_ratios_and_advantages(batch)
+    ratio = jnp.exp(log_ratio)
+
+    # The larger loss is the smaller surrogate: the paper's pessimistic bound.
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    loss = jnp.maximum(unclipped_loss, clipped_loss)
+    clipped = clipped_loss > unclipped_loss
+
+    dual_clipped = jnp.zeros_like(clipped)
+    if clip.dual is not None:
+        # Above a ratio of `dual`, a token with a negative advantage has no gradient.
+        ceiling = -advantages * clip.dual
+        dual_clipped = (advantages < 0) & (loss > ceiling)
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
+    return PolicyLoss(
+        loss=loss,
+        ratio=ratio,
+        log_ratio=log_ratio,
+        clipped=clipped.astype(jnp.float32),
+        dual_clipped=dual_clipped.astype(jnp.float32),
+    )
+
+
+vanilla = clipped_surrogate  # its name in the options
+
+
+def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
+    # The first five fields are arrays; a function and an optional mask follow.
+    assert_one_shape(*batch[:5])
+    # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
+    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
+        batch.old_logprobs, batch.mask
+    )
+    # exp overflows float32 at 88.
+    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio, zero_outside(batch.advantages, batch.mask)
+
+
 class ValueLoss(NamedTuple):
     """Value loss per token, float32, in the shape of the inputs, 0 where mask is 0.
 
@@ -94,6 +149,59 @@ class ValueLoss(NamedTuple):
 
     loss: Float[Array, " *shape"]
     clipped: Float[Array, " *shape"]
+
+
+def value_loss(
+    values: Float[Array, " *shape"],
+    old_values: Float[Array, " *shape"],
+    returns: Float[Array, " *shape"],
+    mask: Shaped[Array, " *shape"],
+    clip: float | None,
+    huber_delta: float | None = None,
+) -> ValueLoss:
+    """Compute the squared error of the critic per token, clipped as in OpenAI's baselines (ppo2).
+
+        loss = max(h(V - G), h(clip(V, V_old - clip, V_old + clip) - G)),  h(e) = e^2 / 2
+        with huber_delta (Huber 1964):  h(e) = delta (|e| - delta / 2) where |e| > delta
+
+    The clip is not in the paper. A value that has moved more than `clip` from V_old towards the
+    return gets no gradient. With clip = None the loss is h(V - G), whatever old_values hold. The
+    square learns the mean of the returns. Huber's loss, whose gradient is the error truncated at
+    +-delta, learns something between their mean and their median: biased where returns are skewed.
+
+    Args:
+      values: V, from the critic being trained, the only input meant to receive a gradient.
+      old_values: V_old, from the critic at the start of the update.
+      returns: G, raw advantages + V_old.
+      mask: 1 on the tokens that the policy chose and that count, in any pattern.
+      clip: > 0, in units of reward, or None.
+      huber_delta: > 0, in units of reward, or None for the square everywhere.
+    """
+    assert_one_shape(values, old_values, returns, mask)
+    values = zero_outside(values, mask)
+    old_values = zero_outside(old_values, mask)
+    returns = zero_outside(returns, mask)
+    unclipped_loss = _half_squared_error(values - returns, huber_delta)
+    if clip is None:
+        return ValueLoss(loss=unclipped_loss, clipped=jnp.zeros_like(unclipped_loss))
+    # Not V_old + clip(V - V_old), which rounds: inside the range the clipped value must be exactly
+    # V, or tokens there would be flagged as clipped.
+    clipped_loss = _half_squared_error(
+        jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
+    )
+    clipped = clipped_loss > unclipped_loss
+    return ValueLoss(
+        loss=jnp.maximum(unclipped_loss, clipped_loss), clipped=clipped.astype(jnp.float32)
+    )
+
+
+def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Array:
+    """Return error^2 / 2, continued as a straight line where |error| > huber_delta."""
+    if huber_delta is None:
+        return 0.5 * jnp.square(error)
+    # Inside +-delta this is error^2 / 2, outside delta (|error| - delta / 2).
+    clipped_error = jnp.clip(error, -huber_delta, huber_delta)
+    return clipped_error * (error - 0.5 * clipped_error)
 
 
 def loss_weights(
@@ -177,56 +285,6 @@ def seq_mean_token_sum_norm(counts_B: jax.Array, samples: jax.Array, scale: Scal
     return samples * scale
 
 
-def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
-    """Compute the clipped surrogate of PPO, negated, per token.
-
-        rho  = pi(token) / pi_old(token) = exp(logprobs - old_logprobs)
-        loss = -min(rho A, clip(rho, 1 - low, 1 + high) A)
-        and where A < 0:  min(loss, -dual A)
-
-    Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip;
-    high > low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al.
-    2020, arXiv 1912.09729): with the clip alone, the loss of a token with A < 0 grows without bound
-    as rho does. Where a clipped term is active the gradient is 0, which biases the policy gradient
-    on purpose.
-    """
-    log_ratio, advantages = log_ratios_and_advantages(batch)
-    ratio = jnp.exp(log_ratio)
-
-    # The larger loss is the smaller surrogate: the paper's pessimistic bound.
-    unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
-    loss = jnp.maximum(unclipped_loss, clipped_loss)
-    clipped = clipped_loss > unclipped_loss
-
-    dual_clipped = jnp.zeros_like(clipped)
-    if clip.dual is not None:
-        # Above a ratio of `dual`, a token with a negative advantage has no gradient.
-        ceiling = -advantages * clip.dual
-        dual_clipped = (advantages < 0) & (loss > ceiling)
-        loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
-    return PolicyLoss(
-        loss=loss,
-        ratio=ratio,
-        log_ratio=log_ratio,
-        clipped=clipped.astype(jnp.float32),
-        dual_clipped=dual_clipped.astype(jnp.float32),
-    )
-
-
-def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
-    # The first five fields are arrays; a function and an optional mask follow.
-    assert_one_shape(*batch[:5])
-    # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
-    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
-        batch.old_logprobs, batch.mask
-    )
-    # exp overflows float32 at 88.
-    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio, zero_outside(batch.advantages, batch.mask)
-
-
 def padded_batch(
     logprobs: Float[Array, " *batch T"],
     old_logprobs: Float[Array, " *batch T"],
@@ -246,56 +304,3 @@ def padded_batch(
         action_counts=sequence_sum(mask.astype(jnp.int32)),
         sequence_sum=sequence_sum,
     )
-
-
-def value_loss(
-    values: Float[Array, " *shape"],
-    old_values: Float[Array, " *shape"],
-    returns: Float[Array, " *shape"],
-    mask: Shaped[Array, " *shape"],
-    clip: float | None,
-    huber_delta: float | None = None,
-) -> ValueLoss:
-    """Compute the squared error of the critic per token, clipped as in OpenAI's baselines (ppo2).
-
-        loss = max(h(V - G), h(clip(V, V_old - clip, V_old + clip) - G)),  h(e) = e^2 / 2
-        with huber_delta (Huber 1964):  h(e) = delta (|e| - delta / 2) where |e| > delta
-
-    The clip is not in the paper. A value that has moved more than `clip` from V_old towards the
-    return gets no gradient. With clip = None the loss is h(V - G), whatever old_values hold. The
-    square learns the mean of the returns. Huber's loss, whose gradient is the error truncated at
-    +-delta, learns something between their mean and their median: biased where returns are skewed.
-
-    Args:
-      values: V, from the critic being trained, the only input meant to receive a gradient.
-      old_values: V_old, from the critic at the start of the update.
-      returns: G, raw advantages + V_old.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      clip: > 0, in units of reward, or None.
-      huber_delta: > 0, in units of reward, or None for the square everywhere.
-    """
-    assert_one_shape(values, old_values, returns, mask)
-    values = zero_outside(values, mask)
-    old_values = zero_outside(old_values, mask)
-    returns = zero_outside(returns, mask)
-    unclipped_loss = _half_squared_error(values - returns, huber_delta)
-    if clip is None:
-        return ValueLoss(loss=unclipped_loss, clipped=jnp.zeros_like(unclipped_loss))
-    # Not V_old + clip(V - V_old), which rounds: inside the range the clipped value must be exactly
-    # V, or tokens there would be flagged as clipped.
-    clipped_loss = _half_squared_error(
-        jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
-    )
-    clipped = clipped_loss > unclipped_loss
-    return ValueLoss(
-        loss=jnp.maximum(unclipped_loss, clipped_loss), clipped=clipped.astype(jnp.float32)
-    )
-
-
-def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Array:
-    """Return error^2 / 2, continued as a straight line where |error| > huber_delta."""
-    if huber_delta is None:
-        return 0.5 * jnp.square(error)
-    # Inside +-delta this is error^2 / 2, outside delta (|error| - delta / 2).
-    clipped_error = jnp.clip(error, -huber_delta, huber_delta)
-    return clipped_error * (error - 0.5 * clipped_error)

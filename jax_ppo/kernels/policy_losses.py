@@ -38,10 +38,12 @@ from jax_ppo.kernels.losses import (
     Clip,
     PolicyBatch,
     PolicyLoss,
+    clipped_surrogate,
     log_ratios_and_advantages,
-    vanilla,
 )
 from jax_ppo.kernels.masked import masked_mean, zero_outside
+
+vanilla = clipped_surrogate
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -62,7 +64,7 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
         s      = exp(mean over the response of log rho)
         s_t    = [s] pi / [pi]                         the value of s, the gradient of its own token
-        loss_t = -min(s_t A_t, clip(s_t) A_t), with the dual clip of `losses.vanilla`
+        loss_t = -min(s_t A_t, clip(s_t) A_t), with the dual clip of PPO's
 
     Zheng et al. 2025, arXiv 2507.18071, section 4.3. [x] has no gradient. Weighted with
     "seq-mean-token-mean" and one A per response, this is their GSPO: -min(s A, clip(s) A). The
@@ -79,7 +81,7 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     log_s = _mean_over_response(log_ratio, batch)
     # Against old log-probs of 0, the ratio that is clipped is s.
     against_zeros = batch._replace(logprobs=log_s, old_logprobs=jnp.zeros_like(log_s))
-    return vanilla(against_zeros, clip)._replace(log_ratio=log_ratio)
+    return clipped_surrogate(against_zeros, clip)._replace(log_ratio=log_ratio)
 
 
 def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -223,7 +225,7 @@ def clip_cov(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Biased on purpose, by what is left out and by the clip.
     """
-    policy = vanilla(batch, clip)
+    policy = clipped_surrogate(batch, clip)
     if batch.selected is None:
         return policy
     return policy._replace(

@@ -30,7 +30,7 @@ def tanh(batch, clip):
 
     from jax_ppo.kernels import losses
 
-    policy = losses.vanilla(batch, clip)
+    policy = losses.clipped_surrogate(batch, clip)
     return policy._replace(loss=-batch.advantages * jnp.tanh(policy.log_ratio))
 
 

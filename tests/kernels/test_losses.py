@@ -13,7 +13,7 @@ from jax_ppo.kernels.losses import AGGREGATIONS
 @jax.jit
 def policy_loss(logprobs, old, advantages, mask, *clip):
     batch = losses.padded_batch(logprobs, old, advantages, mask)
-    return losses.vanilla(batch, losses.Clip(*clip))
+    return losses.clipped_surrogate(batch, losses.Clip(*clip))
 
 
 value_loss = jax.jit(losses.value_loss)

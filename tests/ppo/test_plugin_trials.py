@@ -15,7 +15,7 @@ LOSS = """
 import jax, jax.numpy as jnp
 from jax_ppo.kernels import policy_losses
 def loss(batch, clip):
-    policy = policy_losses.vanilla(batch, clip)
+    policy = policy_losses.clipped_surrogate(batch, clip)
     {body}
 """
 

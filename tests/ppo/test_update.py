@@ -689,7 +689,7 @@ def test_a_loss_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from jax_ppo.kernels import policy_losses\n"
         "def halved(batch, clip):\n"
-        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    policy = policy_losses.clipped_surrogate(batch, clip)\n"
         "    return policy._replace(loss=policy.loss / 2), {'twice': 2 * policy.ratio}\n"
     )
     vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
@@ -819,7 +819,7 @@ def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):
         "def array(batch, clip):\n"
         "    return batch.logprobs\n"
         "def mean(batch, clip):\n"
-        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    policy = policy_losses.clipped_surrogate(batch, clip)\n"
         "    return policy._replace(loss=policy.loss.mean())\n"
     )
     for name, message in (
