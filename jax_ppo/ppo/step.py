@@ -60,7 +60,7 @@ class StepResult(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-def take_step(
+def take_ppo_step(
     parts: StepParts,
     state: TrainState,
     batches: TrainingBatches,

@@ -151,7 +151,7 @@ def update_actor(
         teacher,
         reference_policy(nets, fixed_state),
     )
-    params, optimizer_state, metrics = _train(
+    params, optimizer_state, metrics = _train_in_place(
         learner, params, optimizer_state, rate, update_enabled, batches
     )
     # Log a rate of 0 where the actor did not learn.
@@ -181,11 +181,13 @@ def update_critic(
     assert nets.critic is not None, "there is no separate critic"
     # Only a critic with adapters reads the reference, as their base; a base is never offloaded.
     learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
-    params, optimizer_state, metrics = _train(learner, params, optimizer_state, rate, True, batches)
+    params, optimizer_state, metrics = _train_in_place(
+        learner, params, optimizer_state, rate, True, batches
+    )
     return params, optimizer_state, metrics | {"critic/lr": rate}
 
 
-def _train(
+def _train_in_place(
     learner: Learner,
     params: Params,
     optimizer_state: optax.OptState,
@@ -195,7 +197,7 @@ def _train(
 ) -> tuple[Params, optax.OptState, Metrics]:
     """Train; return new parameters and optimizer state in the memory and layout of the old ones."""
     device_params, device_optimizer = placement.to_device((params, optimizer_state))
-    *trained, metrics = learner.train(
+    *trained, metrics = learner.take_optimizer_steps(
         device_params, device_optimizer, rate, update_enabled, batches
     )
     # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the

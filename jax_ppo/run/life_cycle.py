@@ -91,7 +91,11 @@ class Training(Protocol[JournalT]):
         """Write the trained models to subfolders of `folder`."""
 
 
-def train(
+# `run_life_cycle`, or a function in its place, such as `replay.repeat_steps` for some steps.
+Cycle = Callable[[Config, Path, Callable[[Mesh], Training[Any]], str], dict[str, Any]]
+
+
+def run_life_cycle(
     config: Config,
     workdir: Path,
     build: Callable[[Mesh], Training[JournalT]],

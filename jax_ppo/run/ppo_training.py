@@ -23,7 +23,7 @@ from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
-from jax_ppo.ppo.step import StepResult, take_step
+from jax_ppo.ppo.step import StepResult, take_ppo_step
 from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
@@ -49,12 +49,12 @@ from jax_ppo.types import Prompts, Rollout
 # A checkpoint's trees of what was sampled one step ahead, and of responses that will continue.
 ROLLOUT = "rollout"
 POOL = "pool"
-# Takes the steps of a run: config, work directory, what builds the training, and best metric.
-Cycle = Callable[[Config, Path, Callable[[Mesh], life_cycle.Training[Any]], str], dict[str, Any]]
 
 
-def train(config: Config, workdir: Path, cycle: Cycle = life_cycle.train) -> dict[str, Any]:
-    """Train; `cycle` takes the steps: `life_cycle.train`, or one that repeats some (`replay`)."""
+def train(
+    config: Config, workdir: Path, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
+) -> dict[str, Any]:
+    """Train; `cycle` takes the steps, or repeats some of them."""
 
     def build(mesh: Mesh) -> PPOTraining:
         if config.trainer.export:
@@ -166,7 +166,7 @@ class PPOTraining:
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""
         assert self._batches is not None, "the run has not begun"
-        state, result = take_step(
+        state, result = take_ppo_step(
             self._run, state, self._batches, step, self._sampled_ahead, journal
         )
         self._failed_steps.count(step, result.rule_rewards)

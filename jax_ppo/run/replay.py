@@ -101,7 +101,7 @@ def repeat_steps(
     step: int,
     verifies: bool,
 ) -> dict[str, Any]:
-    """Take steps of a run again, in the place of `life_cycle.train`, up to a step from 1.
+    """Take steps of a run again, in the place of `life_cycle.run_life_cycle`, up to a step from 1.
 
     `source` is the work directory of the run, which stays as it is. With `verifies`, compare the
     hashes of all steps that are taken.

@@ -69,9 +69,9 @@ def train(
     config: Config,
     workdir: Path,
     task: Task,
-    cycle: Callable[..., dict[str, Any]] = life_cycle.train,
+    cycle: life_cycle.Cycle = life_cycle.run_life_cycle,
 ) -> dict[str, Any]:
-    """Train as `life_cycle.train` does, or as `cycle`, which takes the same arguments."""
+    """Train; `cycle` takes the steps, or repeats some of them."""
 
     def build(mesh: Mesh) -> SupervisedTraining:
         if config.trainer.export:
@@ -82,7 +82,7 @@ def train(
         return build_training(config, task, mesh)
 
     # The accuracy, or the negative loss of a task without one.
-    return cycle(config, workdir, build, best_metric="quality")
+    return cycle(config, workdir, build, "quality")
 
 
 train_sft = functools.partial(train, task=SFT)

@@ -128,7 +128,7 @@ class Learner:
     # Return the metrics of each optimizer step besides the reduced ones.
     logs_optimizer_steps: bool = False
 
-    def train(
+    def take_optimizer_steps(
         self,
         params: Params,
         optimizer_state: optax.OptState,
