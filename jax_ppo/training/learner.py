@@ -1,11 +1,18 @@
 """The learner: optimizer steps over mini-batches and micro-batches, for any objective.
 
+    for each of the U mini-batches of a rollout:                      # take_optimizer_steps
+        weights = objective.weigh(mini-batch)                         # gradients
+        for each of its micro-batches, at most A, of packed rows:     # add_gradient
+            gradients += gradients of objective.loss(params, rows, weights)
+        params = params moved against the gradients                   # take_optimizer_step
+
 An objective fixes each token's weight by its whole mini-batch before the mini-batch is split into
 micro-batches or over devices, so neither split changes the gradient.
 """
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -226,11 +233,28 @@ class Learner:
         The gradients are summed in `optim.gradient_dtype`, the metrics in float32; `key` is the
         second of `rounding_keys`, `None` if gradients are summed in float32, too.
         """
+        objective = self.objective
         # Fixed by the whole mini-batch, so that its split does not matter.
-        weights = self.objective.weigh(batch)
+        weights = objective.weigh(batch)
+
+        def add_micro_batch(
+            packed: Packing, i: jax.Array, sums: tuple[Params, Metrics]
+        ) -> tuple[Params, Metrics]:
+            rows = gather_micro_batch(objective.sequences, packed, i)
+            gradients, metrics = add_gradient(
+                lambda params: objective.loss(params, rows, weights),
+                params,
+                sums[0],
+                None if key is None else jax.random.fold_in(key, i),
+                self.trains_layers,
+            )
+            return gradients, self._combine_metrics(sums[1], metrics)
 
         def sum_micro_batches(packed: Packing) -> tuple[Params, Metrics]:
-            return self._sum_micro_batches(params, packed, batch.counts, weights, key)
+            zeros = zero_gradients(params, self.optim.gradient_dtype)
+            start = {name: jnp.float32(metric.start) for name, metric in objective.metrics.items()}
+            add = functools.partial(add_micro_batch, packed)
+            return jax.lax.fori_loop(0, batch.counts, add, (zeros, start))
 
         if not batch.packing.replicas:
             return sum_micro_batches(batch.packing)
@@ -245,33 +269,6 @@ class Learner:
             name: metric.combine(ours[name], theirs[name])
             for name, metric in self.objective.metrics.items()
         }
-
-    def _sum_micro_batches(
-        self,
-        params: Params,
-        packed: Packing,
-        count: jax.Array,
-        weights: Any,
-        key: jax.Array | None,
-    ) -> tuple[Params, Metrics]:
-        """Return the sums over the first `count` micro-batches of a packing [A, R, L]."""
-
-        def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-            rows = gather_micro_batch(self.objective.sequences, packed, i)
-
-            def loss(params: Params) -> LossAndMetrics:
-                return self.objective.loss(params, rows, weights)
-
-            gradient_sum, totals = carry
-            sum_key = None if key is None else jax.random.fold_in(key, i)
-            gradient_sum, metrics = add_gradient(
-                loss, params, gradient_sum, sum_key, self.trains_layers
-            )
-            return gradient_sum, self._combine_metrics(totals, metrics)
-
-        zeros = zero_gradients(params, self.optim.gradient_dtype)
-        start = {name: jnp.float32(metric.start) for name, metric in self.objective.metrics.items()}
-        return jax.lax.fori_loop(0, count, micro_batch, (zeros, start))
 
 
 def gather_micro_batch(sequences: Sequences, packed: Packing, i: jax.Array) -> Rows:
