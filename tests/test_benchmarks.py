@@ -102,7 +102,7 @@ def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch,
         return {"milliseconds_per_token": sum(phases.values()), "phases": phases}
 
     monkeypatch.setattr(ppo_step, "measure_candidate", measure_candidate)
-    args = argparse.Namespace(micro_batch=None, sizes_from=None, search_turns=1)
+    args = argparse.Namespace(micro_batch=None, sizes_from=None, search_turns=1, search_rows=None)
     settings = {"samples": 32, "equal_lengths": True}
     search = ppo_step.search_micro_batches("trl", settings, args)
     assert search["chosen"] == {"train_rows": 8, "forward_rows": 16}
@@ -134,6 +134,7 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
             platform="cpu",
             sides=["ours"],
             set=[],
+            eager=False,
         )
         worker = ppo_step.start_worker("ours", ppo_step.make_settings(args, folder), args, {})
         phases = worker.turn(split=True)["phases"]
