@@ -2,8 +2,8 @@
 
 A column w of a kernel [in, out] is stored as round(w / s) with s = max |w| / 127. The product is
 computed in the type of the computation, which represents int8 exactly, and multiplied with s
-afterwards. Embeddings, heads, norms, biases, routers, rates and adapters keep their type. The
-columns of experts [E, in, out] have scales [E, out].
+afterwards. Embeddings, the projections of further embeddings, heads, norms, biases, routers, rates
+and adapters keep their type. The columns of experts [E, in, out] have scales [E, out].
 """
 
 from typing import Any
@@ -16,8 +16,16 @@ from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.types import Params
 
 MAX_INT8 = 127
-# A rounded router would choose other experts; the rates and decays of a recurrent state add up.
-EXACT_MODULES = ("router", "shared_expert_gate", "in_proj_a", "in_proj_b")
+# A rounded router would choose other experts; the rates and decays of a recurrent state add up; the
+# projections of further embeddings are small.
+EXACT_MODULES = (
+    "router",
+    "shared_expert_gate",
+    "in_proj_a",
+    "in_proj_b",
+    "per_layer_input_gate",
+    "per_layer_projection",
+)
 
 
 def round_parameters(params: Params, dtype: DTypeLike) -> Params:

@@ -27,7 +27,9 @@ from jax_ppo.models.rope import inverse_frequencies
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.meshes import validate_architecture
+from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
@@ -224,6 +226,17 @@ def test_shared_layers_have_no_columns():
     assert [keys.shape for keys, _ in cache] == [(2, 2, 8, 7), (2, 1, 16, 7)] * 2
 
 
+LOCAL = {"rope_type": "default", "rope_theta": 9.0}
+YARN = {"rope_type": "yarn", "rope_theta": 9.0, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 9.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}
+WIDE_ROPES = "is not supported, only default, linear, dynamic, llama3, proportional are"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -237,6 +250,8 @@ def test_shared_layers_have_no_columns():
         ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 must be vocab_size=97"),
         ({"layer_types": ["sliding_attention"] * 6}, "layer_types must end with full_attention"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "must have full_attention"),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}}, WIDE_ROPES),
+        ({"rope_parameters": {"full_attention": LONG, "sliding_attention": LOCAL}}, WIDE_ROPES),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same"),
         ({"per_layer_config": {"1": 16, "3": 16, "5": 16}}, "per_layer_config must have the same"),
     ],
@@ -254,9 +269,34 @@ def test_sizes_of_heads_are_named_once_or_for_each_layer():
     assert from_hf_config(FIELDS | listed) == from_hf_config(FIELDS)
     whole = {"model_type": "gemma4", "text_config": FIELDS}
     assert from_hf_config(text_config(whole)) == from_hf_config(FIELDS)
+    # It writes none where all heads are alike, and then reads no other name either.
+    for overrides in ({}, None):
+        equal = from_hf_config(FIELDS | {"per_layer_config": overrides, "global_head_dim": 99})
+        assert equal.kv_heads(False) == equal.kv_heads(True) == (2, 8)
     # Without the switch, the number of heads is the usual one.
     own = from_hf_config(FIELDS | {"attention_k_eq_v": False})
     assert own.kv_heads(False) == (2, 16) and not own.keys_as_values
+
+
+def test_a_copy_in_int8_has_a_layout():
+    """The small projections of further embeddings are not rounded."""
+    model = Transformer(
+        dataclasses.replace(ARCHITECTURE, per_layer_size=4), jnp.bfloat16, quantized=True
+    )
+    shapes = jax.eval_shape(lambda key: heads.init_params(model, key, "lm"), jax.random.key(0))
+    mesh = tiny.make_mesh(2, data=1, model=2)
+    layer = shape_decoding_weights(mesh, model, shapes)["layer_0"]
+    assert layer["mlp"]["up_proj"]["kernel"].dtype == jnp.int8
+    for name in ("per_layer_input_gate", "per_layer_projection"):
+        assert {key: x.dtype for key, x in layer[name].items()} == {"kernel": jnp.bfloat16}
+
+
+def test_the_table_of_further_embeddings_is_moved_as_the_vocabularys():
+    model = Transformer(dataclasses.replace(ARCHITECTURE, per_layer_size=4))
+    shapes = jax.eval_shape(lambda key: heads.init_params(model, key, "lm"), jax.random.key(0))
+    layouts = embedding_layouts(tiny.make_mesh(4, data=2, model=2), shapes)
+    moved = {name for name, own in layouts.items() if jax.tree.leaves(own)}
+    assert moved == {"embed", "embed_per_layer"}
 
 
 def test_what_cannot_be_split_is_refused_by_name():

@@ -177,7 +177,8 @@ def _read_global_heads(
 ) -> dict[str, int]:
     """Return the sizes of heads in layers without a sliding window.
 
-    transformers writes them for each of these layers in `per_layer_config`.
+    transformers writes them for each of these layers in `per_layer_config`; if they are those of
+    local layers, it writes an empty one.
     """
     heads = reader.optional_integer("num_global_key_value_heads")
     if heads is None or not reader.boolean("attention_k_eq_v"):
@@ -186,11 +187,11 @@ def _read_global_heads(
     if "per_layer_config" in reader:
         # The numbers are as long as the last one: "05".
         table = {name.lstrip("0") or "0": x for name, x in reader.table("per_layer_config").items()}
-        sizes = next(iter(table.values()), None)
+        sizes = next(iter(table.values()), {})
         layers = {str(layer) for layer, is_local in enumerate(local_layers) if not is_local}
         # 16.0 equals 16, and True 1, but transformers refuses them.
         is_one = len(set(map(repr, table.values()))) == 1
-        if table.keys() != layers or not is_one or not isinstance(sizes, dict):
+        if table and (table.keys() != layers or not is_one or not isinstance(sizes, dict)):
             raise reader.error(
                 f"per_layer_config must have the same sizes for each layer of {FULL}, and no other"
             )

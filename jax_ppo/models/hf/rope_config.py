@@ -218,12 +218,15 @@ class _OneRope:
         older = entries.string("type", "default")
         kind = entries.string("rope_type", older)
         kind = self._family.rope_aliases.get(kind, kind)
-        is_known = kind in ROPE_KINDS
-        if kind == "proportional" and self._family.local_rope_theta is None:
-            is_known = False
-        if not is_known:
+        supported = dict.fromkeys(ROPE_KINDS)
+        if self._family.local_rope_theta is None:
+            del supported["proportional"]
+        if self._family.has_global_heads:
+            # Their factors would be those of local layers, whose heads may be narrower.
+            del supported["yarn"], supported["longrope"]
+        if kind not in supported:
             raise self._reader.error(
-                f"rope_type {quote_value(kind)} is not supported, only {', '.join(ROPE_KINDS)} are"
+                f"rope_type {quote_value(kind)} is not supported, only {', '.join(supported)} are"
             )
         return kind
 

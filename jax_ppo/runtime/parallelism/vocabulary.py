@@ -184,6 +184,7 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
     def layout(path: tuple[Any, ...], x: Any) -> NamedSharding | None:
         is_table = jax.tree_util.keystr(path, simple=True, separator="/") in (
             "embed/embedding",
+            "embed_per_layer/embedding",
             "lm_head/embedding",
         )
         if is_table and x.shape[1] % math.prod(mesh.shape[axis] for axis in others) == 0:

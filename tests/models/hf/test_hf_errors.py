@@ -512,6 +512,10 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             {"rope_scaling": {"type": "mrope"}},
             "rope_type 'mrope' is not supported, only default, linear",
         ),
+        (
+            {"rope_scaling": {"type": "proportional"}},
+            "only default, linear, dynamic, yarn, llama3, longrope are",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs factor"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
