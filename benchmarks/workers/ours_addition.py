@@ -1,8 +1,8 @@
 """Worker of time_to_reward.py: jax_ppo on addition.
 
 Arguments: configuration options as JSON, by dotted name. Each turn is a run with the next seed,
-from the configuration to the target, using the components of loop.train. Everything is compiled
-before the clock starts, by steps and an evaluation on a state that is discarded.
+from the configuration to the target, using the components of life_cycle.run_life_cycle. Everything
+is compiled before the clock starts, by steps and an evaluation on a state that is discarded.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
 
 
 class Training:
-    """The training loop of loop.train without metrics, checkpoints and progress bar."""
+    """The loop of life_cycle.run_life_cycle without metrics, checkpoints and progress bar."""
 
     def __init__(self, run: PPORun):
         self.run, self.batches, self.steps_done = run, run.batches(0), 0

@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
 
-Runs loop.train itself and pauses it where it requests the next batch. There it waits for the
-update, which would otherwise overlap with the next step.
+Runs ppo_training.train itself and pauses it where it requests the next batch. There it waits for
+the update, which would otherwise overlap with the next step.
 """
 
 import json
@@ -69,7 +69,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
 
 
 def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
-    """Insert the turnstile where loop.train takes its next batch, and time the phases."""
+    """Insert the turnstile where the run takes its next batch, and time the phases."""
     current_step = {}  # metrics and response tokens of the current step
 
     class Batches(prompt_batches.PromptBatches):

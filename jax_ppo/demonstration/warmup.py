@@ -202,11 +202,11 @@ def train_on_responses(
     # All examples are packed once; a step takes some of the rows.
     parts = meshes.row_parts(mesh)
     shards = meshes.row_shards(mesh) // parts
-    plans, rows_at_once = _pack_rows(sequences, num_careful, BATCH_SIZE, shards, parts)
+    packed, rows_at_once = _pack_rows(sequences, num_careful, BATCH_SIZE, shards, parts)
     sequences = placement.place(sequences, sharding.replicated(mesh))
     rng = np.random.default_rng(seed)
-    careful_batches = _draw_rows(plans[0], rows_at_once, rng)
-    habit_batches = _draw_rows(plans[1], rows_at_once, rng)
+    careful_batches = _draw_rows(packed[0], rows_at_once, rng)
+    habit_batches = _draw_rows(packed[1], rows_at_once, rng)
     last_steps = (create.steps, create.steps + create.habit_steps)
     with heartbeat.activity("supervised warm-up") as activity:
         for step in range(1, last_steps[-1] + 1):
@@ -281,8 +281,8 @@ def _pack_rows(
     packed = []
     for examples in np.split(np.arange(len(lengths)), [num_careful]):
         # One row per "micro-batch" in the plan, so that rows can be drawn one by one.
-        plans = packing_lib.plan_packing(lengths, examples[None], 1, row_length)[0]
-        plan = jax.tree.map(lambda x: x[0, :, 0], plans)
+        packed = packing_lib.plan_packing(lengths, examples[None], 1, row_length)[0]
+        plan = jax.tree.map(lambda x: x[0, :, 0], packed)
         is_used = (plan.sample >= 0).any(1)
         packed.append(jax.tree.map(lambda x, is_used=is_used: x[is_used], plan))
     return packed, rows_at_once

@@ -36,7 +36,7 @@ def estimate_advantages(
     return_moments: Moments | None,
     extra_scores: jax.Array | None = None,
 ) -> tuple[Estimates, Moments | None, Metrics]:
-    """Return advantages and returns, the moments that normalize the next step's, and metrics.
+    """Return advantages and returns, the moments of returns with this step's, and metrics.
 
     `extra_scores` is what `estimate_experience` gets, shaped like the scores.
     """

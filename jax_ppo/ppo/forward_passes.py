@@ -210,15 +210,15 @@ def run_forward_passes(
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
-    plan: Packing,
+    packed: Packing,
     micro_batches: Int32[Array, ""],
 ) -> ForwardOutputs:
     """Run the roles that are needed over packed rows, one micro-batch at a time.
 
-    The arrays of `plan` are [A, R, L]; `micro_batches` of the A are not empty.
+    The arrays of `packed` are [A, R, L]; `micro_batches` of the A are not empty.
     """
     programs: list[dispatch.Program] = [
-        (forward_part, (options, nets, part, state, sequences, plan, micro_batches))
+        (forward_part, (options, nets, part, state, sequences, packed, micro_batches))
         for part in options.parts
     ]
     return join_outputs(dispatch.run_together(programs))
@@ -239,7 +239,7 @@ def forward_part(
     part: Part,
     state: TrainState,
     sequences: Sequences,
-    plan: Packing,
+    packed: Packing,
     micro_batches: Int32[Array, ""],
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
@@ -259,9 +259,9 @@ def forward_part(
     # Once, before the loop over micro-batches.
     state = state.on_device()
 
-    def run_rows(plan: Packing) -> ForwardOutputs:
+    def run_rows(packed: Packing) -> ForwardOutputs:
         def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-            rows = gather_micro_batch(sequences, plan, i)
+            rows = gather_micro_batch(sequences, packed, i)
             written: dict[str, jax.Array] = {}
             for name, values in _compute_rows(options, nets, part, state, rows):
                 written[name] = packing.to_samples(values, rows, getattr(outputs, name))
@@ -275,10 +275,10 @@ def forward_part(
 
         return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
 
-    if not plan.replicas:
-        return run_rows(plan)
+    if not packed.replicas:
+        return run_rows(packed)
     # Zeros of other replicas' samples are added to each number.
-    return sum_over_replicas(run_rows, parts_of_replicas(plan))
+    return sum_over_replicas(run_rows, parts_of_replicas(packed))
 
 
 def _compute_rows(
@@ -332,7 +332,7 @@ def reward_model_scores(
     model: Transformer | Deberta,
     params: Params,
     sequences: Sequences,
-    plan: Packing,
+    packed: Packing,
     micro_batches: Int32[Array, ""],
     position: str,
 ) -> Float32[Array, " B"]:
@@ -353,7 +353,7 @@ def reward_model_scores(
     params = placement.to_device(params)
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
-        rows = gather_micro_batch(sequences, plan, i)
+        rows = gather_micro_batch(sequences, packed, i)
         if isinstance(model, Deberta):
             values = cast(
                 jax.Array,

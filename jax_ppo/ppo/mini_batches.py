@@ -65,7 +65,7 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPacker:
-    """Plans how rollouts are packed. All processes make the same plan.
+    """Chooses how rollouts are packed. All processes make the same packing.
 
     Attributes:
       mesh: the mesh that plans are placed on.
@@ -80,7 +80,7 @@ class RolloutPacker:
       responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
         each sample has its own copy of its prompt.
       has_reward_model: whether a reward model reads the sampled tokens, where nothing is shared.
-      place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
+      place: puts the host arrays of a packing on the mesh, or returns their shapes and shardings.
     """
 
     mesh: Mesh
@@ -110,7 +110,7 @@ class RolloutPacker:
             assert prompt_lengths is not None, "samples that share prompts need their lengths"
             n = len(lengths) // len(prompt_lengths)
             shared = SharedPrompts(np.repeat(prompt_lengths, n), n, self.responses_per_row)
-        # Roles that divide a rollout in the same way share one plan, which is made and sent once.
+        # Roles that divide a rollout alike share one packing, which is made and sent once.
         divide = functools.cache(lambda x: self._mini_batches(step, lengths, x, shared))
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
         _, places, rows = divided["actor"]

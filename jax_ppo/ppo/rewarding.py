@@ -101,6 +101,16 @@ class LocalResponses(NamedTuple):
     policy_texts: list[str]
 
 
+def policy_text(tokenizer: Any, response: np.ndarray, is_action: np.ndarray) -> str:
+    """Return what the policy wrote in a dialogue, which rules read, a line for each turn.
+
+    `response` and `is_action`, bool, have the length of the response.
+    """
+    turns = np.split(response, np.flatnonzero(np.diff(is_action)) + 1)
+    # Turns and observations alternate, beginning with a turn of the policy.
+    return "\n".join(tokenizer.batch_decode(turns[::2], skip_special_tokens=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class RuleScorer:
     """Scores responses by rules, each response in one process.
@@ -217,7 +227,10 @@ class RuleScorer:
         policy_texts = texts
         if rollout.turn_rewards is not None:
             masks = placement.local_rows(rollout.action_mask)[1]
-            policy_texts = self._policy_texts(responses, masks)
+            policy_texts = [
+                policy_text(self.tokenizer, response, mask[: len(response)])
+                for response, mask in zip(responses, masks, strict=True)
+            ]
         n = len(rollout.responses) // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
         return LocalResponses(indices, examples, responses, texts, policy_texts)
@@ -239,17 +252,6 @@ class RuleScorer:
     def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:
         """Return values of this process's responses as rows of an array [B, ...] on the mesh."""
         return placement.from_local_rows(self.mesh, responses.indices, values, total)
-
-    def _policy_texts(self, responses: list[np.ndarray], masks: np.ndarray) -> list[str]:
-        """Return what the policy wrote in each response, a line for each turn."""
-        texts = []
-        for response, mask in zip(responses, masks, strict=True):
-            actions = mask[: len(response)]
-            turns = np.split(response, np.flatnonzero(np.diff(actions)) + 1)
-            # Turns and observations alternate, beginning with a turn of the policy.
-            decoded = self.tokenizer.batch_decode(turns[::2], skip_special_tokens=True)
-            texts.append("\n".join(decoded))
-        return texts
 
     def _token_rewards(
         self, scored: ScoredBatch, responses: list[np.ndarray], max_length: int

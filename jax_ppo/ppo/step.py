@@ -1,7 +1,7 @@
 """One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
 
 Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
-and critic. The host waits for the mesh once per step: packing needs the lengths of the sampled
+and critic. The host must wait for the mesh once per step: packing needs the lengths of the sampled
 responses. It also waits to time the forward passes, but only after the update has been dispatched,
 so that the mesh does not idle.
 """

@@ -105,8 +105,6 @@ class MetricsLog(contextlib.ExitStack):
         workdir.mkdir(parents=True, exist_ok=True)
         self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
         loggers = parse_names(options.logger)
-        if "tensorboard" in loggers:
-            self._open_tensorboard(workdir / "tensorboard", first_step)
         for name in TRACKERS:
             if name in loggers:
                 tracker = open_tracker(
@@ -114,6 +112,9 @@ class MetricsLog(contextlib.ExitStack):
                 )
                 self._sinks.append(tracker.write)
                 self.callback(tracker.close)
+        # What is opened last is closed first: a tracker may wait for its server.
+        if "tensorboard" in loggers:
+            self._open_tensorboard(workdir / "tensorboard", first_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write metrics of a step. A second call for the same step adds to it.

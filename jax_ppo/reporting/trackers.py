@@ -55,14 +55,14 @@ def open_tracker(
     attempt may wait for the server for minutes.
 
     Raises:
-      UserError: the tracker is not installed, or its server cannot be used.
+      UserError: the tracker is not installed, or it or its server cannot be used.
     """
     try:
         tracker = TRACKERS[name](options, workdir, experiment_name, config_dict, first_step)
-    except ImportError as error:
-        raise _missing_package(name) from error
     # Each tracker raises its own errors, and errors of the libraries that it uses.
     except Exception as error:
+        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == name:
+            raise _missing_package(name) from error
         raise UserError(
             f"config.trainer.logger={name}: {_first_line(error)}{_OFFLINE.get(name, '')}"
         ) from error

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.rewarding import RuleRewards, policy_text
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
@@ -245,9 +244,16 @@ class Reporter(journal.Journal):
         self.write_evaluation(completed_steps, means, shown, title)
         if evaluation.accuracy == 0:
             wrong = (record for record in evaluation.records if record["correct"] is False)
-            misses = (Miss(x["ground_truth"], _policy_text(x), x["answer"]) for x in wrong)
+            misses = (Miss(x["ground_truth"], self._read_text(x), x["answer"]) for x in wrong)
             lines = ["no answer is right", *describe_misses(misses)]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
+
+    def _read_text(self, record: Mapping[str, Any]) -> str:
+        """Return the text of a record that rules have read."""
+        if "action_mask" not in record:
+            return record["response"]
+        ids, mask = np.array(record["response_ids"]), np.array(record["action_mask"], bool)
+        return policy_text(self._run.tokenizer, ids, mask)
 
 
 def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:
@@ -273,10 +279,3 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
         **failures,
     }
     return ", ".join([shown, *figures]), means
-
-
-def _policy_text(record: Mapping[str, Any]) -> str:
-    """Return the text of a record that rules read: what the policy wrote in a dialogue."""
-    if "action_mask" not in record:
-        return record["response"]
-    return "".join(itertools.compress(record["tokens"], record["action_mask"]))

@@ -142,7 +142,8 @@ def build_environment(
     training: PromptDataset,
     held_out: PromptDataset | None,
     chat_template: ChatTemplate = True,
-    max_response_length: int = 0,
+    *,
+    max_response_length: int,
 ) -> tuple[PromptDataset, PromptDataset | None, Environment]:
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 

@@ -250,14 +250,14 @@ class SupervisedTraining:
             count = num_rows
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < count
-        plans, counts = packing.plan_packing(
+        packed, counts = packing.plan_packing(
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],
             rows_at_once,
             self.row_length,
             self.config.packing.enabled,
         )
-        plan = jax.tree.map(lambda x: x[0], plans)
+        plan = jax.tree.map(lambda x: x[0], packed)
         if num_responses > 1:
             plan = packing.split_pairs(plan, lengths[0])
         plan = packing.split_columns(plan, shards, parts)

@@ -110,9 +110,10 @@ def barrier(name: str) -> None:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Return the values of all processes, in their order: of any size that JSON can represent.
+    """Return the values of all processes, in their order.
 
-    Every process must call it, at the same point of its program.
+    They are what JSON can represent, and may differ in size. Every process must call it, at the
+    same point of its program.
     """
     if jax.process_count() == 1:
         return [value]

@@ -76,8 +76,9 @@ def continue_responses(
     """Draw up to `options.stage_length` tokens of each response that has not ended. Pure.
 
     With unchanged weights, the tokens are those of `generate_responses`, up to the rounding of
-    logits, however the calls divide them. Takes its arguments; `options.n` has no effect, since
-    each sample has its own prompt here. `rollout` has versions if weights may differ from call to
+    logits, however the calls divide them. `model`, `options` and `params` are as there;
+    `options.n` has no effect, since each sample has its own prompt here. `any_shard`: see
+    `DecodeJob`. `rollout` has versions if weights may differ from call to
     call, and `version` is the step that began with these.
     """
     assert options.stage_length is not None, "the options require it"

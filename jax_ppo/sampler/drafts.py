@@ -37,7 +37,7 @@ def complete_drafts(
 ) -> tuple[Rollout, jax.Array]:
     """Return the responses that `generate_responses` would return, from drafts of them. Pure.
 
-    Takes its arguments; `options.n` has no effect, since each draft has its own prompt here.
+    Takes its other arguments; `options.n` has no effect, since each draft has its own prompt here.
     `drafts` are N responses of 1 to `max_response_length` tokens.
 
     Returns:
@@ -69,7 +69,7 @@ def accept_drafts(
 ) -> tuple[Rollout, DrawStates]:
     """Cut drafts before the first token that these weights would not draw there. Pure.
 
-    Takes the arguments of `complete_drafts`, and the states of the draws before the first token.
+    Takes arguments of `complete_drafts`, and the states of the draws before the first token.
 
     Returns:
       (the drafts' first tokens, with log-probs under these weights; the states of the draws after

@@ -49,8 +49,8 @@ class SupervisedObjective:
     names: tuple[str, ...]  # the names of all sums
 
 
-def _count_response_tokens(sequences: Sequences, plan: Packing) -> jax.Array:
-    return packing_lib.gather_rows(sequences, plan).mask.sum()
+def _count_response_tokens(sequences: Sequences, packed: Packing) -> jax.Array:
+    return packing_lib.gather_rows(sequences, packed).mask.sum()
 
 
 def _sum_negative_log_likelihood(
@@ -74,15 +74,15 @@ def _run_decoder(
     return hidden, {"router_loss": jnp.sum(weights * router_loss)}
 
 
-def _packed_samples(sequences: Sequences, plan: Packing) -> jax.Array:
+def _packed_samples(sequences: Sequences, packed: Packing) -> jax.Array:
     """Return which samples a packing holds, bool [B]."""
     dropped = len(sequences.lengths)  # an index out of bounds, which the scatter ignores
-    samples = jnp.where(plan.sample >= 0, plan.sample, dropped)
+    samples = jnp.where(packed.sample >= 0, packed.sample, dropped)
     return jnp.zeros(dropped, bool).at[samples].set(True, mode="drop")
 
 
-def _count_pairs(sequences: Sequences, plan: Packing) -> jax.Array:
-    is_packed = _packed_samples(sequences, plan)
+def _count_pairs(sequences: Sequences, packed: Packing) -> jax.Array:
+    is_packed = _packed_samples(sequences, packed)
     # Both sequences of a pair are packed or neither is: the first half counts pairs.
     return is_packed[: len(is_packed) // 2].sum()
 
@@ -185,9 +185,11 @@ def make_learner(
     )
 
 
-def mini_batch(sequences: Sequences, plan: Packing, micro_batches: jax.Array) -> MiniBatches:
+def mini_batch(sequences: Sequences, packed: Packing, micro_batches: jax.Array) -> MiniBatches:
     """Return a packed batch as one mini-batch."""
-    return MiniBatches(packing=plan, counts=micro_batches, members=_packed_samples(sequences, plan))
+    return MiniBatches(
+        packing=packed, counts=micro_batches, members=_packed_samples(sequences, packed)
+    )
 
 
 @functools.partial(
@@ -205,7 +207,7 @@ def train_step(
     optimizer_state: optax.OptState,
     step: jax.Array,
     sequences: Sequences,
-    plan: Packing,
+    packed: Packing,
     micro_batches: jax.Array,
     *,
     rounding_seed: int = 0,
@@ -221,7 +223,7 @@ def train_step(
       optimizer_state: the optimizer's state; donated.
       step: int32 scalar, the number of completed steps.
       sequences: the batch.
-      plan: packing [A, R, L].
+      packed: packing [A, R, L].
       micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
       rounding_seed: see `optimizer.rounding_seed`.
 
@@ -230,14 +232,14 @@ def train_step(
     """
     learner = make_learner(objective, options, model, sequences, rounding_seed)
     rate = learning_rate(options.optim, step, total_steps)
-    batch = mini_batch(sequences, plan, micro_batches)
+    batch = mini_batch(sequences, packed, micro_batches)
     params, optimizer_state, metrics, _ = learner.take_optimizer_step(
         params, optimizer_state, rate, True, batch
     )
     # Otherwise the compiler splits what the table replicates, and the next call would compile
     # another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
-    metrics |= {"lr": rate, "tokens": (plan.sample >= 0).sum()}
+    metrics |= {"lr": rate, "tokens": (packed.sample >= 0).sum()}
     return params, optimizer_state, metrics
 
 
@@ -248,7 +250,7 @@ def measure_batch(
     model: Transformer,
     params: Params,
     sequences: Sequences,
-    plan: Packing,
+    packed: Packing,
     micro_batches: jax.Array,
 ) -> Metrics:
     """Return the objective's sums over a batch, and the number of its `units`.
@@ -258,12 +260,12 @@ def measure_batch(
     options = dataclasses.replace(options, router_aux_loss_coef=0.0)
 
     def micro_batch(i: jax.Array, sums: Metrics) -> Metrics:
-        rows = gather_micro_batch(sequences, plan, i)
+        rows = gather_micro_batch(sequences, packed, i)
         return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
 
     zeros = dict.fromkeys(objective.names, jnp.float32(0))
     sums = jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
-    return sums | {"units": objective.units(sequences, plan)}
+    return sums | {"units": objective.units(sequences, packed)}
 
 
 def trained_shapes(

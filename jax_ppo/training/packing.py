@@ -1,6 +1,6 @@
 """Packing of several samples into one row: planned on the host, gathered and scattered on the mesh.
 
-A plan is computed from lengths alone. It has room for the worst case, one row per sample, and
+A packing is computed from lengths alone. It has room for the worst case, one row per sample, and
 records how many of its micro-batches are used. The compiled functions that loop over micro-batches
 therefore have one shape for all lengths and skip the empty ones.
 """
@@ -202,7 +202,7 @@ def count_starts(packing: Packing, samples: int) -> np.ndarray:
     return np.bincount(packing.sample[starts], minlength=samples)
 
 
-def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
+def split_columns(packed: Packing, shards: int, parts: int) -> Packing:
     """Return the packing in which the devices of `mesh.context` hold parts of the same rows.
 
     A row is cut into 2 C blocks of columns. Part i has blocks i and 2 C - 1 - i, in this order: a
@@ -210,7 +210,7 @@ def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
     ring attention with striped or mirrored blocks).
 
     Args:
-      plan: NumPy arrays [..., R, L], with L a multiple of 2 C.
+      packed: NumPy arrays [..., R, L], with L a multiple of 2 C.
       shards: number of groups of C devices; each has R / shards rows.
       parts: C.
 
@@ -218,7 +218,7 @@ def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
       Packing [..., R C, L / C]: for each group, part 0 of its rows, then part 1, ...
     """
     if parts == 1:
-        return plan
+        return packed
 
     def split(x: Any) -> np.ndarray:
         *outer, R, L = x.shape
@@ -228,33 +228,33 @@ def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
         pairs = np.concatenate([blocks[..., :parts, :], mirrored[..., :parts, :]], axis=-1)
         return np.swapaxes(pairs, -3, -2).reshape(*outer, R * parts, L // parts)
 
-    return Packing(sample=split(plan.sample), position=split(plan.position))
+    return Packing(sample=split(packed.sample), position=split(packed.position))
 
 
-def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:
+def split_pairs(packed: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:
     """Return the packing of the sequences of pairs: pair b consists of b and pairs + b.
 
-    In `plan`, of NumPy arrays, `sample` is the pair, whose two sequences follow each other in one
+    In `packed`, of NumPy arrays, `sample` is the pair, whose two sequences follow each other in one
     row; `first_lengths` are int [pairs], the tokens of each pair's first sequence.
     """
     # Empty places (-1) look up pair 0, and are left alone below.
-    lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
+    lengths = np.asarray(first_lengths, np.int32)[np.maximum(packed.sample, 0)]
     # The second sequence of a pair starts again at position 0, as a separate sample.
-    is_second = (plan.sample >= 0) & (plan.position >= lengths)
+    is_second = (packed.sample >= 0) & (packed.position >= lengths)
     return Packing(
-        sample=plan.sample + is_second * np.int32(len(first_lengths)),
-        position=plan.position - is_second * lengths,
+        sample=packed.sample + is_second * np.int32(len(first_lengths)),
+        position=packed.position - is_second * lengths,
     )
 
 
-def parts_of_replicas(plan: Packing) -> Packing:
+def parts_of_replicas(packed: Packing) -> Packing:
     """Return the micro-batches of each virtual replica, [V, A, R / V, L], of [A, R, L]."""
-    V = plan.replicas
+    V = packed.replicas
 
     def divide(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(len(x), V, -1, x.shape[-1]), 1, 0)
 
-    return jax.tree.map(divide, dataclasses.replace(plan, replicas=0))
+    return jax.tree.map(divide, dataclasses.replace(packed, replicas=0))
 
 
 @pytree

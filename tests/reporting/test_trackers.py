@@ -116,6 +116,15 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(tmp_path, monkeypatc
     assert str(error.value).startswith(expected)
 
 
+def test_a_package_that_a_tracker_misses_is_not_taken_for_the_tracker(tmp_path, monkeypatch):
+    def fail(**arguments):
+        raise ImportError("No module named 'boto3'", name="boto3")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
+    with pytest.raises(UserError, match="logger=wandb: ImportError: No module named 'boto3'"):
+        write_steps(tmp_path, "wandb", 0, 1, 0.5)
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_missing_tracker_is_named_before_anything_loads(has_folder, tmp_path, monkeypatch):
     if has_folder:  # wandb's own logs, where the run was started

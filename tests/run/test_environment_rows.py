@@ -30,7 +30,12 @@ def make_dataset(names):
 
 def test_rows_are_numbered_throughout_and_none_is_read_before_its_dialogue():
     training, held_out, environment = build_environment(
-        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de")
+        Calculator,
+        MultiTurn(),
+        None,
+        make_dataset("abc"),
+        make_dataset("de"),
+        max_response_length=8,
     )
     assert (training.first_row, held_out.first_row) == (0, 3)
     assert Watched.read == ()

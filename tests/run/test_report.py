@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 
 import tiny
+from character_tokenizer import CharacterTokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import files, journal
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -48,7 +49,7 @@ def report_steps(workdir, steps, progress=None, flops=None, **changes):
                 rewarded,
                 flops,
             )
-            writer.flush()
+            writer.write_pending_report()
 
 
 def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
@@ -361,10 +362,12 @@ def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path
             responses_per_prompt=1,
         )
 
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    tokenizer = CharacterTokenizer()
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1, tokenizer=tokenizer)
     # A calculator wrote 7 in a dialogue, which the rule does not read.
     dialogue = make_record(False, "4", False) | {"response": "3 + 4 =7"}
-    dialogue |= {"tokens": ["3 + 4", " =", "7"], "action_mask": [1, 1, 0]}
+    ids = [ord(character) for character in "3 + 4 =7"]
+    dialogue |= {"response_ids": ids, "action_mask": [1] * 7 + [0]}
     wrong = [make_record(False, None, True), make_record(False, "3", False), dialogue]
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
         writer.report_evaluation(0, make_evaluation(wrong, 0.0))
