@@ -233,6 +233,8 @@ def cache_prompts(
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.
     """
+    # An earlier call in this process may have loaded another tokenizer from the same path.
+    _load_tokenizer.cache_clear()
     job = _Job(parser, encoding, tokenizer_path, validate)
     parts = list(_divide(sources, max_samples))
     total = sum(part.end - part.start for part in parts)
@@ -240,6 +242,7 @@ def cache_prompts(
         raise UserError(f"{name}: the files have no rows")
     common = _hash(job.identity())
     identities = [_hash([common, *part.identity()]) for part in parts]
+    _remove_abandoned(folder)
     paths = _find_intact_files(folder, identities)
     tasks = {
         number: (job, parts[number], folder, identities[number])
@@ -248,7 +251,7 @@ def cache_prompts(
     }
     # A complete cache may be on a read-only disk.
     if tasks:
-        _prepare_folder(folder)
+        _make_folder(folder)
     rows_read = total - sum(part.end - part.start for _, part, _, _ in tasks.values())
     on_progress(rows_read, total)
     if workers is None:
@@ -346,20 +349,21 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-def _prepare_folder(folder: Path) -> None:
-    """Create the folder of the cache and remove what killed processes left in it.
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the unfinished files that killed processes left, where that is possible."""
+    for path in folder.glob("*.unfinished"):
+        # Another run may have removed or finished it, or it belongs to another user.
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                path.unlink()
 
-    Raises:
-      UserError: it cannot be written to.
-    """
+
+def _make_folder(folder: Path) -> None:
+    """Create the folder of the cache; raise `UserError` if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        for path in folder.glob("*.unfinished"):
-            with contextlib.suppress(FileNotFoundError):  # another run removed or finished it
-                if path.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
-                    path.unlink()
     except OSError as error:
         # The command explains a full disk.
         if disk_space.is_disk_full(error):

@@ -14,6 +14,7 @@ from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
 from jax_ppo.data.prompt_shaping import RowParser
 from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
+from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import row_validation
 
@@ -144,6 +145,15 @@ def test_other_tokens_other_options_and_changed_files_are_cached_apart(data, tra
     assert len(list(folder.iterdir())) == 3
 
 
+def test_another_tokenizer_at_the_same_path_is_loaded_in_the_same_process(data, tmp_path):
+    folder = tmp_path / "tokenizer"
+    path = f"{data}[:150]"
+    for text in ("0 1", "! 0 1"):  # the other characters have other ids
+        tokenizer = train_tokenizer([text], 64, folder)
+        cache = cached(tmp_path / "cache", path, (tokenizer, folder))
+        assert_same(cache, in_memory(path, (tokenizer, folder)))
+
+
 def test_a_moved_file_has_its_fingerprint_and_a_changed_one_another(trained, tmp_path):
     rows = [verl_row(n) for n in range(100)]
     paths = [
@@ -198,6 +208,16 @@ def test_unfinished_files_that_were_not_written_to_for_a_day_are_removed(data, t
     (tmp_path / "alive.unfinished").write_bytes(b"another run's")
     cached(tmp_path, data, trained)
     assert [path.name for path in tmp_path.glob("*.unfinished")] == ["alive.unfinished"]
+    # Also when nothing is missing.
+    os.utime(tmp_path / "alive.unfinished", (1, 1))
+    cached(tmp_path, data, trained)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_an_unfinished_file_that_cannot_be_removed_does_not_matter(data, trained, tmp_path):
+    (tmp_path / "folder.unfinished").mkdir()
+    os.utime(tmp_path / "folder.unfinished", (1, 1))
+    assert_same(cached(tmp_path, data, trained), in_memory(data, trained))
 
 
 def die(examples):
