@@ -136,14 +136,14 @@ def encode_prompts(
         location = f"{name}, example {row}"
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
         # The exact length matters only for a prompt that is truncated.
-        is_skipped = not encoding.truncates and certainly_exceeds(tokenizer, text, limit)
-        ids = [] if is_skipped else _encode_rendered(tokenizer, text, special, location)
+        longest = None if encoding.truncates else limit
+        ids = _encode_rendered(tokenizer, text, special, location, longest)
         # Too long: drop it, raise, or truncate, in this order of precedence.
-        if is_skipped or len(ids) > limit:
+        if ids is None or len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None
                 continue
-            if is_skipped:
+            if ids is None:
                 raise _overlong_error(f"more than {limit}", limit, location)
             ids = _truncate(ids, limit, encoding.truncation, location)
         yield np.asarray(ids, np.int32)
@@ -204,9 +204,16 @@ def _render_example(
 
 
 def _encode_rendered(
-    tokenizer: "PreTrainedTokenizerBase", text: str, special: bool, location: str
-) -> list[int]:
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    special: bool,
+    location: str,
+    longest: int | None,
+) -> list[int] | None:
+    """Return the token ids of a text; `None` if it has certainly more than `longest`, if given."""
     try:
+        if longest is not None and certainly_exceeds(tokenizer, text, longest):
+            return None
         ids = encode_text(tokenizer, text, special)
     except Exception as error:
         raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error

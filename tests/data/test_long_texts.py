@@ -1,7 +1,7 @@
-"""Prompts and responses of megabytes are dropped by their beginning, where that is certain."""
+"""Very long prompts and responses are dropped by their beginning, where that is certain."""
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jax_ppo.data import responses
@@ -24,11 +24,12 @@ def count_encoded(monkeypatch, tokenizer):
     return lengths
 
 
-def test_a_huge_prompt_is_dropped_by_its_beginning(trained, monkeypatch):
+@pytest.mark.parametrize("characters", [300_000, 10_000_000])
+def test_a_huge_prompt_is_dropped_by_its_beginning(trained, monkeypatch, characters):
     """Regression: 10 MB occupied the tokenizer for half a minute before they were dropped."""
     tokenizer, _ = trained
     encoded = count_encoded(monkeypatch, tokenizer)
-    examples = [Example("Tom has 1." * 1_000_000, "x"), Example("Tom has 1.", "x")]
+    examples = [Example("Tom has 1." * (characters // 10), "x"), Example("Tom has 1.", "x")]
     data = tokenize_prompts(examples, tokenizer, PromptEncoding(max_prompt_length=32))
     assert data.examples == (examples[1],) and encoded == [100_000 + 16 * 32, 10]
     with pytest.raises(UserError, match="example 1: the prompt has more than 32 tokens"):
@@ -72,6 +73,26 @@ def test_only_a_text_with_more_tokens_certainly_has_more(name, trained, real_dat
     for text in texts:
         tokens = len(tokenizer.encode(text))
         assert not tokenizer_lib.certainly_exceeds(tokenizer, text, tokens)
+
+
+def test_blanks_that_an_added_token_absorbs_exceed_nothing(trained, monkeypatch):
+    monkeypatch.setattr(tokenizer_lib, "LONG_TEXT", 100)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained[1])
+    text = " " * 2000 + "<mask>"
+    assert tokenizer_lib.certainly_exceeds(tokenizer, text, 8)
+    tokenizer.add_tokens(AddedToken("<mask>", lstrip=True))  # like RoBERTa's
+    assert len(tokenizer.encode(text)) == 1
+    assert not tokenizer_lib.certainly_exceeds(tokenizer, text, 8)
+
+
+def test_a_tokenizer_that_fails_at_a_beginning_is_reported_with_the_row(trained, monkeypatch):
+    def fail(self, text, **options):
+        raise ValueError("no such character")
+
+    monkeypatch.setattr(type(trained[0]), "encode", fail)
+    expected = "^config.data.train_files, example 1: the prompt cannot be encoded: no such char"
+    with pytest.raises(UserError, match=expected):
+        tokenize_prompts([Example("x" * 2_000_000, "x")], trained[0], PromptEncoding(32))
 
 
 def test_a_word_that_is_one_unknown_token_exceeds_nothing():
