@@ -235,15 +235,10 @@ def _report_fault(name: str, cause: str) -> None:
     log.warning("the tool %s failed, and the policy is told so: %s", name, cause)
 
 
-def _built_in_functions(options: MultiTurn) -> dict[str, Callable[..., str]]:
-    """Return the functions of the built-in tools, whose docstrings describe them to the policy."""
+def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
+    """Return the built-in tools by name."""
 
     def calculator(expression: str) -> str:
-        """Evaluate arithmetic.
-
-        Args:
-          expression: such as (3+4)*2 or 48/2
-        """
         if len(expression) >= LONGEST:
             raise ValueError(f"expected fewer than {LONGEST} characters")
         result = calculate(f"{expression}=")
@@ -252,24 +247,35 @@ def _built_in_functions(options: MultiTurn) -> dict[str, Callable[..., str]]:
         return result
 
     def python(code: str) -> str:
-        """Run a Python program.
-
-        Args:
-          code: the program; print what you need
-        """
         return sandbox.run_code(code, options.python_timeout, options.python_memory)
 
-    return {"calculator": calculator, PYTHON_TOOL: python}
+    # No docstrings, which `python -OO` removes.
+    tools = (
+        _text_tool(calculator, "Evaluate arithmetic.", {"expression": "such as (3+4)*2 or 48/2"}),
+        _text_tool(python, "Run a Python program.", {"code": "the program; print what you need"}),
+    )
+    return {tool.name: tool for tool in tools}
+
+
+def _text_tool(function: Callable[..., str], description: str, arguments: dict[str, str]) -> Tool:
+    """Return a tool that takes text, with the descriptions of its arguments by name."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            name: {"type": "string", "description": text} for name, text in arguments.items()
+        },
+        "required": list(arguments),
+    }
+    facts = {"name": function.__name__, "description": description, "parameters": parameters}
+    return Tool({"type": "function", "function": facts}, function)
 
 
 def _load_tool(name: str, options: MultiTurn, option: str) -> Tool:
     """Return a built-in tool, or the user's function as a tool."""
     setting = f"config.{option}: the tool {name!r}"
-    built_in = _built_in_functions(options)
+    built_in = _built_in_tools(options)
     if name in built_in:
-        schema = _schema_of(built_in[name], setting)
-        del schema["function"]["return"]
-        return Tool(schema, built_in[name])
+        return built_in[name]
     if ":" not in name:
         raise UserError(
             f"{setting}: expected {', '.join(built_in)}, module:function or file.py:function"
