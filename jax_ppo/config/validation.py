@@ -539,7 +539,7 @@ def _validate_created_model(create: Create) -> None:
 
 
 def _validate_mesh(mesh: MeshShape, packing: Packing) -> None:
-    """Validate the axes of the meshes, and that `mesh.context` splits a packed row evenly."""
+    """Validate that one axis at most is free and that `mesh.context` splits a packed row evenly."""
     row_length = packing.row_length
     parts = mesh.context
     # Each part has two blocks of columns.

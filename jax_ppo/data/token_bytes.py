@@ -1,5 +1,6 @@
 """The bytes that each token adds to a text."""
 
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,16 @@ def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _read_byte_level(text: str) -> bytes:
+    values = _byte_level_alphabet()
+    return b"".join(values.get(character, character.encode()) for character in text)
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, bytes]:
+    """Return the byte that each character of a byte-level token stands for."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    values = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
-    return b"".join(values.get(character, character.encode()) for character in text)
+    return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
 
 
 def _read_sentence_piece(text: str) -> bytes:

@@ -133,7 +133,7 @@ class RewardWorkers:
                     self.stop()
                     outcomes[index + 1 :] = timeouts.fail_rest(len(tasks) - index - 1)
                     break
-        died_early = ScoringFailure("the worker processes ended before they took this sample")
+        died_early = ScoringFailure("the worker processes ended before they took this task")
         return [died_early if outcome is None else outcome for outcome in outcomes]
 
     def _running_pool(self) -> pebble.ProcessPool:
