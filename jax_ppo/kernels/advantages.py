@@ -45,7 +45,7 @@ def gae(
     assert rewards_T.ndim == 1, (
         f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
     )
-    assert_one_shape(rewards_T, values_T, mask_T)
+    assert_one_shape(rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
     # Zeros where mask is 0 make the returns 0 there, too.
     rewards_T = zero_outside(rewards_T, mask_T)
     values_T = zero_outside(values_T, mask_T)

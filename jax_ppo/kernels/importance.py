@@ -62,7 +62,7 @@ def importance_weights(
     Raises:
       ValueError: `level` is unknown.
     """
-    assert_one_shape(logprobs, sampled_logprobs, mask)
+    assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
     if level not in IMPORTANCE_WEIGHTS:
         raise ValueError(f"importance weights {level!r} are not one of {tuple(IMPORTANCE_WEIGHTS)}")
     log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
@@ -163,7 +163,7 @@ def mismatch(
       float32 scalars, constants to differentiation. For an empty mask all are 0, except a
       correlation of 1.
     """
-    assert_one_shape(logprobs, sampled_logprobs, mask)
+    assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
     # Metrics only: no gradient may reach the loss through them.
     log_p = jax.lax.stop_gradient(zero_outside(logprobs, mask))
     log_q = jax.lax.stop_gradient(zero_outside(sampled_logprobs, mask))

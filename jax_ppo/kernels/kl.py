@@ -78,7 +78,7 @@ def kl_estimate(
     Raises:
       ValueError: `kind` is unknown.
     """
-    assert_one_shape(logprobs, ref_logprobs, mask)
+    assert_one_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     # Both are 0 where mask is 0, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if callable(kind):

@@ -129,7 +129,7 @@ vanilla = clipped_surrogate  # its name in the options
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
     # The first five fields are arrays; a function and an optional mask follow.
-    assert_one_shape(*batch[:5])
+    assert_one_shape(**dict(zip(batch._fields[:5], batch[:5], strict=True)))
     # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
@@ -177,7 +177,7 @@ def value_loss(
       clip: > 0, in units of reward, or None.
       huber_delta: > 0, in units of reward, or None for the square everywhere.
     """
-    assert_one_shape(values, old_values, returns, mask)
+    assert_one_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     values = zero_outside(values, mask)
     old_values = zero_outside(old_values, mask)
     returns = zero_outside(returns, mask)

@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Shaped
 Axis = int | tuple[int, ...] | None
 
 
-def assert_one_shape(*arrays: Shaped[Array, "..."]) -> None:
-    """Assert that arrays, the arguments of a function in their order, have the same shape."""
-    shapes = tuple(x.shape for x in arrays)
-    assert len(set(shapes)) == 1, f"expected arrays of one shape, got {shapes}"
+def assert_one_shape(**arrays: Shaped[Array, "..."]) -> None:
+    """Assert that arrays, the arguments of a function by name, have the same shape."""
+    shapes = {name: x.shape for name, x in arrays.items()}
+    assert len(set(shapes.values())) == 1, f"expected arrays of one shape, got {shapes}"
 
 
 def zero_outside(
@@ -29,7 +29,7 @@ def zero_outside(
 
     Neither the value nor the gradient of a masked element passes through.
     """
-    assert_one_shape(x, mask)
+    assert_one_shape(x=x, mask=mask)
     return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)
 
 
@@ -115,7 +115,7 @@ def explained_variance(
     the mean of the returns, and below 0 that it is worse. Where all returns are equal there is no
     variance to explain, and the result is defined as 0.
     """
-    assert_one_shape(values, returns)
+    assert_one_shape(values=values, returns=returns)
     # What the critic leaves unexplained; a constant error does not count.
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
     # Returns that differ only by rounding have a variance of 1e-17, which as a divisor would give
@@ -137,7 +137,7 @@ def _mean(x: jax.Array, mask: jax.Array, axis: Axis, keepdims: bool) -> jax.Arra
 def _extremum(
     x: jax.Array, mask: jax.Array, reduce: Callable[..., jax.Array], identity: float
 ) -> jax.Array:
-    assert_one_shape(x, mask)
+    assert_one_shape(x=x, mask=mask)
     selected = mask.astype(bool)
     # `initial` also serves arrays without any element.
     extremum = reduce(jnp.where(selected, _at_least_float32(x), identity), initial=identity)

@@ -12,7 +12,12 @@ from jax_ppo.kernels.delta_rule import CHUNK
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import fetched_memory
-from jax_ppo.memory.step_work import multiplied_elements, schedule_pass, tokens_at_experts
+from jax_ppo.memory.step_work import (
+    multiplied_elements,
+    schedule_pass,
+    tokens_at_experts,
+    whole_read_params,
+)
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -193,6 +198,7 @@ def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
     scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
     prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
+    prefill += _per_layer_bytes(role, prompts * prompt)
     arrays = 3 if step.constrains_logits else 2
     logits = arrays * step.slots * architecture.vocab_size // parts * FLOAT32_BYTES
     padding = 0
@@ -213,7 +219,7 @@ def _scoring_temporaries(step: AbstractStep, role: Role, packing: Packing) -> in
     if role.has_logits:
         head = logit_chunk_bytes(role, tokens, step.mesh.shape["model"])
         head += head_weight_bytes(step, role) + _gathered_kept_bytes(step, tokens)
-    return cast_weight_bytes(step, role) + _join(step, layers, head)
+    return cast_weight_bytes(role) + _join(step, layers, head)
 
 
 def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
@@ -238,7 +244,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         if role.net.lora is None:
             exchanged = _exchanged_gradient_bytes(role, mesh)
             head = max(head, exchanged) + _num_head_elements(role, mesh) * FLOAT32_BYTES
-    fixed = cast_weight_bytes(step, role) + role.architecture.num_layers * saved_per_layer
+    fixed = cast_weight_bytes(role) + role.architecture.num_layers * saved_per_layer
     # Further embeddings and their gradients, and the gradient of the whole table.
     fixed += 2 * _per_layer_bytes(role, tokens)
     fixed += bytes_per_device(role.trained.get("embed_per_layer", {}))
@@ -249,8 +255,9 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     if target_platform() == "tpu":
         optim = step.step_options.update.actor.optim
         trains_head = role.has_logits and role.net.lora is None
-        is_exchanged = meshes.gathers_weights(mesh) and not _exchanged_gradient_bytes(role, mesh)
-        if trains_head and optim.gradient_dtype == "float32" and is_exchanged:
+        exchanged = _exchanged_gradient_bytes(role, mesh)
+        is_exchanged_once = meshes.gathers_weights(mesh) and not exchanged
+        if trains_head and optim.gradient_dtype == "float32" and is_exchanged_once:
             # Each device has a whole sum of the output embedding's gradients: devices add theirs
             # up once per mini-batch.
             fixed += _num_head_elements(role, mesh) * FLOAT32_BYTES
@@ -400,15 +407,16 @@ def gathered_bytes(step: AbstractStep, role: Role) -> int:
     return 2 * elements * role.stored_itemsize
 
 
-def cast_weight_bytes(step: AbstractStep, role: Role) -> int:
+def cast_weight_bytes(role: Role) -> int:
     """Return the bytes of weights that are converted from float32 to the type of the computation.
 
     The compiler for TPUs converts a device's part of all layers before the first one is gathered or
-    runs.
+    runs; rows of further embeddings are looked up before.
     """
     if target_platform() != "tpu" or role.itemsize == FLOAT32_BYTES:
         return 0
-    wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == FLOAT32_BYTES]
+    params = whole_read_params(role.params)
+    wide = [x for x in jax.tree.leaves(params) if x.dtype.itemsize == FLOAT32_BYTES]
     return bytes_per_device(wide) * role.itemsize // FLOAT32_BYTES
 
 

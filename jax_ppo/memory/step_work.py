@@ -112,6 +112,14 @@ def count_bubbles(step: AbstractStep) -> dict[str, float]:
     return bubbles
 
 
+def whole_read_params(params: Params) -> Params:
+    """Return the parameters that a pass reads whole: without further embeddings.
+
+    Of these it looks up the rows of its tokens alone, wherever a device stores them.
+    """
+    return {name: own for name, own in params.items() if name != "embed_per_layer"}
+
+
 def multiplied_elements(params: Params, mesh: Mesh | AbstractMesh) -> int:
     """Return the number of parameters that the devices along `model` multiply with together."""
     others, experts = _count_elements(params)
@@ -153,10 +161,10 @@ def tokens_at_experts(architecture: Architecture, mesh: Mesh | AbstractMesh) -> 
 
 
 def _count_elements(params: Params) -> tuple[int, int]:
-    """Return the number of parameters outside of experts, and of experts."""
+    """Return the number of parameters read whole outside of experts, and of experts."""
     experts = 0
     total = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    for path, x in jax.tree_util.tree_leaves_with_path(whole_read_params(params)):
         total += x.size
         if "experts" in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
             experts += x.size
@@ -239,7 +247,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
     architecture = step.nets.actor.architecture
     num_prompts, prompt = step.prompts.tokens.shape
     samples = step.samples
-    weights = bytes_per_device(step.decoding_weights)
+    weights = bytes_per_device(whole_read_params(step.decoding_weights))
     sampling = step.sampling
     limits = stage_limits(sampling)
     queue = step.queue
@@ -286,11 +294,12 @@ def _verify(step: AbstractStep) -> PhaseWork:
     lengths = np.full(step.samples, step.prompts.tokens.shape[1] + longest - 1)
     tokens = float(lengths.sum()) / meshes.row_shards(step.rollout_mesh)
     flops = count_forward_flops(architecture, lengths, step.samples * longest)
+    weights = bytes_per_device(whole_read_params(step.decoding_weights))
     exchanged = exchanged_bytes(architecture, tokens, role.itemsize, step.rollout_mesh)
     return PhaseWork(
         flops=flops / step.mesh.size,
         # Each group of drafts reads all weights.
-        memory_bytes=bytes_per_device(step.decoding_weights) * -(-tokens // PREFILL_TOKENS),
+        memory_bytes=weights * -(-tokens // PREFILL_TOKENS),
         link_bytes=exchanged
         + _tensor_parallel_bytes(role, tokens, step.rollout_mesh.shape["model"]),
     )

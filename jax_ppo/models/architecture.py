@@ -380,5 +380,5 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many numbers of each head are rotated."""
+        """Return how many numbers of each head are rotated; of all heads but the wider ones."""
         return self.rope_head_dim or int(self.head_dim * self.partial_rotary_factor)

@@ -7,7 +7,7 @@ Next to a frozen kernel W [in, out] they train A [in, r] and B [r, out], and x W
 The adapters of a role are a dict with the structure of the decoder's parameters, so that several
 roles can share one base:
 
-    layers/{attention, mlp}/{q_proj, ...}/{lora_a [L, in, r], lora_b [L, r, out]}
+    layers/{attention, mlp, ...}/{q_proj, ...}/{lora_a [L, in, r], lora_b [L, r, out]}
     score/kernel [D, 1] for a role with a scalar head
 
 B starts at zero, and x W + 0 equals x W bit for bit. During training the product is never added to

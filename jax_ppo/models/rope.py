@@ -12,7 +12,7 @@ from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 
 KINDS = tuple(ROPE_KINDS)
 
-# cos and sin, each float32 [B, T, 1, rotary_dim / 2].
+# cos and sin of the rotated pairs of a head, each float32 [B, T, 1, pairs].
 Rotation = tuple[jax.Array, jax.Array]
 Scaling = dict[str, Any]
 
@@ -27,7 +27,7 @@ def inverse_frequencies(
     enforce, so that cached keys stay valid.
 
     Returns:
-      The inverse frequencies, float32 [rotary_dim / 2], and the factor.
+      The inverse frequencies, float32 [pairs], and the factor.
 
     Raises:
       ValueError: the kind of rotary embedding is not supported.
@@ -168,7 +168,7 @@ def rotation_tables(
     local: bool = False,
     queries: bool = False,
 ) -> Rotation:
-    """Return cos and sin for `rotate`, each float32 [B, T, 1, rotary_dim / 2].
+    """Return cos and sin for `rotate`, each float32 [B, T, 1, pairs].
 
     They are looked up in a constant table. A compiler would fuse their computation into `rotate`
     and repeat it for each head of each layer.

@@ -321,7 +321,7 @@ class Transformer:
     def _run_blocks(
         self, layers: Params, x: jax.Array, rows: Rows, gradient_sum: GradientSum | None
     ) -> tuple[jax.Array, Auxiliary]:
-        """Run layers of which some have other parameters: those in front without experts apart."""
+        """Run layers with different parameters, in spans of layers alike in MLP and sharing."""
         a = self.architecture
         kinds = layer_kinds(a)
         apart = [(kind.is_dense, kind.is_shared) for kind in kinds]

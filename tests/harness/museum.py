@@ -905,7 +905,7 @@ REDUCTIONS = [
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
-            "assert_one_shape(x, mask)\n"
+            "assert_one_shape(x=x, mask=mask)\n"
             "return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)"
         ),
         new="return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",

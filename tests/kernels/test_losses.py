@@ -286,7 +286,7 @@ def test_unknown_aggregation_is_refused():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(AssertionError, match="shape"):
+    with pytest.raises(AssertionError, match=r"'advantages': \(2, 1\), 'mask': \(2, 3\)"):
         policy_loss(
             jnp.zeros((2, 3)),
             jnp.zeros((2, 3)),
@@ -296,5 +296,5 @@ def test_shapes_that_would_broadcast_are_refused():
             0.2,
             None,
         )
-    with pytest.raises(AssertionError, match="shape"):
+    with pytest.raises(AssertionError, match=r"'returns': \(3,\)"):
         value_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), jnp.ones((2, 3)), 0.2)

@@ -386,11 +386,11 @@ def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(fo
         stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
         with assume_platform("tpu"):
             assert memory_formulas.head_weight_bytes(step, role) == embedding * 2
-            assert memory_formulas.cast_weight_bytes(step, role) == stored // 2
+            assert memory_formulas.cast_weight_bytes(role) == stored // 2
             one_layer = memory_formulas.gathered_bytes(step, role)
         with assume_platform("gpu"):
             assert memory_formulas.head_weight_bytes(step, role) == embedding * (2 + 4)
-            assert memory_formulas.cast_weight_bytes(step, role) == 0
+            assert memory_formulas.cast_weight_bytes(role) == 0
             # The next layer, too.
             assert 0 < one_layer * 2 * 2 == memory_formulas.gathered_bytes(step, role)
 

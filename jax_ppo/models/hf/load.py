@@ -373,7 +373,7 @@ def _validate_checkpoint(
     architecture: Architecture | DebertaArchitecture,
 ) -> None:
     """Raise `UserError` unless the checkpoint has exactly this model's tensors."""
-    validate_tensors(checkpoint, rows, head)
+    validate_tensors(checkpoint, rows)
     used = {name for row in rows.values() for name in row.names()}
     unused = sorted(
         name
@@ -391,7 +391,6 @@ def _validate_checkpoint(
 def validate_tensors(
     checkpoint: SafetensorsCheckpoint,
     rows: TensorTable,
-    head: str,
     config: str = "config.json",
 ) -> None:
     """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.

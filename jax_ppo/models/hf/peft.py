@@ -196,7 +196,7 @@ def validate_adapters(
 
 def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head: str) -> None:
     """Raise `UserError` unless the file has the tensors of these adapters and no others."""
-    validate_tensors(checkpoint, rows, head, ADAPTER_CONFIG)
+    validate_tensors(checkpoint, rows, ADAPTER_CONFIG)
     used = {name for row in rows.values() for name in row.names()}
     bias = f"{PEFT_PREFIX}score.bias"
     if head in ("scalar", "both"):
