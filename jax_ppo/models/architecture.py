@@ -90,8 +90,8 @@ class Architecture:
       shared_expert_size: width of a further expert, beside those of the router, that every token
         passes through. 0: there is none.
       shared_expert_gate: whether its output is multiplied by the sigmoid of a gate.
-      dense_layers: which layers have a single MLP in place of experts, or one of another width
-        than the others, one bool per layer; (): none.
+      dense_layers: which layers have a single MLP in place of experts, or an MLP of `dense_size` in
+        a separate stack, one bool per layer; (): none.
       dense_size: width of that MLP.
       sigmoid_router: whether the score of an expert is the sigmoid of its logit, and a bias, which
         no gradient changes, is added to select experts; otherwise it is the softmax over all.

@@ -43,8 +43,8 @@ class LayerKind(NamedTuple):
       is_local: whether the layer has a sliding window.
       is_rotated: whether it has a rotary embedding.
       is_linear: whether it has a Gated DeltaNet in place of attention; always a bool.
-      is_dense: whether it has a single MLP in place of experts, or one of `dense_size`; always a
-        bool.
+      is_dense: whether it has a single MLP in place of experts, or one of those of
+        `Architecture.dense_layers`; always a bool.
       is_shared: whether it reads the keys and values of an earlier layer; always a bool.
     """
 

@@ -106,6 +106,17 @@ def test_a_configuration_of_the_hub():
     assert a.cache_heads == (*[(1, 256)] * 4, (1, 512)) * 3
 
 
+def test_layers_that_share_keys_have_their_own_stack_of_equal_mlps():
+    """One stack would be cut in two for the two loops, and copied."""
+    a = from_hf_config(FIELDS | {"use_double_wide_mlp": False})
+    assert a.mlp_widths == (48,) * 6
+    assert [sum(a.partial_stacks[name]) for name in ("mlp", "dense_mlp")] == [4, 2]
+    assert to_hf_config(a)["use_double_wide_mlp"] is False
+    assert to_hf_config(ARCHITECTURE)["use_double_wide_mlp"] is True
+    alone = from_hf_config(FIELDS | {"num_kv_shared_layers": 0})
+    assert "dense_mlp" not in alone.partial_stacks and alone.mlp_widths == (48,) * 6
+
+
 def test_the_first_pairs_of_a_wide_head_alone_are_rotated():
     """One in two of eight pairs: the frequencies are those of a whole head of 16."""
     inverse, factor = inverse_frequencies(ARCHITECTURE)

@@ -206,7 +206,11 @@ def _read_global_heads(
 
 
 def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) -> dict[str, Any]:
-    """Return which layers share keys and values of earlier ones, and have wider MLPs."""
+    """Return which layers share keys and values of earlier ones, and the width of their MLPs.
+
+    These have a separate stack even if they are as wide as the others: the two groups of layers run
+    as two loops, for which one stack would be cut in two, and copied.
+    """
     name, layers = "num_kv_shared_layers", len(local_layers)
     shared = reader.integer(name, minimum=0, maximum=layers - 1)
     own = layers - shared
@@ -215,9 +219,11 @@ def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) ->
             f"{name}={shared}: must leave a layer of each of layer_types that shared ones have"
         )
     values: dict[str, Any] = {"shared_layers": shared}
-    if reader.boolean("use_double_wide_mlp") and shared:
+    factor = 2 if reader.boolean("use_double_wide_mlp") else 1
+    if shared:
+        width = reader.integer("intermediate_size", maximum=MAX_SIZE // factor)
         values["dense_layers"] = tuple(layer >= own for layer in range(layers))
-        values["dense_size"] = 2 * reader.integer("intermediate_size", maximum=MAX_SIZE // 2)
+        values["dense_size"] = factor * width
     return values
 
 

@@ -143,7 +143,7 @@ def _write_global_heads(a: Architecture) -> Config:
             str(layer): sizes for layer, is_local in enumerate(a.layers_are_local) if not is_local
         },
         "num_kv_shared_layers": a.shared_layers,
-        "use_double_wide_mlp": bool(a.dense_layers),
+        "use_double_wide_mlp": bool(a.dense_layers) and a.dense_size != a.intermediate_size,
         "hidden_size_per_layer_input": a.per_layer_size,
         "vocab_size_per_layer_input": a.vocab_size,
     }
