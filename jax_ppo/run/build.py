@@ -132,7 +132,7 @@ def build_run(
             training,
             held_out,
             chat_template(data),
-            data.max_response_length,
+            max_response_length=data.max_response_length,
         )
     total_steps = 0
     if trains:
