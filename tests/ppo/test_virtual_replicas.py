@@ -49,7 +49,7 @@ def hashes_of_step(devices):
             state,
             experience,
             packed.mini_batches["actor"],
-            packed.mini_batches["critic"],
+            packed.mini_batches.get("critic"),
         )
         hashes = {
             "old_logprobs": experience.old_logprobs,
