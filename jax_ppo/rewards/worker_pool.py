@@ -147,7 +147,8 @@ class RewardWorkers:
                 initargs=(os.getpid(), self._options),
                 context=_WorkerContext(),
             )
-            assert self._pool.active, "reading `active` starts the workers"
+            if not self._pool.active:  # reading it starts the workers
+                raise RuntimeError("the worker processes of the reward function did not start")
         return self._pool
 
     def _wait(self, future: pebble.ProcessFuture) -> Any:
