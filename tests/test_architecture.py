@@ -66,7 +66,6 @@ COMMANDS = {
 # The files that say how arrays are split: layouts, and what devices exchange.
 PARTITION_SPECS = {
     "jax_ppo/runtime/sharding.py",
-    "jax_ppo/runtime/parallelism/cache_columns.py",
     "jax_ppo/runtime/parallelism/context.py",
     "jax_ppo/runtime/parallelism/experts.py",
     "jax_ppo/runtime/parallelism/heads.py",

@@ -33,8 +33,7 @@ from jax_ppo.models.attention_over_parts import run_attention_over_parts
 from jax_ppo.models.cache import Columns
 from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, LayerKind, RMSNorm
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
-from jax_ppo.runtime.parallelism.context import num_row_parts
+from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 # The epsilon of the norms of latents, which config.json does not change.

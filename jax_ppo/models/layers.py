@@ -19,8 +19,7 @@ from jax_ppo.models.attention_over_parts import run_attention_over_parts
 from jax_ppo.models.cache import Columns, LayerCache
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
-from jax_ppo.runtime.parallelism.context import num_row_parts
+from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_ppo.models import cache as whole
 from jax_ppo.models.cache import Columns
 from jax_ppo.runtime.meshes import COLUMNS
-from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts, on_cache_parts, split_cache
+from jax_ppo.runtime.parallelism.context import num_cache_parts, on_cache_parts, split_cache
 
 # The axes of heads and of columns in queries, new tokens and outputs: [B, 1, heads, d].
 _TOKEN = (2, None)

@@ -22,7 +22,7 @@ from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
+from jax_ppo.runtime.parallelism.context import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
