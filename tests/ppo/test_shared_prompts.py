@@ -71,7 +71,7 @@ def take_step(share_prompts, **changes):
             state,
             experience,
             packed.mini_batches["actor"],
-            packed.mini_batches["critic"],
+            packed.mini_batches.get("critic"),
         )
     places = int((np.asarray(packed.forward[0].sample) >= 0).sum())
     return jax.device_get((outputs, state.models, metrics)), places
