@@ -47,7 +47,7 @@ NOT_SPLIT = UnembeddingLayout()
 
 
 class ChunkOptions(NamedTuple):
-    """What is fixed when logits of chunks are compiled; see `logprobs.token_logprobs`."""
+    """Static options of the programs for chunks of logits; see `logprobs.token_logprobs`."""
 
     temperature: float
     size: int

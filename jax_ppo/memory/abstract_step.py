@@ -72,7 +72,7 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractStep(ProgramInputs):
-    """What the programs of a step depend on, and the shapes and shardings of their arguments.
+    """A step without arrays: its `ProgramInputs`, and shapes and shardings of all arguments.
 
     Attributes:
       state: the train state.

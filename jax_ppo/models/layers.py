@@ -55,7 +55,7 @@ class LayerKind(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer reads of each token besides its hidden states.
+    """Inputs of a layer besides hidden states: arrays with an entry for each token.
 
     Attributes:
       routed_experts: its recorded experts, [B, T, k] (experts.select_experts).

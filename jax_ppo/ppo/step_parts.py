@@ -97,7 +97,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramInputs:
-    """What determines the programs of a step: no data, tokenizer or weights.
+    """The inputs that determine the programs of a step: no data, tokenizer or weights.
 
     Attributes:
       step_options: the options of a step.

@@ -250,20 +250,20 @@ class SupervisedTraining:
             count = num_rows
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < count
-        packed, counts = packing.plan_packing(
+        packings, counts = packing.plan_packing(
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],
             rows_at_once,
             self.row_length,
             self.config.packing.enabled,
         )
-        plan = jax.tree.map(lambda x: x[0], packed)
+        packed = jax.tree.map(lambda x: x[0], packings)
         if num_responses > 1:
-            plan = packing.split_pairs(plan, lengths[0])
-        plan = packing.split_columns(plan, shards, parts)
+            packed = packing.split_pairs(packed, lengths[0])
+        packed = packing.split_columns(packed, shards, parts)
         return (
             self._replicate(sequences),
-            placement.place(plan, sharding.rows(self.mesh, axis=1)),
+            placement.place(packed, sharding.rows(self.mesh, axis=1)),
             self._replicate(counts[0]),
         )
 

@@ -23,10 +23,7 @@ from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, 
 from jax_ppo.types import Prompts
 
 # The fields of `DecodeState` with a row per sample, apart from the record of routed experts.
-_RESULTS = (
-    *("responses", "logprobs", "lengths", "finished"),
-    *("stop_states", "forbidden_states", "kept"),
-)
+_RESULTS = "responses logprobs lengths finished stop_states forbidden_states kept".split()
 
 
 class Stage(NamedTuple):

@@ -103,7 +103,7 @@ class Checkpointer:
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
-        # Of Orbax, asyncio and tensorstore.
+        # Hide what Orbax, asyncio and tensorstore print of errors that this class raises itself.
         for library in ("absl", "asyncio"):
             logging.getLogger(library).addFilter(_is_worth_showing)
         sys.unraisablehook = _show_unless_of_closed_loop

@@ -10,6 +10,8 @@ import numpy as np
 import recorded
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
+from jax_ppo.models.lora import init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 
 SIZES = {
@@ -191,6 +193,32 @@ def peft_logits(checkpoint, adapters, ids):
         return live_logits(model, ids)[..., ::4]
 
     return recorded.value("logits with adapters", compute, checkpoint.folder, adapters, ids)
+
+
+def assert_adapters_are_pefts(folder, model, architecture, params, lora):
+    """Assert that PEFT computes with random adapters what we do, and that they can be read again.
+
+    `folder` gets their files. Returns the adapters and our logits of `tokens()`.
+    """
+    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
+    )
+    save_adapters(adapters, architecture, lora, folder, "some/base")
+    ids = tokens()
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    apply = jax.jit(Transformer(architecture, lora=lora).apply)
+    hidden = apply({"params": join_adapters(params, adapters)}, ids, positions).hidden
+    ours = np.asarray(heads.compute_logits(architecture, params, hidden))
+    theirs = peft_logits(model, folder, ids)
+    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)
+    assert np.abs(ours - our_logits(architecture, params, ids)).max() > 0.1
+    assert read_adapter_config(folder, architecture)[0] == lora
+    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), adapters)
+    again = load_adapters(folder, architecture, lora, places)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    return adapters, ours
 
 
 def read_adapters(folder):

@@ -23,10 +23,7 @@ from jax_ppo.models.experts import limit_to_groups, select_experts
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.load import describe_unread_parts
 from jax_ppo.models.hf.peft import (
-    load_adapters,
     peft_obstacle,
-    read_adapter_config,
-    save_adapters,
 )
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
@@ -291,25 +288,7 @@ def test_adapters_are_pefts(tmp_path):
     attention = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
     lora = Lora(3, 6.0, existing_targets(attention, architecture))
     assert not peft_obstacle(architecture, lora)
-    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
-    rng = np.random.default_rng(0)
-    adapters = jax.tree.map(
-        lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
-    )
-    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
-    ids = reference.tokens()
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    hidden = jax.jit(Transformer(architecture, lora=lora).apply)(
-        {"params": join_adapters(params, adapters)}, ids, positions
-    ).hidden
-    ours = np.asarray(heads.compute_logits(architecture, params, hidden))
-    theirs = reference.peft_logits(model, tmp_path / "adapter", ids)
-    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)
-    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
-    assert read_adapter_config(tmp_path / "adapter", architecture)[0] == lora
-    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), adapters)
-    again = load_adapters(tmp_path / "adapter", architecture, lora, places)
-    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    reference.assert_adapters_are_pefts(tmp_path / "adapter", model, architecture, params, lora)
 
 
 @pytest.mark.slow

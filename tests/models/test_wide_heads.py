@@ -25,8 +25,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.load import describe_unread_parts
-from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora
 from jax_ppo.models.rope import inverse_frequencies
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import meshes, sharding
@@ -208,25 +207,7 @@ def test_adapters_are_pefts(tmp_path):
     model = reference.save(tmp_path / "base", "gemma4_text", **GEMMA_4)
     architecture, params = reference.load(tmp_path / "base")
     lora = Lora(3, 6.0, existing_targets("q_proj,k_proj,v_proj,o_proj,up_proj", architecture))
-    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
-    rng = np.random.default_rng(0)
-    adapters = jax.tree.map(
-        lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
-    )
-    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
-    ids = reference.tokens()
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    hidden = jax.jit(Transformer(architecture, lora=lora).apply)(
-        {"params": join_adapters(params, adapters)}, ids, positions
-    ).hidden
-    ours = np.asarray(heads.compute_logits(architecture, params, hidden))
-    theirs = reference.peft_logits(model, tmp_path / "adapter", ids)
-    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)
-    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
-    assert read_adapter_config(tmp_path / "adapter", architecture)[0] == lora
-    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), adapters)
-    again = load_adapters(tmp_path / "adapter", architecture, lora, places)
-    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    reference.assert_adapters_are_pefts(tmp_path / "adapter", model, architecture, params, lora)
 
 
 def test_shared_layers_have_no_columns():
