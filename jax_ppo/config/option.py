@@ -15,59 +15,44 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition on the values of other options.
+    """A condition on the values of other options."""
 
-    Attributes:
-      is_met: returns whether a `Config` meets the condition.
-      summary: the condition in words, for notes and the reference page: "`critic.path` is set".
-      message: the text of the error after `config.NAME=VALUE: `, of an option that must keep its
-        default otherwise. Fields such as `{config.algorithm.adv_estimator!r}` are filled in.
-    """
-
-    is_met: Callable[[Any], bool]
-    summary: str
+    is_met: Callable[[Any], bool]  # returns whether a `Config` meets the condition
+    summary: str  # the condition in words, for notes and the reference page: "`critic.path` is set"
+    # The text of the error after `config.NAME=VALUE: `, of an option that must keep its default
+    # otherwise. Fields such as `{config.algorithm.adv_estimator!r}` are filled in.
     message: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything that is declared about an option besides its name, type and default.
+    """Everything that is declared about an option besides its name, type and default."""
 
-    Attributes:
-      doc: the meaning.
-      unit: the unit of a number, such as "tokens".
-      choices: the permitted values.
-      is_plugin: besides the choices, `module:function` or `file.py:function` is permitted.
-      aliases: other names of some choices; the value is replaced by the choice.
-      is_list: the text holds items separated by commas; a list of them is accepted too.
-      is_json: the text is a JSON list, or a single item; a list of items is accepted too.
-      at_least: inclusive lower bound.
-      above: exclusive lower bound.
-      at_most: inclusive upper bound.
-      below: exclusive upper bound.
-      read_by: the commands that read the option; `None`: as in its section, or all.
-      requires: changing the option from its default is an error unless all of these are met.
-      effective_when: changing it has no effect, and causes a note, unless all of these are met.
-      fixed_on_resume: A run cannot be resumed with another value; `None`: as in its section.
-      first_step_only: the condition under which only the first step reads it, so that a resumed run
-        keeps its first result; `None`: every step reads it.
-    """
-
-    doc: str = ""
-    unit: str = ""
-    choices: tuple[str, ...] | None = None
+    doc: str = ""  # the meaning
+    unit: str = ""  # the unit of a number, such as "tokens"
+    choices: tuple[str, ...] | None = None  # the permitted values
+    # Besides the choices, `module:function` or `file.py:function` is permitted.
     is_plugin: bool = False
+    # Other names of some choices; the value is replaced by the choice.
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The text holds items separated by commas; a list of them is accepted too.
     is_list: bool = False
+    # The text is a JSON list, or a single item; a list of items is accepted too.
     is_json: bool = False
-    at_least: Bound | None = None
-    above: Bound | None = None
-    at_most: Bound | None = None
-    below: Bound | None = None
+    at_least: Bound | None = None  # inclusive lower bound
+    above: Bound | None = None  # exclusive lower bound
+    at_most: Bound | None = None  # inclusive upper bound
+    below: Bound | None = None  # exclusive upper bound
+    # The commands that read the option; `None`: as in its section, or all.
     read_by: tuple[str, ...] | None = None
+    # Changing the option from its default is an error unless all of these are met.
     requires: tuple[Condition, ...] = ()
+    # Changing it has no effect, and causes a note, unless all of these are met.
     effective_when: tuple[Condition, ...] = ()
+    # A run cannot be resumed with another value; `None`: as in its section.
     fixed_on_resume: bool | None = None
+    # The condition under which only the first step reads it, so that a resumed run keeps its first
+    # result; `None`: every step reads it.
     first_step_only: Condition | None = None
 
     def inherit(self, section: Facts) -> Facts:
@@ -85,21 +70,13 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of the schema.
+    """One option of the schema."""
 
-    Attributes:
-      name: dotted name without the leading `config.`.
-      value_type: `float` for both `float` and `float | None`.
-      optional: whether `None` ("not set") is permitted.
-      default: the default value.
-      facts: the declared and inherited facts.
-    """
-
-    name: str
-    value_type: type
-    optional: bool
-    default: Any
-    facts: Facts
+    name: str  # dotted name without the leading `config.`
+    value_type: type  # `float` for both `float` and `float | None`
+    optional: bool  # whether `None` ("not set") is permitted
+    default: Any  # the default value
+    facts: Facts  # the declared and inherited facts
 
     @property
     def read_by(self) -> tuple[str, ...]:

@@ -40,17 +40,11 @@ RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
 
 
 class _Rule(NamedTuple):
-    """A combination of options that is refused.
+    """A combination of options that is refused."""
 
-    Attributes:
-      option: the option that the message begins with, by its dotted name.
-      is_broken: whether a `Config` breaks the rule.
-      message: the text after `config.OPTION=VALUE: `, with fields of the config `c`.
-    """
-
-    option: str
-    is_broken: Callable[[Config], object]
-    message: str
+    option: str  # the option that the message begins with, by its dotted name
+    is_broken: Callable[[Config], object]  # whether a `Config` breaks the rule
+    message: str  # the text after `config.OPTION=VALUE: `, with fields of the config `c`
 
 
 def _estimator(algorithm: Algorithm) -> AdvantageEstimator:

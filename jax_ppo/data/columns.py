@@ -50,18 +50,13 @@ _HARMLESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of columns that options set; "" is the table's.
+    """Names of columns that options set; "" is the table's."""
 
-    Attributes:
-      prompt: column of the prompt.
-      response: column of the response to imitate, or its entry in extra_info of verl's form.
-      ground_truth: column of the reference answer.
-      reads_responses: whether responses are trained on, so that they must be unambiguous.
-    """
-
-    prompt: str = ""
+    prompt: str = ""  # column of the prompt
+    # Column of the response to imitate, or its entry in extra_info of verl's form.
     response: str = ""
-    ground_truth: str = ""
+    ground_truth: str = ""  # column of the reference answer
+    # Whether responses are trained on, so that they must be unambiguous.
     reads_responses: bool = True
 
 

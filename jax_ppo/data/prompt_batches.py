@@ -18,19 +18,13 @@ _LEAST_WEIGHT = 0.05  # of a prompt that is always or never solved; it may becom
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """A batch of prompts.
+    """A batch of prompts."""
 
-    Attributes:
-      examples: B examples.
-      prompts: NumPy arrays: tokens int32 [B, P] with P from `bucket_width`, lengths int32 [B].
-      indices: int64 [B], rows of the data set.
-      count: number of real rows. Later rows repeat others to fill the batch; ignore them in
-        averages.
-    """
-
-    examples: tuple[Example, ...]
+    examples: tuple[Example, ...]  # B examples
+    # NumPy arrays: tokens int32 [B, P] with P from `bucket_width`, lengths int32 [B].
     prompts: Prompts
-    indices: np.ndarray
+    indices: np.ndarray  # int64 [B], rows of the data set
+    # Number of real rows. Later rows repeat others to fill the batch; ignore them in averages.
     count: int
 
 

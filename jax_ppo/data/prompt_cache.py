@@ -62,23 +62,14 @@ Validate = functools.partial[None]
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Consecutive row groups of a Parquet file, and the rows of them to use.
+    """Consecutive row groups of a Parquet file, and the rows of them to use."""
 
-    Attributes:
-      path: the file.
-      row_groups: their numbers.
-      first_row: row of the file that the first group begins with, from 0.
-      start: the first row to use, counted within these groups.
-      end: the row after the last one to use.
-      source: number of the source.
-    """
-
-    path: Path
-    row_groups: tuple[int, ...]
-    first_row: int
-    start: int
-    end: int
-    source: int
+    path: Path  # the file
+    row_groups: tuple[int, ...]  # their numbers
+    first_row: int  # row of the file that the first group begins with, from 0
+    start: int  # the first row to use, counted within these groups
+    end: int  # the row after the last one to use
+    source: int  # number of the source
 
     def identity(self) -> list[Any]:
         """Return the facts that determine the rows; a changed file has a new time."""

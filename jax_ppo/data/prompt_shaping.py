@@ -17,19 +17,13 @@ PLACEHOLDER = "{prompt}"
 
 @dataclasses.dataclass(frozen=True)
 class RowParser:
-    """Conversion of rows to examples.
+    """Conversion of rows to examples."""
 
-    Attributes:
-      columns: names of columns that options set.
-      instruction: text added to the question in rows of some forms.
-      system_prompt: message in front of every chat; "" adds none.
-      template: text around every prompt; "" leaves it as it is.
-    """
-
+    # Names of columns that options set.
     columns: Columns = dataclasses.field(default_factory=Columns)
-    instruction: str = ""
-    system_prompt: str = ""
-    template: str = ""
+    instruction: str = ""  # text added to the question in rows of some forms
+    system_prompt: str = ""  # message in front of every chat; "" adds none
+    template: str = ""  # text around every prompt; "" leaves it as it is
 
     def parse(self, row: dict[str, Any], location: str) -> Example:
         """Return the example of a row; messages name its location."""

@@ -30,22 +30,17 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PromptDataset:
-    """Examples with the token ids of their prompts.
+    """Examples with the token ids of their prompts."""
 
-    Attributes:
-      examples: they may be read from a disk on lookup; none where nothing is trained.
-      tokens: int32 [length] per example, length 1..max_prompt_length; they may be read from a disk,
-        like the examples.
-      max_prompt_length: tokens; no batch is wider.
-      name: the option that names the data, for messages.
-      first_row: the number of the first example in the list that environments get; `None` without
-        an environment.
-    """
-
+    # They may be read from a disk on lookup; none where nothing is trained.
     examples: Sequence[Example]
+    # int32 [length] per example, length 1..max_prompt_length; they may be read from a disk, like
+    # the examples.
     tokens: Sequence[np.ndarray]
-    max_prompt_length: int
-    name: str = "config.data.train_files"
+    max_prompt_length: int  # tokens; no batch is wider
+    name: str = "config.data.train_files"  # the option that names the data, for messages
+    # The number of the first example in the list that environments get; `None` without an
+    # environment.
     first_row: int | None = None
 
     def __len__(self) -> int:
@@ -71,20 +66,15 @@ class PromptDataset:
 
 @dataclasses.dataclass(frozen=True)
 class PromptEncoding:
-    """Conversion of prompts to tokens.
+    """Conversion of prompts to tokens."""
 
-    Attributes:
-      max_prompt_length: tokens.
-      filter_overlong_prompts: drop longer prompts.
-      truncation: otherwise, what to do with longer prompts: "error" raises; "left" keeps the last
-        tokens, "right" the first, "middle" the first half and the last half.
-      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat; a
-        dict has variables for the template.
-    """
-
-    max_prompt_length: int
-    filter_overlong_prompts: bool = True
+    max_prompt_length: int  # tokens
+    filter_overlong_prompts: bool = True  # drop longer prompts
+    # Otherwise, what to do with longer prompts: "error" raises; "left" keeps the last tokens,
+    # "right" the first, "middle" the first half and the last half.
     truncation: str = "error"
+    # Apply the tokenizer's chat template if it has one and the prompt is a chat; a dict has
+    # variables for the template.
     chat_template: ChatTemplate = True
 
     @property

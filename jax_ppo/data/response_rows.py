@@ -31,51 +31,32 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseRow:
-    """A prompt with its response as tokens.
+    """A prompt with its response as tokens."""
 
-    Attributes:
-      location: "FILE:LINE" or "FILE, row N", counted from 1.
-      number: the row of the file, or of all files, counted from 1.
-      example: the prompt and what rules read.
-      prompt_ids: int32 [length].
-      response_ids: int32 [length], length at least 1.
-      action_mask: bool [length], True on the tokens that the policy chose.
-      turn_starts: bool [length], True on the first of them in each turn.
-      context_starts: bool [length], see `Rollout.context_starts`.
-      truncated: whether the response was cut off.
-      reward: the reward of the whole response in the file; `None` if it is not read.
-      turn_rewards: float32 [length], rewards within the response; `None` without any.
-      logprobs: float32 [length], log-probs under the policy that drew the tokens; `None` if they
-        are not known.
-    """
-
-    location: str
-    number: int
-    example: Example
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
-    action_mask: np.ndarray
-    turn_starts: np.ndarray
-    context_starts: np.ndarray
-    truncated: bool
-    reward: float | None
+    location: str  # "FILE:LINE" or "FILE, row N", counted from 1
+    number: int  # the row of the file, or of all files, counted from 1
+    example: Example  # the prompt and what rules read
+    prompt_ids: np.ndarray  # int32 [length]
+    response_ids: np.ndarray  # int32 [length], length at least 1
+    action_mask: np.ndarray  # bool [length], True on the tokens that the policy chose
+    turn_starts: np.ndarray  # bool [length], True on the first of them in each turn
+    context_starts: np.ndarray  # bool [length], see `Rollout.context_starts`
+    truncated: bool  # whether the response was cut off
+    reward: float | None  # the reward of the whole response in the file; `None` if it is not read
+    # float32 [length], rewards within the response; `None` without any.
     turn_rewards: np.ndarray | None
+    # float32 [length], log-probs under the policy that drew the tokens; `None` if they are not
+    # known.
     logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenResponses(PromptDataset):
-    """Prompts with one given response each.
+    """Prompts with one given response each."""
 
-    Attributes:
-      rows: the row of each example.
-      max_response_length: tokens.
-      has_rewards: whether the rows have the rewards of whole responses.
-    """
-
-    rows: Sequence[ResponseRow] = ()
-    max_response_length: int = 0
-    has_rewards: bool = False
+    rows: Sequence[ResponseRow] = ()  # the row of each example
+    max_response_length: int = 0  # tokens
+    has_rewards: bool = False  # whether the rows have the rewards of whole responses
 
     @classmethod
     def from_rows(
@@ -166,29 +147,19 @@ class RefusedRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ResponseReader:
-    """Conversion of rows to tokens.
+    """Conversion of rows to tokens."""
 
-    Attributes:
-      tokenizer: a transformers tokenizer.
-      parse: returns the example of a row of texts, given the row and its location.
-      chat_template: as `encode_prompt` takes it.
-      vocab_size: number of the model's tokens.
-      max_prompt_length: tokens of the longest prompt.
-      max_response_length: tokens of the longest response, with its end.
-      reward_key: column of the reward of the whole response; "" reads none.
-      find_obstacle: returns why no rule can score an example; "" if one can.
-      takes_contexts: whether the context may be replaced within a response.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerBase"  # a transformers tokenizer
+    # Returns the example of a row of texts, given the row and its location.
     parse: Callable[[dict[str, Any], str], Example]
-    chat_template: ChatTemplate
-    vocab_size: int
-    max_prompt_length: int
-    max_response_length: int
-    reward_key: str
+    chat_template: ChatTemplate  # as `encode_prompt` takes it
+    vocab_size: int  # number of the model's tokens
+    max_prompt_length: int  # tokens of the longest prompt
+    max_response_length: int  # tokens of the longest response, with its end
+    reward_key: str  # column of the reward of the whole response; "" reads none
+    # Returns why no rule can score an example; "" if one can.
     find_obstacle: Callable[[Example], str]
-    takes_contexts: bool = True
+    takes_contexts: bool = True  # whether the context may be replaced within a response
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
         """Yield each row of the files that `find_response_files` finds, in order.

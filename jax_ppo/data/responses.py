@@ -31,19 +31,14 @@ _FIELD_SOURCES = {
 
 @dataclasses.dataclass(frozen=True)
 class ResponseDataset:
-    """Examples with the token ids of their prompts and responses.
+    """Examples with the token ids of their prompts and responses."""
 
-    Attributes:
-      prompts: the prompts. `PromptBatches` of them select rows of the whole data set.
-      responses: for each field (one for demonstrations, two for preferences), int32 [length] per
-        example; each ends in an EOS, or as the chat template ends a
-        turn, and has length 1..max_response_length.
-      max_response_length: tokens.
-    """
-
+    # The prompts. `PromptBatches` of them select rows of the whole data set.
     prompts: PromptDataset
+    # For each field (one for demonstrations, two for preferences), int32 [length] per example; each
+    # ends in an EOS, or as the chat template ends a turn, and has length 1..max_response_length.
     responses: tuple[Sequence[np.ndarray], ...]
-    max_response_length: int
+    max_response_length: int  # tokens
 
     def __len__(self) -> int:
         return len(self.prompts)

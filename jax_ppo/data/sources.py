@@ -54,17 +54,11 @@ MAX_GENERATED_DIGITS = 7
 
 
 class SourceFiles(NamedTuple):
-    """The rows of one source.
+    """The rows of one source."""
 
-    Attributes:
-      paths: local files, whose rows are concatenated.
-      start: the first row of the source.
-      end: the row after the last one; `None`: all.
-    """
-
-    paths: list[Path]
-    start: int
-    end: int | None
+    paths: list[Path]  # local files, whose rows are concatenated
+    start: int  # the first row of the source
+    end: int | None  # the row after the last one; `None`: all
 
 
 log = logging.getLogger(__name__)

@@ -56,18 +56,12 @@ _STORIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One word problem.
+    """One word problem."""
 
-    Attributes:
-      numbers: the three operands in order of appearance, each 1 to 9.
-      signs: "+-" or "-+", the operators between the first and second, and the second and third
-        operand.
-      question: the problem in words.
-    """
-
-    numbers: tuple[int, int, int]
+    numbers: tuple[int, int, int]  # the three operands in order of appearance, each 1 to 9
+    # "+-" or "-+", the operators between the first and second, and the second and third operand.
     signs: str
-    question: str
+    question: str  # the problem in words
 
     @property
     def intermediate(self) -> int:

@@ -67,17 +67,11 @@ def has_gymnasium_reset(environment: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GymnasiumEnvironment:
-    """Makes the `TextEnvironment` of each dialogue.
+    """Makes the `TextEnvironment` of each dialogue."""
 
-    Attributes:
-      name: the value of the option.
-      make: makes an environment for a dialogue.
-      metric_names: the numbers of `info` that are reported.
-    """
-
-    name: str
-    make: Callable[[], Any]
-    metric_names: tuple[str, ...]
+    name: str  # the value of the option
+    make: Callable[[], Any]  # makes an environment for a dialogue
+    metric_names: tuple[str, ...]  # the numbers of `info` that are reported
 
     def __str__(self) -> str:
         return self.name

@@ -37,21 +37,13 @@ MAX_UNANSWERED_TURNS = 4 * THREADS
 
 
 class HostState(NamedTuple):
-    """Addresses of dialogues whose states are on the host; int32 [N], seeds uint32 [N].
+    """Addresses of dialogues whose states are on the host; int32 [N], seeds uint32 [N]."""
 
-    Attributes:
-      rows: index of the dialogue's example.
-      samples: index of the sample, which identifies the dialogue on the host.
-      seeds: seed of the dialogue's randomness.
-      turns: number of turns that have been answered.
-      figures: float32 [N, M], the last value of each metric; NaN before the first one.
-    """
-
-    rows: jax.Array
-    samples: jax.Array
-    seeds: jax.Array
-    turns: jax.Array
-    figures: jax.Array
+    rows: jax.Array  # index of the dialogue's example
+    samples: jax.Array  # index of the sample, which identifies the dialogue on the host
+    seeds: jax.Array  # seed of the dialogue's randomness
+    turns: jax.Array  # number of turns that have been answered
+    figures: jax.Array  # float32 [N, M], the last value of each metric; NaN before the first one
 
 
 class _Answer(NamedTuple):

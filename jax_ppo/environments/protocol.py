@@ -29,12 +29,10 @@ class NewContext:
     The policy writes its next turns from it alone, without the prompt and all turns before: a
     summary, the last moves, the thoughts left out. The dialogue goes on: its rewards and values
     reach over the border.
-
-    Attributes:
-      prompt: text or messages, which become tokens as the prompts of the data do, with the tools of
-        the row, but without `data.prompt_template` and `data.system_prompt`.
     """
 
+    # Text or messages, which become tokens as the prompts of the data do, with the tools of the
+    # row, but without `data.prompt_template` and `data.system_prompt`.
     prompt: str | tuple[dict[str, str], ...]
 
 

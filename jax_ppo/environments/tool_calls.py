@@ -41,14 +41,11 @@ Turn = tuple[str | tuple[str, ...], float, bool, dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A tool.
+    """A tool."""
 
-    Attributes:
-      schema: {"type": "function", "function": {"name", "description", "parameters"}}.
-      function: called with the arguments by name; what it returns is text, or becomes JSON.
-    """
-
+    # {"type": "function", "function": {"name", "description", "parameters"}}.
     schema: dict[str, Any]
+    # Called with the arguments by name; what it returns is text, or becomes JSON.
     function: Callable[..., Any]
 
     @property

@@ -29,19 +29,12 @@ _READ_SUFFIXES = (".sh", ".bash", ".txt", ".slurm", ".sbatch", "")
 
 @dataclasses.dataclass(frozen=True)
 class PeerCommand:
-    """A command of another framework.
+    """A command of another framework."""
 
-    Attributes:
-      program: the table of the program that it starts.
-      flags: its options by name.
-      has_program: whether it names a program; if not, it is read as the framework's first.
-      notes: one line for each of its words that is not read.
-    """
-
-    program: Program
-    has_program: bool
-    flags: dict[str, str]
-    notes: list[str]
+    program: Program  # the table of the program that it starts
+    has_program: bool  # whether it names a program; if not, it is read as the framework's first
+    flags: dict[str, str]  # its options by name
+    notes: list[str]  # one line for each of its words that is not read
 
 
 def read_command(framework: str, text: str) -> PeerCommand:

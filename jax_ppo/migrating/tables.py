@@ -21,22 +21,17 @@ Answers = dict[str, str]  # by name
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of another framework, and what runs the same task here.
+    """A program of another framework, and what runs the same task here."""
 
-    Attributes:
-      names: pattern of the names of its script or module, without folders and `.py`.
-      base: the configuration that a translated command starts from; empty: there is no such task.
-      command: train, sft or reward_model.
-      options: answers to options that mean something else than in the framework's other programs.
-      defaults: its defaults, by its own names, in which the base may differ.
-      always: our options whose value it always has, without an option for them.
-    """
-
-    names: str
+    names: str  # pattern of the names of its script or module, without folders and `.py`
+    # The configuration that a translated command starts from; empty: there is no such task.
     base: str = ""
-    command: str = "train"
+    command: str = "train"  # train, sft or reward_model
+    # Answers to options that mean something else than in the framework's other programs.
     options: Answers = dataclasses.field(default_factory=dict)
+    # Its defaults, by its own names, in which the base may differ.
     defaults: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Our options whose value it always has, without an option for them.
     always: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -47,42 +42,29 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """The options of another framework that together name data sets, with their older names.
+    """The options of another framework that together name data sets, with their older names."""
 
-    Attributes:
-      target: our option.
-      names: the options with files or names on the Hugging Face hub, separated by commas.
-      splits: the options with the split.
-      default_split: the split if none of these is given.
-      subsets: the options with the name of a part of the data set.
-      weights: the options with the weights of several data sets.
-      only_with: without any of these options the data are not read; empty: they always are.
-    """
-
-    target: str
-    names: list[str]
-    splits: list[str]
-    default_split: str = "train"
+    target: str  # our option
+    names: list[str]  # the options with files or names on the Hugging Face hub, separated by commas
+    splits: list[str]  # the options with the split
+    default_split: str = "train"  # the split if none of these is given
+    # The options with the name of a part of the data set.
     subsets: list[str] = dataclasses.field(default_factory=list)
+    # The options with the weights of several data sets.
     weights: list[str] = dataclasses.field(default_factory=list)
+    # Without any of these options the data are not read; empty: they always are.
     only_with: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """The tables of one framework.
+    """The tables of one framework."""
 
-    Attributes:
-      title: its name in messages.
-      options: answers by name.
-      programs: its programs, the most usual one first; none: its commands are not translated.
-      data: the options that name data.
-    """
-
-    title: str
-    options: Answers
+    title: str  # its name in messages
+    options: Answers  # answers by name
+    # Its programs, the most usual one first; none: its commands are not translated.
     programs: tuple[Program, ...]
-    data: tuple[DataOptions, ...]
+    data: tuple[DataOptions, ...]  # the options that name data
 
 
 @functools.cache

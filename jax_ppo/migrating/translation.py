@@ -78,21 +78,14 @@ _VALUES = {
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A translated command.
+    """A translated command."""
 
-    Attributes:
-      program: what the command starts in its framework, and what runs the same here.
-      options: values by name, without `config.`, of the options in the command.
-      defaults: likewise the framework's defaults that differ from the base configuration.
-      notes: one line for each option without a counterpart or in need of a review.
-      remarks: lines about what the command does not set.
-    """
-
-    program: Program
-    options: dict[str, str]
+    program: Program  # what the command starts in its framework, and what runs the same here
+    options: dict[str, str]  # values by name, without `config.`, of the options in the command
+    # Likewise the framework's defaults that differ from the base configuration.
     defaults: dict[str, str]
-    notes: list[str]
-    remarks: list[str]
+    notes: list[str]  # one line for each option without a counterpart or in need of a review
+    remarks: list[str]  # lines about what the command does not set
 
     def command(self) -> str:
         """Return our command on several lines, quoted for a shell; variables stay variables."""

@@ -32,26 +32,22 @@ _TAIL = 80  # characters of a wrong response that are shown
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """Scores of n responses.
+    """Scores of n responses."""
 
-    Attributes:
-      scores: float32 [n], finite.
-      correct: float32 [n], 1 or 0, and NaN if the rule does not define correctness or failed.
-      failed: bool [n], True if a response could not be scored: its rule raised an error, returned
-        a score that is not finite, or its worker hung or died. It has the fallback score.
-      extra: other numbers that the rule reported, by name: float32 [n], NaN if a response has no
-        such number.
-      step_rewards: rewards within each response, as in RewardResult.
-      answers: the answers that the rule read, as in RewardResult, cut to LONGEST_ANSWER characters.
-      first_failure: the first response that could not be scored and why; "" if there is none.
-    """
-
-    scores: np.ndarray
+    scores: np.ndarray  # float32 [n], finite
+    # float32 [n], 1 or 0, and NaN if the rule does not define correctness or failed.
     correct: np.ndarray
+    # bool [n], True if a response could not be scored: its rule raised an error, returned a score
+    # that is not finite, or its worker hung or died. It has the fallback score.
     failed: np.ndarray
+    # Other numbers that the rule reported, by name: float32 [n], NaN if a response has no such
+    # number.
     extra: dict[str, np.ndarray]
+    # Rewards within each response, as in RewardResult.
     step_rewards: list[tuple[tuple[int, float], ...]]
+    # The answers that the rule read, as in RewardResult, cut to LONGEST_ANSWER characters.
     answers: list[str | None]
+    # The first response that could not be scored and why; "" if there is none.
     first_failure: str = ""
 
     @property

@@ -14,29 +14,23 @@ from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A built-in rule.
+    """A built-in rule."""
 
-    Attributes:
-      bind: returns the reward function for the argument in a term's brackets, "" without one;
-        raises `ValueError` if the argument is invalid.
-      sources: the values of `data_source` that select the rule; `aime*` stands for all that begin
-        with aime.
-      obstacle: returns what is wrong with a ground truth, "" if nothing is.
-      perfect: returns a response that is right for a ground truth; `None` if none can be made.
-      markers: forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
-      is_isolated: whether its time is unbounded, so that it runs only in worker processes.
-      module: a module that it imports; "" without one.
-      extra: the extra of jax_ppo that installs it.
-    """
-
+    # Returns the reward function for the argument in a term's brackets, "" without one; raises
+    # `ValueError` if the argument is invalid.
     bind: Callable[[str], RewardFunction]
+    # The values of `data_source` that select the rule; `aime*` stands for all that begin with aime.
     sources: tuple[str, ...] = ()
+    # Returns what is wrong with a ground truth, "" if nothing is.
     obstacle: Callable[[Any], str] = lambda ground_truth: ""
+    # Returns a response that is right for a ground truth; `None` if none can be made.
     perfect: Callable[[Any], str] | None = None
+    # Forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
     markers: tuple[str, ...] = ()
+    # Whether its time is unbounded, so that it runs only in worker processes.
     is_isolated: bool = False
-    module: str = ""
-    extra: str = ""
+    module: str = ""  # a module that it imports; "" without one
+    extra: str = ""  # the extra of jax_ppo that installs it
 
     def find_obstacle(self, ground_truth: Any) -> str:
         """Return why no response to a row can be right, "" if one can be.

@@ -156,15 +156,11 @@ def assign_step_rewards(
 
 
 class BatchFunction(NamedTuple):
-    """A reward function that takes a whole batch.
+    """A reward function that takes a whole batch."""
 
-    Attributes:
-      call: takes rows and responses and returns what the user's function returned.
-      columns: the columns of the data that the function requires.
-    """
-
+    # Takes rows and responses and returns what the user's function returned.
     call: Callable[[Sequence[RewardRow], Sequence[str]], Any]
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # the columns of the data that the function requires
 
 
 def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:

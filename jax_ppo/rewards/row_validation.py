@@ -26,17 +26,11 @@ _TERM = re.compile(r"(?P<rule>[^\[\]]+?)(?:\[(?P<argument>[^\[\]]*)\])?:(?P<weig
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One summand of a reward.
+    """One summand of a reward."""
 
-    Attributes:
-      rule: name of a rule, `auto`, `model`, or `module:function`.
-      argument: the text in brackets after the name; "" without brackets.
-      weight: finite.
-    """
-
-    rule: str
-    argument: str
-    weight: float
+    rule: str  # name of a rule, `auto`, `model`, or `module:function`
+    argument: str  # the text in brackets after the name; "" without brackets
+    weight: float  # finite
 
     @property
     def metric(self) -> str:

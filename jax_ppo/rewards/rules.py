@@ -30,24 +30,20 @@ _START = re.compile(rf"<(?:{'|'.join(THINKING_TAGS)})>")
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """The reward of one response.
+    """The reward of one response."""
 
-    Attributes:
-      score: the reward, finite.
-      correct: whether the answer is right; None if the rule does not define correctness.
-      extra: other numbers to report, by name.
-      step_rewards: rewards within the response: (characters of its text up to the end of a step,
-        reward of the step).
-      answer: the answer that the rule extracted from the response, in a form in which equal answers
-        are equal texts; `None` if there is none, or if the rule extracts no answers.
-      ignored: names of what else a user-defined function returned, which cannot be reported.
-    """
-
-    score: float
+    score: float  # the reward, finite
+    # Whether the answer is right; None if the rule does not define correctness.
     correct: bool | None = None
+    # Other numbers to report, by name.
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Rewards within the response: (characters of its text up to the end of a step, reward of the
+    # step).
     step_rewards: tuple[tuple[int, float], ...] = ()
+    # The answer that the rule extracted from the response, in a form in which equal answers are
+    # equal texts; `None` if there is none, or if the rule extracts no answers.
     answer: str | None = None
+    # Names of what else a user-defined function returned, which cannot be reported.
     ignored: tuple[str, ...] = ()
 
 

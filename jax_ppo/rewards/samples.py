@@ -22,21 +22,13 @@ _MAX_TRACEBACK = 4000  # characters
 
 
 class RewardRow(NamedTuple):
-    """The columns of a row that a reward function reads.
+    """The columns of a row that a reward function reads."""
 
-    Attributes:
-      data_source: selects the built-in rule.
-      ground_truth: the reference answer.
-      extra_info: further columns.
-      prompt: text, or the messages of a chat.
-      completion_ids: the tokens of the response, if they are known.
-    """
-
-    data_source: str
-    ground_truth: str = ""
-    extra_info: dict[str, Any] = {}
-    prompt: str | tuple[dict[str, str], ...] = ""
-    completion_ids: Sequence[int] | np.ndarray = ()
+    data_source: str  # selects the built-in rule
+    ground_truth: str = ""  # the reference answer
+    extra_info: dict[str, Any] = {}  # further columns
+    prompt: str | tuple[dict[str, str], ...] = ""  # text, or the messages of a chat
+    completion_ids: Sequence[int] | np.ndarray = ()  # the tokens of the response, if they are known
 
     @classmethod
     def from_example(
@@ -53,15 +45,10 @@ class RewardRow(NamedTuple):
 
 
 class ScoringFailure(NamedTuple):
-    """A sample that could not be scored.
+    """A sample that could not be scored."""
 
-    Attributes:
-      cause: the traceback, or why there is none; printable characters and line breaks only.
-      timed_out: whether there was no result in time.
-    """
-
-    cause: str
-    timed_out: bool = False
+    cause: str  # the traceback, or why there is none; printable characters and line breaks only
+    timed_out: bool = False  # whether there was no result in time
 
 
 RewardFunction = Callable[[RewardRow, str], RewardResult]
