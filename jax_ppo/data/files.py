@@ -123,10 +123,20 @@ def read_jsonl_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 def parse_jsonl_line(line: bytes, location: str) -> dict[str, Any]:
     """Return the object in a line; raise `UserError` if it is not one."""
     try:
-        text = line.decode("utf-8")
+        text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{location}: cannot be read as UTF-8 text: {error}") from error
-    return _parse_json_object(text, location)
+    row = _parse_json(text, location)
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(text)!r}"
+        )
+    # Counting brackets is cheap and spares nearly every row the exact measurement.
+    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
+        raise _nesting_error(location)
+    if _SURROGATE_ESCAPE.search(text):
+        _require_text(row, location)
+    return row
 
 
 def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -202,20 +212,6 @@ def _describe_json_error(error: json.JSONDecodeError) -> str:
         # Not splitlines: a text that ends too early ends in an empty line, which it would drop.
         line = error.doc.split("\n")[error.lineno - 1]
     return f"{error.msg} at {position} of {shorten(line)!r}"
-
-
-def _parse_json_object(line: str, location: str) -> dict[str, Any]:
-    row = _parse_json(line.rstrip("\r\n"), location)
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(line)!r}"
-        )
-    # Counting brackets is cheap and spares nearly every row the exact measurement.
-    if line.count("[") + line.count("{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
-        raise _nesting_error(location)
-    if _SURROGATE_ESCAPE.search(line):
-        _require_text(row, location)
-    return row
 
 
 def _nesting(row: dict[str, Any]) -> int:

@@ -13,12 +13,8 @@ server returns cannot end the message that it stands in.
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from jax_ppo.data.tokenizer import ChatTemplate, encode_text, render_prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from jax_ppo.data.tokenizer import ChatTemplate, Tokenizer, encode_text, render_prompt
 
 _QUESTION, _RESPONSE, _FIRST, _SECOND = (
     "a-question",
@@ -35,9 +31,7 @@ class MessageFrame:
       overhead: the number of tokens around one content.
     """
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", role: str, chat_template: ChatTemplate
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, role: str, chat_template: ChatTemplate) -> None:
         """Render messages of a role, such as "tool", with the tokenizer's chat template.
 
         Raises:

@@ -134,6 +134,11 @@ def prompt_texts(prompt: str | Messages) -> list[str]:
     return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
+def join_contents(prompt: str | Messages) -> str:
+    """Return a prompt as text: the contents of a chat's messages are joined by line breaks."""
+    return "\n".join(prompt_texts(prompt))
+
+
 def user_message(text: str) -> Messages:
     """Return a chat that consists of one message of the user."""
     return ({"role": "user", "content": text},)

@@ -177,44 +177,30 @@ class Mixture:
         return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
 
 
+@dataclasses.dataclass
 class CurriculumBatches:
     """Endless iterator over prompts that are sometimes solved more often than over others.
 
     At a solve rate of p, the variance of correctness is p (1 - p): largest where half of the
     responses are correct, and 0 where comparing them teaches nothing. A batch follows from seed,
     position and solve rates alone, and has no prompt twice.
-
-    Attributes:
-      position: prompts drawn so far.
     """
 
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        batch_size: int,
-        seed: int,
-        position: int,
-        solve_rates: SolveRates,
-    ) -> None:
-        """Start at a saved position with the solve rates there, which are updated in place.
-
-        The data set has at least `batch_size` prompts.
-        """
-        self.position = position
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._seed = seed
-        self._solve_rates = solve_rates
+    dataset: PromptDataset  # of at least `batch_size` prompts
+    batch_size: int
+    seed: int
+    position: int  # prompts drawn so far
+    solve_rates: SolveRates  # at this position; updated in place
 
     def __iter__(self) -> Iterator[PromptBatch]:
         return self
 
     def __next__(self) -> PromptBatch:
-        weights = solve_rate_weights(self._solve_rates, len(self._dataset))
-        rng = np.random.default_rng([self._seed, self.position])
-        indices = rng.choice(len(weights), self._batch_size, replace=False, p=weights)
-        self.position += self._batch_size
-        return make_batch(self._dataset, indices, self._batch_size)
+        weights = solve_rate_weights(self.solve_rates, len(self.dataset))
+        rng = np.random.default_rng([self.seed, self.position])
+        indices = rng.choice(len(weights), self.batch_size, replace=False, p=weights)
+        self.position += self.batch_size
+        return make_batch(self.dataset, indices, self.batch_size)
 
     def observe(self, indices: np.ndarray, correct_B: np.ndarray) -> None:
         """Update the solve rates of the rows `indices`, int [G].
@@ -235,10 +221,10 @@ class CurriculumBatches:
                 continue
             row = str(index)
             rate = float(known.mean())
-            before = self._solve_rates.get(row)
+            before = self.solve_rates.get(row)
             if before is not None:
                 rate = _MEMORY * before + (1 - _MEMORY) * rate
-            self._solve_rates[row] = rate
+            self.solve_rates[row] = rate
 
 
 def solve_rate_weights(solve_rates: SolveRates, rows: int) -> np.ndarray:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import (
     ChatTemplate,
+    Tokenizer,
     certainly_exceeds,
     encode_text,
     render_prompt,
@@ -21,9 +22,6 @@ from jax_ppo.data.tokenizer import (
 )
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class PromptEncoding:
 
 def tokenize_prompts(
     examples: Sequence[Example],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     encoding: PromptEncoding,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
@@ -109,7 +107,7 @@ def tokenize_prompts(
 
 def encode_prompts(
     examples: Sequence[Example],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     encoding: PromptEncoding,
     name: str,
 ) -> Iterator[np.ndarray | None]:
@@ -176,7 +174,7 @@ def _report_unread_tools(
 
 def _render_example(
     example: Example,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     chat_template: ChatTemplate,
     location: str,
 ) -> tuple[str, bool]:
@@ -194,7 +192,7 @@ def _render_example(
 
 
 def _encode_rendered(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     text: str,
     special: bool,
     location: str,

@@ -14,19 +14,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_ppo.data import files
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_responses
+from jax_ppo.data.tokenizer import ChatTemplate, Tokenizer, encode_prompt, encode_responses
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example, Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +146,7 @@ class RefusedRow(NamedTuple):
 class ResponseReader:
     """Conversion of rows to tokens."""
 
-    tokenizer: "PreTrainedTokenizerBase"  # a transformers tokenizer
+    tokenizer: Tokenizer  # a transformers tokenizer
     # Returns the example of a row of texts, given the row and its location.
     parse: Callable[[dict[str, Any], str], Example]
     chat_template: ChatTemplate  # as `encode_prompt` takes it

@@ -2,18 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, report_dropped, tokenize_prompts
-from jax_ppo.data.tokenizer import certainly_exceeds, encode_responses
+from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The fields of types.Example that must be present, in the order of their use.
 DEMONSTRATION_FIELDS = ("response",)
@@ -79,7 +75,7 @@ class ResponseDataset:
 
 def tokenize_responses(
     examples: Sequence[Example],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     fields: tuple[str, ...],
     encoding: PromptEncoding,
     max_response_length: int,
@@ -130,7 +126,7 @@ def tokenize_responses(
 
 def _encode_fitting_responses(
     prompts: PromptDataset,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     fields: tuple[str, ...],
     encoding: PromptEncoding,
     max_response_length: int,

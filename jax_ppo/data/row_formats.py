@@ -25,8 +25,8 @@ from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
 from jax_ppo.data.messages import (
     Messages,
     drop_missing,
+    join_contents,
     parse_prompt,
-    prompt_texts,
     quote_cell,
     user_message,
 )
@@ -273,7 +273,7 @@ def _agrees(prompt: Prompt, other: Prompt) -> bool:
 
 def _flatten(prompt: Prompt) -> str:
     """Return the text of a prompt with single spaces as its only white space."""
-    return " ".join("\n".join(prompt_texts(prompt)).split())
+    return " ".join(join_contents(prompt).split())
 
 
 def _disagreement(readings: list[_Reading], meaning: str, option: str, location: str) -> UserError:

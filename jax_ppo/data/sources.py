@@ -21,6 +21,7 @@ import importlib
 import itertools
 import logging
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -208,13 +209,7 @@ def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], column
 
 
 def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> list[Example]:
-    count, split = _parse_count_and_split(scheme, arguments, option)
-    module, _, name = GENERATORS[scheme].partition(":")
-    examples: list[Example] = getattr(importlib.import_module(module), name)(count, split, seed)
-    return examples
-
-
-def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[int, str]:
+    """Return the examples of COUNT[:heldout] of a generator."""
     count, colon, split = arguments.partition(":")
     is_count = count.isdecimal() and len(count) <= MAX_GENERATED_DIGITS and int(count) > 0
     if not is_count:
@@ -227,7 +222,10 @@ def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[in
             f"{option}='{scheme}:{arguments}': expected `{scheme}:{count}` for training or "
             f"`{scheme}:{count}:heldout`, got {split!r}"
         )
-    return int(count), split or "train"
+    examples: list[Example] = pkgutil.resolve_name(GENERATORS[scheme])(
+        int(count), split or "train", seed
+    )
+    return examples
 
 
 def locate_parquet(spec: str, option: str) -> list[SourceFiles]:

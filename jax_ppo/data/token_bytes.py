@@ -3,19 +3,17 @@
 import functools
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jax_ppo.data.tokenizer import Tokenizer
 from jax_ppo.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a blank
 _CHECKED_TOKENS = 500
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerBase", option: str) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
     """Return the bytes that each token adds to a text; special tokens add none.
 
     The vocabulary is a byte-level or a SentencePiece one.
@@ -44,7 +42,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", option: str) -> list[bytes
     return contents
 
 
-def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+def _decoder_types(tokenizer: Tokenizer) -> set[str]:
     """Return the types of the steps that join tokens to a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -72,9 +70,7 @@ def _read_sentence_piece(text: str) -> bytes:
     return text.replace(_BLANK, " ").encode()
 
 
-def _compare_with_decoding(
-    tokenizer: "PreTrainedTokenizerBase", contents: list[bytes], option: str
-) -> None:
+def _compare_with_decoding(tokenizer: Tokenizer, contents: list[bytes], option: str) -> None:
     """Raise `UserError` unless the tokenizer decodes tokens to these bytes."""
     # Tokens of whole characters, spread over the vocabulary.
     ascii_ids = [index for index, content in enumerate(contents) if content and content.isascii()]

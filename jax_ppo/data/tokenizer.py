@@ -4,9 +4,9 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jax_ppo.data.messages import Messages, add_response, is_prefilled, prompt_texts
+from jax_ppo.data.messages import Messages, add_response, is_prefilled, join_contents
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
 
@@ -41,15 +41,15 @@ _DOWNLOADED_FILES = (
     "*.tiktoken",
 )
 
+# Of transformers, whose import takes seconds.
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Prompt = str | Messages
 # Whether the tokenizer's template renders chats, or the values of further variables in it.
 ChatTemplate = bool | dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
 
-def load_tokenizer(
-    path: str, option: str = "config.model.tokenizer_path"
-) -> "PreTrainedTokenizerBase":
+def load_tokenizer(path: str, option: str = "config.model.tokenizer_path") -> Tokenizer:
     """Load the transformers tokenizer that an option names.
 
     It is in an existing folder, at an address such as gs://BUCKET/FOLDER, or on the hub as
@@ -106,9 +106,7 @@ def _download_tokenizer(path: str, option: str) -> Path:
     return hub.download_snapshot(path, _DOWNLOADED_FILES, option).folder
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, folder: str | Path
-) -> "PreTrainedTokenizerBase":
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
     """Train a byte-level BPE on the texts, in which each digit is a token; save and return it.
 
     Ids 0, 1, 2 are <pad>, <eos>, <unk>. There are at most `vocab_size` tokens. Text made of bytes
@@ -120,11 +118,12 @@ def train_tokenizer(
     Raises:
       UserError: vocab_size is too small for the characters of the texts.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     # Digits are separate tokens, so that numbers are spelled the same everywhere.
-    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -159,9 +158,7 @@ def train_tokenizer(
     return wrapped
 
 
-def decode_continuation(
-    tokenizer: "PreTrainedTokenizerBase", before: int, ids: Sequence[int]
-) -> str:
+def decode_continuation(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> str:
     """Return the text of a response as it continues its prompt, without special tokens.
 
     Some tokenizers (Llama 2's) drop the space at the beginning of a text, so that a response
@@ -175,9 +172,7 @@ def decode_continuation(
     return _decode(tokenizer, list(ids))
 
 
-def decode_tokens(
-    tokenizer: "PreTrainedTokenizerBase", before: int, ids: Sequence[int]
-) -> list[str]:
+def decode_tokens(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> list[str]:
     """Return the text that each token of a response adds; joined, they are the text after `before`.
 
     A token by itself may lack the blank that it begins with (SentencePiece), or be a part of a
@@ -204,12 +199,12 @@ def decode_tokens(
     return texts
 
 
-def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt: Prompt,
     chat_template: ChatTemplate = True,
     tools: Tools = (),
@@ -229,7 +224,7 @@ def encode_prompt(
 
 
 def encode_responses(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt: Prompt,
     responses: Sequence[str],
     chat_template: ChatTemplate = True,
@@ -267,7 +262,7 @@ def encode_responses(
 
 
 def _render_response(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt: Messages,
     response: str,
     text: str,
@@ -288,7 +283,7 @@ def _render_response(
     return response + render(mark).rpartition(mark)[2]
 
 
-def _end_turn(tokenizer: "PreTrainedTokenizerBase", ids: list[int], ends: set[int]) -> list[int]:
+def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:
     """Return a turn up to the special token at its end, or with an EOS if it has none."""
     for length in range(len(ids), 0, -1):
         if ids[length - 1] in ends:
@@ -300,7 +295,7 @@ def _end_turn(tokenizer: "PreTrainedTokenizerBase", ids: list[int], ends: set[in
 
 
 def render_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt: Prompt,
     chat_template: ChatTemplate,
     tools: Tools = (),
@@ -316,11 +311,11 @@ def render_prompt(
             content = prompt[-1]["content"]
             text = text.rstrip() + content[len(content.rstrip()) :]
         return text, False
-    return "\n".join(prompt_texts(prompt)), True
+    return join_contents(prompt), True
 
 
 def _apply_template(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     messages: Messages,
     chat_template: ChatTemplate,
     tools: Tools,
@@ -368,7 +363,7 @@ def template_variables(tokenizer: Any) -> set[str]:
     return jinja2.meta.find_undeclared_variables(environment.parse(template))
 
 
-def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
     """Return the token ids of a text, with the tokenizer's special tokens except an added EOS."""
     ids = list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
     eos = tokenizer.eos_token_id
@@ -380,7 +375,7 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) 
     return ids
 
 
-def certainly_exceeds(tokenizer: "PreTrainedTokenizerBase", text: str, tokens: int) -> bool:
+def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> bool:
     """Return whether a very long text has more than `tokens` tokens, judged by its beginning.
 
     What follows a beginning changes only its last tokens, unless an added token absorbs the white

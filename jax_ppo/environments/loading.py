@@ -10,7 +10,7 @@ from typing import Any
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.message_frames import MessageFrame
-from jax_ppo.data.messages import prompt_texts
+from jax_ppo.data.messages import join_contents
 from jax_ppo.data.tokenizer import ChatTemplate, encode_text, render_prompt, template_variables
 from jax_ppo.environments.adapters import (
     GymnasiumEnvironment,
@@ -139,7 +139,7 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
         return ""
     setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
     observation = _try(setting, lambda: environment_class().reset(copy.deepcopy(example), 0))
-    if observation.strip() in "\n".join(prompt_texts(example.prompt)):
+    if observation.strip() in join_contents(example.prompt):
         return ""
     return (
         f"{environment_class}: the policy does not see what reset returns for a prompt, "

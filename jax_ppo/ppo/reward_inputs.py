@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.data import model_inputs
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.errors import UserError
@@ -23,7 +24,6 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.rewards import model_inputs
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.types import Example, Packing, Sequences

@@ -10,6 +10,7 @@ import numpy as np
 from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
@@ -17,7 +18,6 @@ from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.built_in_rules import rule_of_source
 from jax_ppo.run import rule_trial
-from jax_ppo.run.sample_records import prompt_text
 from jax_ppo.training.setup import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
 
@@ -71,7 +71,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         "command": command,
         "training": parts[0],
         "held_out": parts[1],
-        "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
+        "overlap": len(_prompts(training) & _prompts(held_out)),
         "first_prompt": first_prompt,
         "first_prompt_note": note,
         "problems": [
@@ -102,6 +102,10 @@ def format_report(report: dict[str, Any]) -> str:
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     lines += [f"problem: {problem}" for problem in report["problems"]] or ["no problems"]
     return "\n".join(lines)
+
+
+def _prompts(examples: Sequence[Example]) -> set[str]:
+    return {join_contents(example.prompt) for example in examples}
 
 
 def _load_tokenizer(options: Model) -> Any:
@@ -143,7 +147,7 @@ def _describe(
         "with_response": sum(example.response is not None for example in examples),
         "rule": _describe_rule(examples, reward, not_run),
         "preferences": sum(example.rejected is not None for example in examples),
-        "duplicates": len(examples) - len(set(map(prompt_text, examples))),
+        "duplicates": len(examples) - len(_prompts(examples)),
         "prompt_tokens": _count_tokens(examples, tokenizer, data),
     }
 
@@ -218,7 +222,7 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
         problems.append(
             f"the reward failed on each of {trial['tried']} responses; {trial['first_failure']}"
         )
-    empty = [row for row, example in enumerate(training, 1) if not prompt_text(example).strip()]
+    empty = [row for row, e in enumerate(training, 1) if not join_contents(e.prompt).strip()]
     if empty:
         problems.append(f"{len(empty)} prompts are empty, the first is example {empty[0]}")
     usable = part["rows"]
@@ -289,11 +293,11 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
     Without a tokenizer it is the text. If no prompt is kept, it is the first one, whole.
     """
     if tokenizer is None:
-        return prompt_text(examples[0]), "before its chat template: no model is named"
+        return join_contents(examples[0].prompt), "before its chat template: no model is named"
     encoding = make_encoding(options)
     if not encoding.filter_overlong_prompts and not encoding.truncates:
         encoding = dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)
-    rows = [(row, e) for row, e in enumerate(examples, 1) if prompt_text(e).strip()]
+    rows = [(row, e) for row, e in enumerate(examples, 1) if join_contents(e.prompt).strip()]
     shown = [example for _, example in rows]
     for attempt in (encoding, dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)):
         encoded = encode_prompts(shown, tokenizer, attempt, "config.data.train_files")

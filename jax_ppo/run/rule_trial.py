@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.data.messages import join_contents
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.built_in_rules import RULES
@@ -11,7 +12,6 @@ from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.row_validation import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
-from jax_ppo.run.sample_records import prompt_text
 from jax_ppo.types import Example
 
 _FIRST_ROWS = 8  # that are tried before a run
@@ -115,7 +115,7 @@ def find_other_forms(examples: Sequence[Example], options: Reward) -> str:
     forms = {marker for rule in RULES.values() for marker in rule.markers}
     found: dict[tuple[str, str], int] = {}
     for example in examples:
-        prompt = prompt_text(example)
+        prompt = join_contents(example.prompt)
         asked = [form for form in forms if form in prompt and not prompt.rstrip().endswith(form)]
         for _, rule in rules_of_source(example.data_source, terms):
             if rule is None or not rule.markers or (reads_any and rule is RULES["gsm8k"]):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import printable_lines
@@ -13,7 +14,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
-from jax_ppo.types import Example, Rollout
+from jax_ppo.types import Rollout
 
 _WIDTH = 16  # characters of a column of the table of tokens
 
@@ -101,7 +102,7 @@ def describe_samples(
         records.append(
             {
                 "data_source": example.data_source,
-                "prompt": prompt_text(example),
+                "prompt": join_contents(example.prompt),
                 "response": decode_continuation(tokenizer, last_id, response_ids),
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
@@ -117,13 +118,6 @@ def describe_samples(
         for name, mask in masks.items():
             records[-1][name] = mask[row, : lengths[row]].astype(int).tolist()
     return records
-
-
-def prompt_text(example: Example) -> str:
-    """Return the prompt as text; the messages of a chat are joined by line breaks."""
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return "\n".join(message["content"] for message in example.prompt)
 
 
 def _rounded(values: np.ndarray) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_ppo.config.schema import Score
+from jax_ppo.data.messages import join_contents
 from jax_ppo.data.response_rows import ResponseRow
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
@@ -19,7 +20,6 @@ from jax_ppo.reporting.files import (
     write_json_lines,
     write_summary_file,
 )
-from jax_ppo.run.sample_records import prompt_text
 
 # The numbers of a token by the names of their columns; a report's name of each.
 FIGURES = {
@@ -122,7 +122,7 @@ def _describe_row(
     ids = row.response_ids.tolist()
     correct = scores.correct[number]
     record = {
-        "prompt": prompt_text(row.example),
+        "prompt": join_contents(row.example.prompt),
         "response": decode_continuation(tokenizer, int(row.prompt_ids[-1]), ids),
         "data_source": row.example.data_source,
         # Shown beside the answer that a rule has read.

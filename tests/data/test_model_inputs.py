@@ -6,7 +6,7 @@ import pytest
 
 import reward_models
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.rewards.model_inputs import RewardInputEncoder, tokenizers_match
+from jax_ppo.data.model_inputs import RewardInputEncoder, tokenizers_match
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many apples?"})
 

@@ -2,17 +2,12 @@
 
 import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Prompt = str | tuple[dict[str, str], ...]  # text, or messages with role and content
+from jax_ppo.data.messages import add_response, join_contents, prompt_texts, user_message
+from jax_ppo.data.tokenizer import Prompt, Tokenizer
 
 
-def tokenizers_match(
-    tokenizer: "PreTrainedTokenizerBase", actor_tokenizer: "PreTrainedTokenizerBase"
-) -> bool:
+def tokenizers_match(tokenizer: Tokenizer, actor_tokenizer: Tokenizer) -> bool:
     """Return whether sampled tokens mean the same to both tokenizers.
 
     They do if the vocabularies are equal and a chat is not rendered differently.
@@ -39,7 +34,7 @@ class RewardInputEncoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         form: str,
         longest: int,
         with_eos: bool = False,
@@ -89,19 +84,20 @@ class RewardInputEncoder:
 
     def _encode_all(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[list[int]]:
         if self.form == "pair":
-            texts = [_join_contents(prompt) for prompt in prompts]
+            texts = list(map(join_contents, prompts))
             return self._tokenizer(texts, list(responses), verbose=False)["input_ids"]
         if self.form == "text":
             joined = [
-                _join_contents(prompt) + response
+                join_contents(prompt) + response
                 for prompt, response in zip(prompts, responses, strict=True)
             ]
             encoded = self._tokenizer(joined, verbose=False)["input_ids"]
             return [self._append_end(ids) for ids in encoded]
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
-            chat = _to_messages(prompt, response)
-            rendered.append(self._tokenizer.apply_chat_template(chat, tokenize=False))
+            chat = user_message(prompt) if isinstance(prompt, str) else prompt
+            messages = list(add_response(chat, response))
+            rendered.append(self._tokenizer.apply_chat_template(messages, tokenize=False))
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _append_end(self, ids: list[int]) -> list[int]:
@@ -112,7 +108,7 @@ class RewardInputEncoder:
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
         """Return the ids with the fewest characters dropped that fit; of none, all are dropped."""
-        prompt_length = _count_characters(prompt)
+        prompt_length = sum(map(len, prompt_texts(prompt)))
 
         def encode_without(drop: int) -> list[int]:
             shorter_prompt = _drop_characters(prompt, min(drop, prompt_length))
@@ -124,27 +120,6 @@ class RewardInputEncoder:
 
         drops = range(prompt_length + len(response))
         return encode_without(bisect.bisect_left(drops, True, key=fits))
-
-
-def _to_messages(prompt: Prompt, response: str) -> list[dict[str, str]]:
-    """Return the chat with the assistant's message, whose beginning may be in the prompt."""
-    if isinstance(prompt, str):
-        prompt = ({"role": "user", "content": prompt},)
-    if prompt[-1]["role"] == "assistant":
-        return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + response}]
-    return [*prompt, {"role": "assistant", "content": response}]
-
-
-def _join_contents(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(message["content"] for message in prompt)
-
-
-def _count_characters(prompt: Prompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(message["content"]) for message in prompt)
 
 
 def _drop_characters(prompt: Prompt, drop: int) -> Prompt:
