@@ -28,7 +28,7 @@ from jax_ppo.storage import remote
 from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
-from jax_ppo.types import Params, Prompts
+from jax_ppo.types import Prompts
 
 Prompt = str | Sequence[dict[str, str]]  # text, or the messages of a chat
 
@@ -79,7 +79,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
-    folder = _policy_folder(path)
+    folder = _policy_folder(str(path))
     # Without a critic, only the policy has networks.
     options = schema.Config(
         model=schema.Model(dtype=dtype), algorithm=schema.Algorithm(adv_estimator="rloo")
@@ -87,8 +87,10 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     model = read_networks(options, Folders(actor=folder)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
     mesh = meshes.make_mesh(schema.MeshShape())
+    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     with jax.set_mesh(mesh):
-        params = _load_params(folder, model, mesh)
+        params = load_checkpoint(folder, model.architecture, shardings, dtype=jnp.dtype(dtype))
         engine = BuiltInEngine(mesh, model, params)
         engine.start()
         engine.update_weights(params)
@@ -184,36 +186,27 @@ def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
     return search_for(stop, tokens, vocab_size)
 
 
-def _policy_folder(path: str | Path) -> Path:
-    """Return the folder of a Hugging Face checkpoint; a run's is WORKDIR/actor."""
-    if remote.is_address(str(path)):
-        return _bucket_policy_folder(str(path))
-    folder = expand_local_path(str(path), "load_policy: path")
+def _policy_folder(path: str) -> Path:
+    """Return the folder of a Hugging Face checkpoint, downloaded if necessary.
+
+    A run's is WORKDIR/actor.
+    """
+    option = "load_policy: path"
+    if remote.is_address(path):
+        remote.validate_address(path, option)
+        exported = f"{path.rstrip('/')}/actor"
+        is_run = "config.json" in remote.list_files(exported, option)
+        return resolve_model_folder(exported if is_run else path, what=option)
+    folder = expand_local_path(path, option)
     if (folder / "actor" / "config.json").exists():
         return folder / "actor"
     is_run = (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists()
     if is_run:
         raise UserError(
-            f"load_policy: path={str(path)!r}: the run has exported no model (there is no folder "
-            "actor in it); a run exports it after its last step, if config.trainer.export=True"
+            f"{option}={path!r}: the run has exported no model (there is no folder actor in it); a "
+            "run exports it after its last step, if config.trainer.export=True"
         )
-    return resolve_model_folder(str(path), what="load_policy: path")
-
-
-def _bucket_policy_folder(address: str) -> Path:
-    """Return a local copy of a checkpoint in a bucket, as `_policy_folder` does."""
-    option = "load_policy: path"
-    remote.validate_address(address, option)
-    exported = f"{address.rstrip('/')}/actor"
-    is_run = "config.json" in remote.list_files(exported, option)
-    return resolve_model_folder(exported if is_run else address, what=option)
-
-
-def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> Params:
-    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
-    shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
-    dtype = jnp.dtype(model.dtype)
-    return load_checkpoint(folder, model.architecture, shardings, dtype=dtype)
+    return resolve_model_folder(path, what=option)
 
 
 def _encode_prompts(

@@ -13,7 +13,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jax_ppo.config import config_files, loading, reference
+from jax_ppo.config import config_files, loading, parsing, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import suggest_option
@@ -169,8 +169,8 @@ def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:
     option = loading.find_option(name)
     takes_list = option.facts.is_list or option.facts.is_json
-    if option.value_type is str and not takes_list and value[:1] + value[-1:] in ("[]", "()"):
-        items = [item.strip(" '\"") for item in value[1:-1].split(",")]
+    if option.value_type is str and not takes_list and parsing.is_bracketed(value):
+        items = parsing.split_items(value)
         raise UserError(
             f"config.{name}={value!r}: lists are written as one text, "
             f"--config.{name}={','.join(items)}"

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_ppo.config import config_files, validation
+from jax_ppo.config import config_files, parsing, validation
 from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
 from jax_ppo.config.schema import Config, options_by_name
 from jax_ppo.config.suggestions import suggest_option
@@ -262,8 +262,8 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
 
 def _join_items(value: Any) -> Any:
     """Join a list of texts, or the items of a text in brackets, with commas."""
-    if isinstance(value, str) and value[:1] + value[-1:] in ("[]", "()"):
-        value = [item.strip(" '\"") for item in value[1:-1].split(",")]
+    if isinstance(value, str) and parsing.is_bracketed(value):
+        value = parsing.split_items(value)
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return ",".join(value)
     return value

@@ -25,6 +25,18 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
+def is_bracketed(text: str) -> bool:
+    """Return whether a text is written as a list or a tuple."""
+    return text[:1] + text[-1:] in ("[]", "()")
+
+
+def split_items(text: str) -> list[str]:
+    """Return the items of a list such as "['a','b']" or "a,b"; of a single value, itself."""
+    if is_bracketed(text):
+        text = text[1:-1]
+    return [item.strip(" '\"") for item in text.split(",")]
+
+
 def parse_names(text: str) -> tuple[str, ...]:
     """Return the names in a list that commas separate."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

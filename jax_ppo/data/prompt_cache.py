@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OPTION = "config.data.train_files"
 _FORMAT = 4  # version of the cache's format; changing it invalidates all files
 _ROWS_PER_FILE = 8192  # at least, unless the Parquet file has fewer
 _TOKENS = "jax_ppo_prompt_tokens"  # the column of the prompts' tokens
@@ -205,7 +206,6 @@ def cache_prompts(
     max_samples: int | None = None,
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda rows_read, total: None,
-    name: str = "config.data.train_files",
 ) -> CachedPrompts:
     """Return the prompts of Parquet files from a cache, after adding the missing ones to it.
 
@@ -219,7 +219,6 @@ def cache_prompts(
       max_samples: number of rows to use, from the start; `None`: all.
       workers: number of processes; 0 uses this one, `None` one for each core.
       on_progress: called with the rows read so far and in total; it may end the work by raising.
-      name: the option that names the data, for messages.
 
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.
@@ -230,7 +229,7 @@ def cache_prompts(
     parts = list(_divide(sources, max_samples))
     total = sum(part.end - part.start for part in parts)
     if not total:
-        raise UserError(f"{name}: the files have no rows")
+        raise UserError(f"{_OPTION}: the files have no rows")
     common = _hash(job.identity())
     identities = [_hash([common, *part.identity()]) for part in parts]
     _remove_abandoned(folder)
@@ -255,8 +254,8 @@ def cache_prompts(
         [path for path in paths if path is not None], [part.source for part in parts], parser.parse
     )
     longest = encoding.max_prompt_length
-    report_long_prompts(total - len(examples), total, longest, name)
-    return CachedPrompts(examples, _CachedTokens(examples), longest, name)
+    report_long_prompts(total - len(examples), total, longest, _OPTION)
+    return CachedPrompts(examples, _CachedTokens(examples), longest, _OPTION)
 
 
 def _divide(sources: Sequence[SourceFiles], max_samples: int | None) -> Iterator[_Part]:

@@ -81,16 +81,16 @@ class GymnasiumEnvironment:
         return GymnasiumDialogue(self.make(), self.metric_names)
 
 
+@dataclasses.dataclass(frozen=True)
 class GymnasiumDialogue:
     """A `TextEnvironment` around an environment with Gymnasium's methods."""
 
-    def __init__(self, environment: Any, metric_names: Sequence[str]) -> None:
-        self._environment = environment
-        self._metric_names = metric_names
+    environment: Any
+    metric_names: Sequence[str]
 
     def reset(self, example: Example, seed: int) -> str:
         """Begin the dialogue with the row's own seed, if it has one; return what is shown first."""
-        observation, _ = self._environment.reset(
+        observation, _ = self.environment.reset(
             seed=example.extra_info.get(SEED_COLUMN, seed), options=_describe_example(example)
         )
         if not isinstance(observation, str):
@@ -101,13 +101,13 @@ class GymnasiumDialogue:
 
     def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
         """Answer a turn; a truncated episode has ended, too. See `TextEnvironment.step`."""
-        observation, reward, terminated, truncated, info = self._environment.step(text)
-        observation, figures = _read_info(observation, info, self._metric_names)
+        observation, reward, terminated, truncated, info = self.environment.step(text)
+        observation, figures = _read_info(observation, info, self.metric_names)
         return observation, reward, terminated or truncated, figures
 
     def close(self) -> None:
         """Close the environment."""
-        self._environment.close()
+        self.environment.close()
 
 
 class RemoteEnvironment:
@@ -204,23 +204,23 @@ class RemoteEnvironment:
         return observation, 0.0 if reward is None else reward, ends, figures
 
 
+@dataclasses.dataclass(frozen=True)
 class RemoteDialogue:
     """A `TextEnvironment` on a server."""
 
-    def __init__(self, post: Callable[[str, dict[str, Any], bool], Any], action_field: str) -> None:
-        self._post = post
-        self._action_field = action_field
-        self._id = uuid.uuid4().hex
+    post: Callable[[str, dict[str, Any], bool], Any]  # see `RemoteEnvironment`
+    action_field: str
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
     def reset(self, example: Example, seed: int) -> str:
         """Begin the episode; return its first observation. See `TextEnvironment.reset`."""
-        request = {"episode_id": self._id, "seed": seed, **_describe_example(example)}
-        observation: str = self._post("reset", request, True)
+        request = {"episode_id": self.id, "seed": seed, **_describe_example(example)}
+        observation: str = self.post("reset", request, True)
         return observation
 
     def step(self, text: str) -> Turn:
         """Answer a turn. See `TextEnvironment.step`."""
-        action = {self._action_field: text} if self._action_field else text
+        action = {self.action_field: text} if self.action_field else text
         # A server that did not answer may have acted, so that the request is not repeated.
-        turn: Turn = self._post("step", {"episode_id": self._id, "action": action}, False)
+        turn: Turn = self.post("step", {"episode_id": self.id, "action": action}, False)
         return turn

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
+from jax_ppo.config.parsing import is_bracketed, split_items
 from jax_ppo.config.schema import Algorithm, flatten_options, options_by_name
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
@@ -37,7 +38,6 @@ _TRL_SIZES = (
     "num_mini_batches",
     "total_episodes",
 )
-_BRACKETS = ("[]", "()")
 _QUOTED = re.compile(r"""(["'])(.*)\1""", re.DOTALL)
 # A name on the Hugging Face hub, and the end of a file's name.
 _HUB_NAME = re.compile(r"\w[\w-]*/[\w.-]+")
@@ -283,7 +283,7 @@ def _find_targets(
         return {"reward.function:name": value}
     if not _ANSWER.fullmatch(answer):
         return answer
-    values = _as_list(value)
+    values = split_items(value)
     if len(values) == len(parts) > 1:
         return {target: item for (target, _), item in zip(parts, values, strict=True)}
     targets = {}
@@ -310,9 +310,9 @@ def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | s
 def _convert(option: Option, value: str) -> str:
     """Return a value in our notation."""
     text = value
-    is_in_brackets = value[:1] + value[-1:] in _BRACKETS and not option.facts.is_json
+    is_in_brackets = is_bracketed(value) and not option.facts.is_json
     if option.facts.is_list or is_in_brackets:
-        items = _as_list(value)
+        items = split_items(value)
         if option.name == "trainer.logger":
             # Steps are always printed on the console.
             items = [item for item in items if item != "console"]
@@ -328,13 +328,6 @@ def _convert(option: Option, value: str) -> str:
     if option.value_type is int and re.fullmatch(r"\d{1,12}(?:\.0*|e\d{1,2})", text):
         return str(int(float(text)))
     return text
-
-
-def _as_list(value: str) -> list[str]:
-    """Return the items of a list such as "['a','b']" or "a,b"; of a single value, itself."""
-    if value[:1] + value[-1:] in _BRACKETS:
-        value = value[1:-1]
-    return [item.strip(" '\"") for item in value.split(",")]
 
 
 def _join_reward_function(options: dict[str, str]) -> list[str]:

@@ -70,7 +70,7 @@ def parse_reward_output(value: Any) -> RewardResult:
     if "score" not in value:
         keys = ", ".join(map(repr, value)) or "nothing"
         raise TypeError(f"the reward function returned a dict with {keys}; expected 'score'")
-    correct = _parse_accuracy(value.get("acc"))
+    accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
     step_rewards = value.get("step_rewards")
     if step_rewards is None:
         step_rewards = ()
@@ -79,22 +79,12 @@ def parse_reward_output(value: Any) -> RewardResult:
     extra = {name: _to_float(item) for name, item in others.items() if _is_number(item)}
     return RewardResult(
         score=_to_float(value["score"]),
-        correct=correct,
+        correct=None if math.isnan(accuracy) else accuracy >= 0.5,
         extra=extra,
         step_rewards=tuple(map(_parse_step_reward, step_rewards)),
         answer=None if answer is None else str(answer),
         ignored=tuple(name for name in others if name not in extra and others[name] is not None),
     )
-
-
-def _parse_accuracy(value: Any) -> bool | None:
-    """Return whether an accuracy means correct; `None` if it is missing or NaN."""
-    if value is None:
-        return None
-    accuracy = _to_float(value)
-    if math.isnan(accuracy):
-        return None
-    return accuracy >= 0.5
 
 
 def _parse_step_reward(pair: Any) -> tuple[int, float]:

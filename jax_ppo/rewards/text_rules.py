@@ -58,10 +58,7 @@ def score_choice(solution: str, ground_truth: str) -> RewardResult:
     `extra` holds `answered`.
     """
     letter = _find_choice(*read_final_part(solution))
-    if letter is None:
-        return grade_answer(None)
-    correct = letter == parse_choice(ground_truth)
-    return grade_answer(letter, correct)
+    return grade_answer(letter, letter is not None and letter == parse_choice(ground_truth))
 
 
 def parse_choice(text: str) -> str | None:

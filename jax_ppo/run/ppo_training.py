@@ -287,15 +287,8 @@ def restore_sampled_batch(
     records = ("routed_experts" in saved, "kept_tokens" in saved)
     if records != (run.sampling.returns_routed_experts, run.sampling.returns_kept_tokens):
         return None
-    rows = sharding.batch_rows(run.mesh, samples)
     # One number per decoder queue; this mesh may have more or fewer queues.
-    layouts = {"slot_steps": sharding.replicated(run.mesh)}
-
-    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
-        layout = layouts.get(jax.tree_util.keystr(path, simple=True), rows)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-
-    shapes = jax.tree_util.tree_map_with_path(shape, saved)
+    shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
     arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
     prompts = Prompts(**arrays.pop("prompts"))
     batch = next(batches)
@@ -336,13 +329,12 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         return None
     prompts, _ = saved["prompts"].shape
     samples = BATCHES_IN_POOL * config.data.train_batch_size * config.rollout.n
-    shapes = (
-        (samples, config.data.max_response_length),
-        (samples, run.training.max_prompt_length),
+    rollout = saved["rollout"]
+    fits = (
+        prompts * config.rollout.n == samples
+        and rollout["responses"].shape == (samples, config.data.max_response_length)
+        and rollout["prompts"]["tokens"].shape == (samples, run.training.max_prompt_length)
     )
-    saved_rollout = saved["rollout"]
-    saved_shapes = (saved_rollout["responses"].shape, saved_rollout["prompts"]["tokens"].shape)
-    fits = prompts * config.rollout.n == samples and saved_shapes == shapes
     # Changed data have reset the position.
     if config.rollout.max_staleness < 2 or not progress.position or not fits:
         console.print_on_main(
@@ -350,22 +342,25 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
             "fit this run's data and options; these prompts are skipped"
         )
         return None
-    layouts = {"prompts": sharding.replicated(run.mesh)}
-    rows = sharding.batch_rows(run.mesh, samples)
-
-    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
-        layout = layouts.get(jax.tree_util.keystr(path, simple=True), rows)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-
-    arrays = checkpoints.restore_item(
-        progress.step, POOL, jax.tree_util.tree_map_with_path(shape, saved)
-    )
+    shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
+    arrays = checkpoints.restore_item(progress.step, POOL, shapes)
     rollout = arrays["rollout"]
     return ResponsePool(
         rollout=Rollout(prompts=Prompts(**rollout.pop("prompts")), **rollout),
         draws=DrawStates(**arrays["draws"]),
         prompts=placement.to_host(arrays["prompts"]),
     )
+
+
+def _lay_out(saved: Any, mesh: Mesh, samples: int, replicated: str) -> Any:
+    """Return the shapes of a saved tree: the mesh splits its rows, except for one named array's."""
+    rows, everywhere = sharding.batch_rows(mesh, samples), sharding.replicated(mesh)
+
+    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+        layout = everywhere if jax.tree_util.keystr(path, simple=True) == replicated else rows
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    return jax.tree_util.tree_map_with_path(shape, saved)
 
 
 def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:

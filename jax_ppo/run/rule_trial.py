@@ -1,5 +1,6 @@
 """A trial of the rule before a run: on responses of the data, and on what the prompts ask for."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,26 +53,19 @@ def try_rule(
     rule = registry.resolve_reward_function(options)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
-    if not needs_workers:
-        return _summarize(solved, rule, options)
-    solved = solved[:most_in_workers]
-    takes_batches = isinstance(rule, BatchFunction)
-    processes = 1 if takes_batches else max(1, count_workers(options, needs_workers))
-    with RewardWorkers(options, processes, takes_batches) as workers:
-        return _summarize(solved, workers, options)
-
-
-def _summarize(
-    examples: Sequence[Example],
-    rule: RewardFunction | BatchFunction | RewardWorkers,
-    options: Reward,
-) -> Trial:
-    """Score the examples' own responses."""
-    responses = [example.response or "" for example in examples]
-    scored = score_batch(rule, examples, responses, max_timeouts=options.max_timeouts)
-    misses = scored_misses(examples, responses, scored)
+    running: contextlib.AbstractContextManager[RewardFunction | BatchFunction | RewardWorkers]
+    running = contextlib.nullcontext(rule)
+    if needs_workers:
+        solved = solved[:most_in_workers]
+        takes_batches = isinstance(rule, BatchFunction)
+        processes = 1 if takes_batches else max(1, count_workers(options, needs_workers))
+        running = RewardWorkers(options, processes, takes_batches)
+    responses = [example.response or "" for example in solved]
+    with running as scorer:
+        scored = score_batch(scorer, solved, responses, max_timeouts=options.max_timeouts)
+    misses = scored_misses(solved, responses, scored)
     return Trial(
-        tried=len(examples),
+        tried=len(solved),
         wrong=len(misses),
         failed=scored.failures,
         first_failure=scored.first_failure,

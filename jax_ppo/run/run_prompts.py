@@ -91,7 +91,6 @@ def _read_cache(
         validate,
         max_samples=data.train_max_samples,
         on_progress=on_progress,
-        name=_TRAIN_FILES,
     )
 
 

@@ -86,7 +86,14 @@ def with_exported_actor(model: Model) -> Model:
     if model.path and (path / "actor" / "config.json").exists():
         return dataclasses.replace(model, path=str(path / "actor"))
     if model.path and (path / "training_metrics.csv").exists():
-        raise UserError(_describe_unexported_run(path))
+        checkpoints = path / staging.CHECKPOINTS
+        steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
+        remedy = "it has no checkpoint either"
+        if steps:
+            remedy = f"its newest checkpoint is config.model.path={checkpoints / str(max(steps))}"
+        raise UserError(
+            f"config.model.path={str(path)!r}: this run has not exported its model; {remedy}"
+        )
     return model
 
 
@@ -102,16 +109,6 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
         critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
     )
     return with_exported_actor(model), critic
-
-
-def _describe_unexported_run(workdir: Path) -> str:
-    """Return what to evaluate instead of a run that has not exported its model."""
-    checkpoints = workdir / staging.CHECKPOINTS
-    steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
-    remedy = "it has no checkpoint either"
-    if steps:
-        remedy = f"its newest checkpoint is config.model.path={checkpoints / str(max(steps))}"
-    return f"config.model.path={str(workdir)!r}: this run has not exported its model; {remedy}"
 
 
 def read_run_options(checkpoint: Path) -> Config:

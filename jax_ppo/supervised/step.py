@@ -17,7 +17,7 @@ from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
 from jax_ppo.models.heads import compute_scalars, init_params
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree, tree_shardings
+from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.learner import (
@@ -30,6 +30,7 @@ from jax_ppo.training.learner import (
 from jax_ppo.training.optimizer import learning_rate, make_optimizer
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.state import with_train_layout
 from jax_ppo.types import MiniBatches, Packing, Params, Sequences
 
 SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
@@ -277,8 +278,5 @@ def trained_shapes(
     dtype = jnp.dtype(options.optim.param_dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), initial)
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init
-    shapes = {"params": params, "optimizer": jax.eval_shape(init_optimizer, params)}
-    layouts = tree_shardings(mesh, shapes, TRAIN_RULES)
-    return jax.tree.map(
-        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes, layouts
-    )
+    optimizer = jax.eval_shape(init_optimizer, params)
+    return with_train_layout({"params": params, "optimizer": optimizer}, mesh)

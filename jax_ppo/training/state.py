@@ -13,18 +13,17 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Actor, Config, Critic, KLControl, Reward
 from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
-from jax_ppo.models.lora import Lora, init_adapters
+from jax_ppo.models.lora import init_adapters
 from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.control import first_control, read_value_unit, resumed_control
 from jax_ppo.training.networks import Folders, Networks, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.roles import ModelRole, RunRole, resolve_roles
+from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.types import Control, Params, pytree
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
@@ -144,7 +143,7 @@ class StateBuilder:
             rules = sharding.TRAIN_RULES
             if isinstance(role.entry.model(self.nets), Deberta):
                 rules = sharding.ENCODER_RULES
-            shapes = _with_train_layout(_role_shapes(role, self.nets), self.mesh, rules)
+            shapes = with_train_layout(_role_shapes(role, self.nets), self.mesh, rules)
             if role.entry.param_offload in role.offloads:
                 shapes = _in_host_memory(shapes, self.mesh)
             frozen[role.name] = shapes
@@ -161,7 +160,7 @@ class StateBuilder:
             role.name: jax.eval_shape(role_optimizer(role.trained_with).init, params[role.name])
             for role in roles
         }
-        trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
+        trained = with_train_layout(params | {"optimizer": optimizers}, mesh)
         for role in roles:
             if role.entry.optimizer_offload in role.offloads:
                 optimizer = trained["optimizer"][role.name]
@@ -266,9 +265,16 @@ class StateBuilder:
             name = title if getattr(net, "lora", None) is None else "base"
             return load_checkpoint(folder, net.architecture, shards, dtype, head, progress(name))
         if folder is None:
-            return _new_adapters(
-                role.entry, net.architecture, net.lora, shards, head, dtype, self.seed
-            )
+            stream = role.entry.adapter_stream
+            assert stream is not None, f"the {title} cannot start with new adapters"
+
+            def init() -> Params:
+                # A stream per role, so that the critic's adapters are not a copy of the actor's.
+                key = jax.random.fold_in(jax.random.key(self.seed), stream)
+                adapters = init_adapters(net.architecture, net.lora, key, head)
+                return jax.tree.map(lambda x: x.astype(dtype), adapters)
+
+            return jax.jit(init, out_shardings=shards)()
         # With adapters the progress has another name than the base's.
         report = progress(f"{title}'s adapters")
         return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
@@ -283,7 +289,7 @@ def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
     return placement.in_memory(shapes, placement.host_memory_kind(mesh))
 
 
-def _with_train_layout(
+def with_train_layout(
     shapes: Params, mesh: Mesh, rules: sharding.Rules = sharding.TRAIN_RULES
 ) -> Params:
     """Return the same shapes with the shardings of training."""
@@ -315,24 +321,3 @@ def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: 
         return role_optimizer(options).init(placement.to_device(params))
 
     return jax.jit(init, out_shardings=shardings)(params)
-
-
-def _new_adapters(
-    role: ModelRole,
-    architecture: Architecture,
-    lora: Lora,
-    shardings: Params,
-    head: str,
-    dtype: jnp.dtype,
-    seed: int,
-) -> Params:
-    stream = role.adapter_stream
-    assert stream is not None, f"the {role.title} cannot start with new adapters"
-
-    def init() -> Params:
-        # A stream per role, so that the critic's adapters are not a copy of the actor's.
-        key = jax.random.fold_in(jax.random.key(seed), stream)
-        adapters = init_adapters(architecture, lora, key, head)
-        return jax.tree.map(lambda x: x.astype(dtype), adapters)
-
-    return jax.jit(init, out_shardings=shardings)()
