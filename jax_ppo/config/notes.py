@@ -3,12 +3,7 @@
 from collections.abc import Iterator
 
 from jax_ppo.config.schema import Actor, Algorithm, Config, all_options, option_value
-from jax_ppo.registries import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    ROLLOUT_ENGINES,
-)
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
 
 
 def train_notes(config: Config) -> list[str]:

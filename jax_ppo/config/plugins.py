@@ -24,12 +24,9 @@ def load_plugin(
 ) -> Callable[..., Any]:
     """Return the function that `module:function` or `path/to/file.py:function` names.
 
-    Args:
-      function: the value of the option.
-      option: the name of the option, for error messages.
-      arguments: the names of the arguments that the function will be called with.
-      by_name: whether it is called as f(name=...) rather than f(value, ...).
-      other_arguments: returns the arguments of a function with another signature, else `None`.
+    It will be called with `arguments`: as f(name=...) if `by_name`, else as f(value, ...).
+    `other_arguments` returns the arguments of a function with another signature, else `None`.
+    Messages name `option`, whose value `function` is.
 
     Raises:
       UserError: the value is malformed; the module, file or function does not exist; importing the

@@ -45,11 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def print_options(command: str = "") -> None:
-    """Print options for the terminal: name, default, permitted values and meaning.
-
-    Args:
-      command: only options that this command reads: train, sft, ...; empty: all.
-    """
+    """Print the options that a command reads, by default all, with their defaults and meanings."""
     lines = []
     wrap = functools.partial(
         textwrap.fill, width=WIDTH, subsequent_indent=INDENT, break_on_hyphens=False

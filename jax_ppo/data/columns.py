@@ -61,11 +61,9 @@ class Columns:
 
 
 def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
-    """Return the columns of rows that determine neither prompts, responses nor reference answers.
+    """Return the columns that determine neither prompts, responses nor reference answers.
 
-    Args:
-      names: the columns that have values in some row.
-      columns: names of columns that options set.
+    `names` are the columns that have values in some row.
     """
     known = {name.lower(): name for name in names}
     explicit = {columns.prompt, columns.response, columns.ground_truth}

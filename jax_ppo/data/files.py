@@ -258,9 +258,7 @@ def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_parquet_batches(
-    path: Path,
-    row_groups: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
+    path: Path, row_groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
 ) -> Iterator["pyarrow.RecordBatch"]:
     """Yield rows of a Parquet file, of all or some row groups and columns, a batch at a time.
 

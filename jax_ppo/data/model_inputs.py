@@ -33,11 +33,7 @@ class RewardInputEncoder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        form: str,
-        longest: int,
-        with_eos: bool = False,
+        self, tokenizer: Tokenizer, form: str, longest: int, with_eos: bool = False
     ) -> None:
         """Create the encoder of a form; `with_eos` says whether a "text" ends in an EOS.
 

@@ -209,16 +209,9 @@ def cache_prompts(
 ) -> CachedPrompts:
     """Return the prompts of Parquet files from a cache, after adding the missing ones to it.
 
-    Args:
-      folder: the cache; it is created if necessary.
-      sources: the files.
-      parser: converts rows to examples.
-      encoding: converts prompts to tokens.
-      tokenizer_path: as `load_tokenizer` takes it.
-      validate: called with all examples, in a worker.
-      max_samples: number of rows to use, from the start; `None`: all.
-      workers: number of processes; 0 uses this one, `None` one for each core.
-      on_progress: called with the rows read so far and in total; it may end the work by raising.
+    Of the sources, the first `max_samples` rows are used, by default all. `workers` processes call
+    `validate` with all examples; 0 uses this process, `None` one for each core. `on_progress` is
+    called with the rows read so far and in total; it may end the work by raising.
 
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.

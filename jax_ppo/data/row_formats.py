@@ -54,10 +54,7 @@ class _Reading(NamedTuple):
 
 
 def parse_row(
-    row: Row,
-    location: str,
-    columns: Columns | None = None,
-    instruction: str = "",
+    row: Row, location: str, columns: Columns | None = None, instruction: str = ""
 ) -> Example:
     """Convert a row, columns by name, to an example; messages name its location.
 

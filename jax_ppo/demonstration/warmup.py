@@ -134,12 +134,9 @@ def _init_params(model: Transformer, key: jax.Array) -> Params:
 
 
 def make_architecture(create: Create, tokens: int, **token_ids: Any) -> Architecture:
-    """Return a Llama of the sizes of `model.create`.
+    """Return a Llama of the sizes of `model.create`, with the `bos_id`, `eos_ids` and `pad_id`.
 
-    Args:
-      create: the sizes.
-      tokens: size of the tokenizer; the vocabulary is rounded up so that a mesh can split it.
-      **token_ids: `bos_id`, `eos_ids` and `pad_id` of the architecture.
+    The vocabulary is the number of tokens, rounded up so that a mesh can split it.
     """
     return Architecture(
         family=CREATED_FAMILY,

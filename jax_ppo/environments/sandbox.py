@@ -25,10 +25,7 @@ _GIB = 2**30
 def run_code(code: str, timeout: float, memory_gib: float) -> str:
     """Return what Python code prints, its errors included, and how it ended if that was not well.
 
-    Args:
-      code: a program.
-      timeout: seconds that it may take.
-      memory_gib: GiB of address space.
+    It may take `timeout` seconds and `memory_gib` GiB of address space.
     """
     return _run("run", code, timeout, memory_gib)
 

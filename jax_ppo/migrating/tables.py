@@ -103,8 +103,7 @@ def find_answer(options: Answers, name: str) -> str | None:
 def explain_peer_option(name: str) -> str | None:
     """Return the counterparts of another framework's option in words; `None` if none has it.
 
-    Args:
-      name: as written, without `config.`; hyphens count as underscores.
+    The name has no `config.`; its hyphens count as underscores.
     """
     normalized = name.replace("-", "_").removeprefix(VERL_PREFIX)
     answers: dict[str, list[str]] = {}

@@ -106,12 +106,10 @@ def _quote_for_shell(value: str) -> str:
 
 
 def translate(framework: str, text: str) -> Translation:
-    """Translate a command.
+    """Translate a command of "verl", "trl" or "openrlhf".
 
-    Args:
-      framework: "verl", "trl" or "openrlhf".
-      text: the command; it may have several lines, each continued by a backslash; or the path of a
-        shell script that contains it.
+    The text may have several lines, each continued by a backslash, or be the path of a shell script
+    that contains the command.
 
     Raises:
       UserError: the framework is unknown, or the text is not a command.

@@ -81,11 +81,8 @@ def make_count_reporter(
     """Return a callback (units done, units in total) that shows the progress of a piece of work.
 
     It shows a progress bar on a terminal, and prints one line at the end of work that took long.
-
-    Args:
-      work: name of the work, such as "loading the actor".
-      unit: name of what is counted, such as "tensor".
-      finished_work: name of the work at its end, such as "loaded the actor"; "": the same.
+    `work` is "loading the actor", of which each `unit`, "tensor", counts; `finished_work`, its name
+    at the end, "loaded the actor", or "" for the same.
     """
     # Carriage returns would fill a log file, so bars are for terminals only.
     bar = tqdm.tqdm(

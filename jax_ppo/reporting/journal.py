@@ -22,14 +22,7 @@ from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.runtime import (
-    compilation,
-    devices,
-    distributed,
-    signals,
-    stragglers,
-    work_directory,
-)
+from jax_ppo.runtime import compilation, devices, distributed, signals, stragglers, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.step_hashes import HashLog, hash_options
@@ -160,16 +153,11 @@ class Journal:
         skipped: bool,
         flops: float | None = None,
     ) -> dict[str, float]:
-        """Write the metrics of a step, and return them with those that are added.
+        """Write the metrics of a step, numbered from 1, and return them with those that are added.
 
-        These are its seconds, its throughput and the memory of the devices, if they report it.
-
-        Args:
-          step: the step, from 1.
-          metrics: values by name.
-          tokens: tokens that the step processed, for the throughput.
-          skipped: whether an update was skipped because its gradient was not finite.
-          flops: model FLOPs of the step, for `perf/mfu`; `None` if they were not counted.
+        These are its seconds, its throughput by the `tokens` that it processed, `perf/mfu` by its
+        model `flops`, if they were counted, and the memory of the devices, if they report it.
+        `skipped` says that the gradient of an update was not finite.
 
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.

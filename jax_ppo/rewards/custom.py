@@ -18,13 +18,7 @@ import numpy as np
 
 from jax_ppo.errors import UserError, did_you_mean, printable_lines
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import (
-    Outcome,
-    RewardRow,
-    ScoringFailure,
-    failure_of,
-    validate_result,
-)
+from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, failure_of, validate_result
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

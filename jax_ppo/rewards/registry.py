@@ -22,14 +22,7 @@ from jax_ppo.rewards.custom import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.row_validation import (
-    AUTO,
-    JUDGE,
-    MODEL,
-    Term,
-    parse_terms,
-    rules_of_source,
-)
+from jax_ppo.rewards.row_validation import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 

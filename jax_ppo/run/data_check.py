@@ -30,9 +30,8 @@ _BAR = 40  # characters of the longest bar of a histogram
 def check_data(config: Config, command: str = "") -> dict[str, Any]:
     """Return a report on the data that the options name.
 
-    Args:
-      config: all options. Tokens are counted with the tokenizer of `model.path`, if that is set.
-      command: what the data are for: train, sft or reward_model; "" to tell from the rows.
+    Tokens are counted with the tokenizer of `model.path`, if that is set. `command` is what the
+    data are for: train, sft or reward_model; "" to tell from the rows.
 
     Returns:
       JSON: `command`, `training` and `held_out` (`None` without validation files), each as

@@ -87,7 +87,7 @@ def nothing_is_left(metrics: Metrics) -> bool:
 @_diagnostic(steps=1)
 def _check_nothing_left(run: LastSteps) -> Iterator[str]:
     last = run.metrics[-1]
-    responses = run.options.data.train_batch_size * run.options.responses_per_prompt
+    responses = run.options.samples_per_step
     if nothing_is_left(last):
         yield (
             f"no response is left to learn from: all {responses} were cut off at "

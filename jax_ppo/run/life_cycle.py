@@ -96,10 +96,7 @@ Cycle = Callable[[Config, Path, Callable[[Mesh], Training[Any]], str], dict[str,
 
 
 def run_life_cycle(
-    config: Config,
-    workdir: Path,
-    build: Callable[[Mesh], Training[JournalT]],
-    best_metric: str,
+    config: Config, workdir: Path, build: Callable[[Mesh], Training[JournalT]], best_metric: str
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
@@ -122,10 +119,7 @@ def run_life_cycle(
             training.command,
             **training.fingerprints(),
         )
-        with (
-            training.running(),
-            training.open_journal(workdir, progress, compiled) as journal,
-        ):
+        with training.running(), training.open_journal(workdir, progress, compiled) as journal:
             cycle = LifeCycle(training, config, checkpoints, progress, journal)
             state, was_preempted = cycle.take_steps()
             journal.write_pending_report()

@@ -83,7 +83,7 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
             export=False,
             local_dir="",
             log_rollouts_freq=1,
-            log_rollouts=config.data.train_batch_size * config.responses_per_prompt,
+            log_rollouts=config.samples_per_step,
             logger="",
             plot_freq=0,
         ),

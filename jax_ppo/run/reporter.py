@@ -171,11 +171,10 @@ class Reporter(journal.Journal):
                 del metrics[name]
         completed_steps = step + 1
         config = self._run.config
-        num_samples = config.data.train_batch_size * config.responses_per_prompt
         written = self.write_step(
             completed_steps,
             metrics,
-            tokens=metrics["response_length/mean"] * num_samples,
+            tokens=metrics["response_length/mean"] * config.samples_per_step,
             skipped=bool(metrics["update/skipped"]),
             flops=flops,
         )

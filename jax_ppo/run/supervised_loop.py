@@ -66,10 +66,7 @@ Batch = tuple[Sequences, Packing, jax.Array]
 
 
 def train(
-    config: Config,
-    workdir: Path,
-    task: Task,
-    cycle: life_cycle.Cycle = life_cycle.run_life_cycle,
+    config: Config, workdir: Path, task: Task, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
 ) -> dict[str, Any]:
     """Train; `cycle` takes the steps, or repeats some of them."""
 
@@ -332,10 +329,7 @@ def _write_metrics(
     journal.write_hashes(step, command, take_hashes(fetched))
     metrics = {f"train/{name}": float(value) for name, value in fetched.items()}
     journal.write_step(
-        step,
-        metrics,
-        tokens=metrics["train/tokens"],
-        skipped=bool(metrics["train/skipped"]),
+        step, metrics, tokens=metrics["train/tokens"], skipped=bool(metrics["train/skipped"])
     )
 
 

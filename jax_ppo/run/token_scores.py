@@ -37,14 +37,7 @@ from jax_ppo.run.standalone_evaluation import (
     with_exported_models,
 )
 from jax_ppo.run.token_files import FIGURES, Scores, write_results
-from jax_ppo.runtime import (
-    compilation,
-    distributed,
-    heartbeat,
-    meshes,
-    placement,
-    sharding,
-)
+from jax_ppo.runtime import compilation, distributed, heartbeat, meshes, placement, sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Sequences
 

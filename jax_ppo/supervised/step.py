@@ -20,13 +20,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.learner import (
-    Learner,
-    LossAndMetrics,
-    Metric,
-    Metrics,
-    gather_micro_batch,
-)
+from jax_ppo.training.learner import Learner, LossAndMetrics, Metric, Metrics, gather_micro_batch
 from jax_ppo.training.optimizer import learning_rate, make_optimizer
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
@@ -194,10 +188,7 @@ def mini_batch(sequences: Sequences, packed: Packing, micro_batches: jax.Array) 
 
 
 @functools.partial(
-    jax.jit,
-    static_argnums=(0, 1, 2, 3),
-    static_argnames="rounding_seed",
-    donate_argnums=(4, 5),
+    jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="rounding_seed", donate_argnums=(4, 5)
 )
 def train_step(
     objective: SupervisedObjective,
@@ -215,18 +206,10 @@ def train_step(
 ) -> tuple[Params, optax.OptState, Metrics]:
     """Take one optimizer step on a batch.
 
-    Args:
-      objective: what is minimized; static, like the next three and `rounding_seed`.
-      options: `config.supervised`.
-      model: the network.
-      total_steps: number of steps of the run, for the learning rate's schedule.
-      params: the parameters; donated.
-      optimizer_state: the optimizer's state; donated.
-      step: int32 scalar, the number of completed steps.
-      sequences: the batch.
-      packed: packing [A, R, L].
-      micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
-      rounding_seed: see `optimizer.rounding_seed`.
+    The first four arguments and `rounding_seed` (`optimizer.rounding_seed`) are static; parameters
+    and optimizer state are donated. `step` counts the completed ones of the run's `total_steps`,
+    by which the learning rate is scheduled. `packed` is [A, R, L], of which `micro_batches` hold
+    tokens; both numbers are int32 scalars.
 
     Returns:
       Parameters, optimizer state, and metrics: scalars on the mesh.

@@ -18,10 +18,7 @@ from jax_ppo.types import Control
 
 
 def first_control(
-    kl_options: KLControl,
-    reward: Reward,
-    critic: Critic,
-    returns: moments.Moments | None = None,
+    kl_options: KLControl, reward: Reward, critic: Critic, returns: moments.Moments | None = None
 ) -> Control:
     """Return the `Control` of step 0: the first KL coefficient, and running moments.
 

@@ -287,14 +287,9 @@ def add_gradient(
     """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
     The gradients of layers are added while they are computed (`models.gradient_sums`), so that no
-    second tree of them is in memory.
-
-    Args:
-      loss: parameters -> (value, auxiliary output); it runs the decoder on them once.
-      params: parameters, or adapters, whose gradients are small.
-      total: as `zero_gradients` starts it.
-      key: random key of the micro-batch; `None` if the sum is wider than bfloat16.
-      trains_layers: `False` for adapters.
+    second tree of them is in memory; those of adapters, for which `trains_layers` is False, are
+    small. `zero_gradients` starts the total. `loss`: parameters -> (value, auxiliary output), runs
+    the decoder once. `key` is the micro-batch's; `None` if the sum is wider than bfloat16.
     """
     # Pipeline stages run several micro-batches at once, and sum their gradients themselves.
     if not trains_layers or num_stages() > 1:

@@ -28,11 +28,7 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
     https://kellerjordan.github.io/posts/muon) makes each matrix of the layers orthogonal by five
     Newton-Schulz iterations on its momentum, and leaves embeddings, heads, routers and vectors to
     AdamW. `descend` applies the rate, and stores moments that are bfloat16 by stochastic rounding.
-
-    Args:
-      options: betas, epsilon, type of the moments, and weight decay, which applies to matrices
-        only.
-      grad_clip: the largest global gradient norm.
+    Weight decay applies to matrices only.
     """
     scale = optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps)
     if options.optimizer == "muon":

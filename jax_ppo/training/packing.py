@@ -23,11 +23,7 @@ MIN_MICRO_BATCH_TOKENS = 1024
 
 
 def rows_per_micro_batch(
-    per_device: int | None,
-    row_length: int,
-    samples: int,
-    shards: int,
-    has_fixed_cost: bool = False,
+    per_device: int | None, row_length: int, samples: int, shards: int, has_fixed_cost: bool = False
 ) -> int:
     """Return the number of rows R of a micro-batch over all devices.
 
@@ -35,14 +31,8 @@ def rows_per_micro_batch(
     half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, since small
     matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the
     weights (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens,
-    so that it does so rarely.
-
-    Args:
-      per_device: configured rows per device; `None` to choose.
-      row_length: L.
-      samples: number of samples to pack.
-      shards: number of parts that the mesh splits rows into; R is a multiple of it.
-      has_fixed_cost: whether each micro-batch has a fixed cost, whatever its size.
+    so that it does so rarely (`has_fixed_cost`). The mesh splits the rows, of L tokens, into
+    `shards` parts; R is a multiple of it.
     """
     max_rows = -(-samples // shards)
     worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if has_fixed_cost else MIN_MICRO_BATCH_TOKENS

@@ -41,11 +41,7 @@ def load_examples(
         if not files:
             return []
         examples = sources.read_examples(
-            files,
-            columns=parser.columns,
-            instruction=parser.instruction,
-            seed=seed,
-            option=option,
+            files, columns=parser.columns, instruction=parser.instruction, seed=seed, option=option
         )
         examples = examples[:max_samples]
         replaced = prompt_shaping.count_system_messages(examples, parser.system_prompt)
