@@ -62,7 +62,7 @@ def test_a_step_whose_responses_could_not_be_scored_changes_nothing():
     batch = types.SimpleNamespace(indices=np.array([5]))
     rewards = types.SimpleNamespace(failures=2, scored=2, correct=jnp.full(2, jnp.nan))
     observe_solve_rates(drawn, batch, rewards)
-    assert drawn._solve_rates == {"5": 0.5}
+    assert drawn.solve_rates == {"5": 0.5}
     rewards.failures = 1
     with pytest.raises(UserError, match="does not define correctness"):
         observe_solve_rates(drawn, batch, rewards)

@@ -88,7 +88,7 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
     dialogue = made()
     dialogue.reset(EXAMPLES[0], 0)
     assert dialogue.step("forget")[0] == NewContext("anew")
-    Count = type(dialogue._environment)
+    Count = type(dialogue.environment)
     assert sorted(Count.opened) == [(7, "Count.", 0)] * 2 + [(101, "Count.", 1)]
     assert Count.closed == [101, 7], "each is closed once, when it ends"
 
@@ -96,7 +96,7 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
 def test_a_dialogue_that_failed_or_was_cut_off_is_closed_when_another_takes_its_place(load):
     made, options = load("make")
     environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
-    Count = type(made()._environment)
+    Count = type(made().environment)
     assert answer(environment, [0], "raise")[4].tolist() == [[1]]
     assert Count.closed == []
     answer(environment, [0], "x")
@@ -140,11 +140,11 @@ def test_a_class_of_text_has_no_info():
 
 
 def test_an_id_is_made_by_gymnasium(load, monkeypatch):
-    Count = type(load("Count")[0]()._environment)
+    Count = type(load("Count")[0]().environment)
     registered = types.SimpleNamespace(make=lambda name: {"games:Count-v0": Count}[name]())
     monkeypatch.setitem(sys.modules, "gymnasium", registered)
     made = load_environment_class(MultiTurn(environment="gymnasium:games:Count-v0"))
-    assert isinstance(made()._environment, Count)
+    assert isinstance(made().environment, Count)
     with pytest.raises(UserError, match="environment='gymnasium:Other-v0': failed: KeyError"):
         load_environment_class(MultiTurn(environment="gymnasium:Other-v0"))
     monkeypatch.setitem(sys.modules, "gymnasium", None)
