@@ -52,9 +52,13 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
       UserError: there is nothing to check, or an option is wrong.
     """
     program, *given_arguments = arguments
-    files = ",".join(word for word in given_arguments if not word.startswith("-"))
+    files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
     own = ("--json", "--for=")
-    options = [word for word in given_arguments if word[0] == "-" and not word.startswith(own)]
+    options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(own)]
+    known = ("--config", "--noconfig.", "--workdir")
+    if unknown := [word for word in options if not word.startswith(known)]:
+        hint = did_you_mean(unknown[0], ("--json", "--for", "--config"))
+        raise UserError(f"{unknown[0]}: no such option of check.{hint}")
     command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "")
     if command not in ("", *COMMANDS):
         raise UserError(

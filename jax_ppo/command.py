@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import dataclasses
 import importlib.util
-import logging
 import os
 import pkgutil
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 
 from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config, Score
-from jax_ppo.errors import exit_on_user_error, print_any_text
+from jax_ppo.errors import UserError, exit_on_user_error, print_any_text
 from jax_ppo.runtime import signals
 
 # What runs a command, given its options and the folder to write to; imported once they are valid.
@@ -68,9 +67,6 @@ def run_command(arguments: list[str], command: str) -> None:
 
 def run_job(read_job: Callable[[], Job]) -> None:
     """Read what a command line asks for and run it; exit with one line on a user error."""
-    # Before a library does it: with absl's format a warning would begin with the name of a module.
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(format="%(levelname)s: %(message)s")
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
@@ -101,7 +97,8 @@ def prepared_run(
       directory, or a local folder that stands for its address.
 
     Raises:
-      UserError: JAX finds no devices, the work directory cannot be used, or its disk is full.
+      UserError: JAX finds no devices, the work directory cannot be used, or its disk is full. Also
+        during the block.
       SystemExit: at the end of the block, if SIGTERM stopped the run: with code 143, and in a
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
@@ -150,10 +147,16 @@ def prepared_run(
                 yield resolved, folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
-        if not disk_space.is_disk_full(error):
-            raise
         written = Path(error.filename).name if error.filename else "a file of the run"
-        raise disk_space.disk_full_error(folder, written, cause=error) from error
+        if disk_space.is_disk_full(error):
+            raise disk_space.disk_full_error(folder, written, cause=error) from error
+        if folder not in Path(error.filename or "").parents:
+            raise
+        raise UserError(
+            f"--workdir={workdir}: {written} cannot be written or read: {error.strerror}; restore "
+            "the folder or its permissions, then the same command continues from its newest "
+            "checkpoint"
+        ) from error
 
 
 def validate_score_file(options: Score) -> None:

@@ -2,8 +2,11 @@
 
 import contextlib
 import difflib
+import io
+import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 # Longer messages, which quote a long input, are cut in the middle.
 LONGEST_MESSAGE = 2000
@@ -42,25 +45,55 @@ def printable_lines(text: str) -> str:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit with one line if the block raises `UserError`; print any text, as `print_any_text`."""
+    """Exit with one line if the block raises `UserError`, or is interrupted by Ctrl-C.
+
+    Also print any text, as `print_any_text`, and warnings as a user reads them.
+    """
     print_any_text()
+    # Before a library does it: with absl's format a warning would begin with the name of a module.
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         yield
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        sys.exit(130)
 
 
 def print_any_text() -> None:
-    """Let this process print "?" for a character that the encoding of its output lacks.
+    """Let nothing that this process prints end it.
 
-    Otherwise a model's response, or a character of our output, would end a run under LC_ALL=C.
+    Print "?" for a character that the encoding of the output lacks, as under LC_ALL=C; print no
+    more if its reader has gone (`| head`), and drop what a full disk has no room for.
     """
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)  # notebooks have other streams
-        if reconfigure is not None:
-            # A stream whose descriptor was a file and is a pipe by now cannot be sought.
-            with contextlib.suppress(OSError):
-                reconfigure(errors="replace")
+        # Notebooks have other streams.
+        if not isinstance(stream, io.TextIOWrapper) or "flush" in vars(stream):
+            continue
+        # A stream whose descriptor was a file and is a pipe by now cannot be sought.
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors="replace")
+        for name in ("write", "flush"):
+            setattr(stream, name, _without_error(stream, getattr(stream, name)))
+
+
+def _without_error(
+    stream: io.TextIOWrapper, method: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a method of a stream that raises no error for a closed pipe or a full disk."""
+
+    def call(*arguments: str) -> object:
+        try:
+            return method(*arguments)
+        except BrokenPipeError:  # also at exit, when Python flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except OSError:
+            pass
+        return None
+
+    return call
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

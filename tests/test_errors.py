@@ -2,7 +2,9 @@
 
 import copy
 
-from jax_ppo.errors import LONGEST_MESSAGE, UserError
+import pytest
+
+from jax_ppo.errors import LONGEST_MESSAGE, UserError, exit_on_user_error
 
 
 def test_line_breaks_and_escape_sequences_of_an_input_are_replaced():
@@ -19,3 +21,9 @@ def test_details_keep_their_lines_below_the_message():
     error = UserError("it failed", details="line 1\n  line\x07 2")
     assert str(error) == "it failed\nline 1\n  line· 2"
     assert str(copy.copy(error)) == str(error)  # as on the way between processes
+
+
+def test_a_command_that_is_interrupted_ends_in_one_line(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr().err == "stopped by SIGINT\n"

@@ -52,6 +52,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
     config_values = []
+    unset: dict[str, None] = {}
     other_arguments = [arguments[0]]
     problems = []
     for argument in arguments[1:]:
@@ -60,10 +61,13 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         except UserError as error:
             problems.append(str(error))
             continue
-        if config_value is None:
-            other_arguments.append(argument)
-        else:
+        name, _, value = argument.removeprefix("--config.").partition("=")
+        if config_value is not None:
             config_values.append(config_value)
+        elif value == loading.UNSET and name in loading.OPTIONAL:
+            unset[name] = None
+        else:
+            other_arguments.append(argument)
     if problems:
         # All are reported at once, so that one more start is enough.
         details = "\n".join(f"error: {problem}" for problem in problems[1:])
@@ -72,6 +76,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         example = EXAMPLES.get(command, "arithmetic")
         raise UserError(f"--config: must be given, for example --config={example}")
     values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
+    with values.config.ignore_type():
+        values.config.update_from_flattened_dict(unset)
     config = loading.from_config_dict(values.config, command)
     name = config.experiment_name
     # These leave the folder of the training run unchanged.

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
 from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
-from jax_ppo.config.schema import Config, options_by_name
+from jax_ppo.config.schema import Config, all_options, options_by_name
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 
@@ -40,6 +40,9 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 # How a boolean is written on the command line.
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+# Options without a default, and how they are reset there.
+OPTIONAL = frozenset(option.name for option in all_options() if option.optional)
+UNSET = "unset"
 
 
 def default_config() -> "ml_collections.ConfigDict":
@@ -94,6 +97,8 @@ def parse_option(name: str, text: str) -> Any:
     """
     option = find_option(name)
     value: Any = text
+    if text == UNSET and name in OPTIONAL:
+        return None
     if option.value_type in (int, float):
         try:
             value = option.value_type(text)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -64,10 +63,7 @@ def print_options(command: str = "") -> None:
                     for name in option.facts.choices or ()
                 ]
     print_any_text()
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # `--help | head` stops reading early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("\n".join(lines))
 
 
 def options_markdown() -> str:

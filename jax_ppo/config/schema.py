@@ -157,6 +157,8 @@ ENGINE_IS_SERVER = Condition(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
     f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_server))}",
     "config.rollout.engine={config.rollout.engine!r} is no server; set it to vllm or openai")
+STEPS_ARE_UNSET = Condition(lambda c: c.trainer.total_training_steps is None,
+    "`trainer.total_training_steps` is unset")
 STARTS_VLLM = Condition(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",
     "no vLLM is started with config.rollout.engine={config.rollout.engine!r} and "
@@ -1145,7 +1147,8 @@ class Distributed:
 class Trainer:
     """Duration, evaluation, checkpoints and logs of a run."""
 
-    total_epochs: int = option(1, "passes over the training data", unit="epochs", at_least=1)
+    total_epochs: int = option(1, "passes over the training data", unit="epochs", at_least=1,
+        effective_when=(STEPS_ARE_UNSET,))
     total_training_steps: int | None = option(None,
         "number of steps; unset: determined by total_epochs",
         unit="steps", at_least=1)

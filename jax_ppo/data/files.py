@@ -23,6 +23,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # would fail far from here. Parquet has the same limit.
 MAX_NESTING = 100
 
+_JSONL = "a file with an object per line is named .jsonl"
 _PARQUET_BATCH = 1024  # rows in memory at once
 
 # The first half of a surrogate pair, or an unpaired half, which is not text.
@@ -144,14 +145,18 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    content = _parse_json(text, str(path))
+    try:
+        content = _parse_json(text, str(path))
+    except UserError as error:
+        if "Extra data" not in str(error):
+            raise
+        raise UserError(f"{error}; {_JSONL}") from error
     # A list, as it is or as the only entry of an object: {"data": [...]}.
     if isinstance(content, dict) and len(content) == 1:
         [content] = content.values()
     if not isinstance(content, list):
         raise UserError(
-            f"{path}: expected a list of objects, got {type(content).__name__}; a file with an "
-            "object per line is named .jsonl"
+            f"{path}: expected a list of objects, got {type(content).__name__}; {_JSONL}"
         )
     for number, row in enumerate(content, 1):
         location = f"{path}, row {number}"
@@ -176,6 +181,8 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             names = reader.fieldnames or []
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
+            if len(names) == 1 and (found := re.search("[;\t|]", names[0])):
+                raise UserError(f"{path}: expected commas between columns, found {found[0]!r}")
             for number, row in enumerate(reader, 1):
                 location = f"{path}, row {number}"
                 # DictReader stores surplus values under the key None, and None for missing values.
@@ -191,7 +198,9 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse_json(text: str, location: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_names)
+    except UserError as error:
+        raise UserError(f"{location}: {error}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{location}: not JSON: {_describe_json_error(error)}") from error
     except RecursionError as error:
@@ -202,6 +211,19 @@ def _parse_json(text: str, location: str) -> Any:
             f"{location}: an integer has more than {sys.get_int_max_str_digits()} digits; write "
             "it as text"
         ) from error
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise `UserError` if two of its values have the same name.
+
+    Readers differ in which of the two they take.
+    """
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"two values of an object have the name {shorten(twice)!r}")
+    return unique
 
 
 def _describe_json_error(error: json.JSONDecodeError) -> str:

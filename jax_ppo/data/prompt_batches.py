@@ -59,9 +59,9 @@ class PromptBatches:
         """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
-                f"{dataset.name} has {counted(len(dataset), 'prompt')}, and "
-                f"config.data.train_batch_size={batch_size} asks for that many per step; set it to "
-                f"at most {len(dataset)}, or use more data"
+                f"{dataset.name} has {counted(len(dataset), 'prompt')}, fewer than a step's "
+                f"config.data.train_batch_size={batch_size}; set it to at most {len(dataset)}, or "
+                "use more data"
             )
         self.dataset = dataset
         self.batch_size = batch_size

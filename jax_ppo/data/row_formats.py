@@ -66,7 +66,7 @@ def parse_row(
         images.
     """
     columns = columns or Columns()
-    values = _known_values(row, columns)
+    values = _known_values(row, location, columns)
     _refuse_unread_values(values, location)
     if "reward_model" in values:
         for name in set(names.VERL) & values.keys():
@@ -113,16 +113,19 @@ def to_plain_python(value: Any) -> Any:
     return value
 
 
-def _known_values(row: Row, columns: Columns) -> Row:
+def _known_values(row: Row, location: str, columns: Columns) -> Row:
     """Return the columns that have values; a known name is in lower case."""
     explicit = {columns.prompt, columns.response, columns.ground_truth}
     values = {}
     for name, value in row.items():
+        if is_missing(value):
+            continue
         lowered = str(name).lower()
-        if lowered in names.KNOWN and lowered not in row and name not in explicit:
+        if lowered in names.KNOWN and name not in explicit:
             name = lowered
-        if not is_missing(value):
-            values[name] = value
+        if name in values:
+            raise UserError(f"{location}: two columns have the name {name}, in upper or lower case")
+        values[name] = value
     return values
 
 

@@ -102,9 +102,11 @@ def _read_script(framework: str, text: str) -> str:
     """Return the shell script that the text names, up to the command, or the text itself."""
     name = re.sub(r"^(ba)?sh\s+", "", text)
     # A name of thousands of letters is refused by the file system.
-    if not text or len(name.split()) > 1 or "=" in text or text.startswith("-") or len(text) > 255:
+    if not text or len(text) > 255:
         return text
     path = Path(name)
+    if not path.is_file() and (len(name.split()) > 1 or "=" in text or text.startswith("-")):
+        return text
     if path.suffix not in _READ_SUFFIXES:
         raise UserError(
             f"{text}: only shell scripts are read; write its values as a command, such as "

@@ -132,6 +132,13 @@ def translate(framework: str, text: str) -> Translation:
     if framework != "verl" and program.command == "train":
         _begin_critic_as_reward_model(values)
     notes = command.notes + notes + _remove_invalid(values, program)
+    # Either decides how long a run is; the base may set the one that the command does not.
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    if values.get(steps, loading.UNSET) != loading.UNSET:
+        if epochs not in given:
+            values.pop(epochs, None)
+    elif epochs in values and base[steps]:
+        values[steps] = loading.UNSET
     options = {}
     defaults = {}
     estimator = "algorithm.adv_estimator"
@@ -296,13 +303,14 @@ def _find_targets(
 
 
 def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | str:
-    """Return empty values for the texts that the base sets, or the reason why it keeps a value."""
+    """Return empty values for what the base sets, or the reason why it keeps a value."""
     changed = [x for x in options if base[x.name] != x.default]
-    if others := [x.name for x in changed if x.default != ""]:
+    empty = {x.name: loading.UNSET if x.default is None else x.default for x in changed}
+    if others := [name for name, value in empty.items() if value not in ("", loading.UNSET)]:
         name = others[0]
         origin = base["experiment_name"]
         return f"config.{name}={base[name]} of {origin} cannot be unset; set a value"
-    return {x.name: "" for x in changed}
+    return empty
 
 
 def _convert(option: Option, value: str) -> str:

@@ -99,7 +99,9 @@ def format_report(report: dict[str, Any]) -> str:
     note = report["first_prompt_note"]
     lines += [f"the first prompt, as the model reads it ({note}):", *first_prompt.splitlines(), ""]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
-    lines += [f"problem: {problem}" for problem in report["problems"]] or ["no problems"]
+    lines += [f"problem: {problem}" for problem in report["problems"]]
+    if not report["problems"]:
+        lines.append(f"no problems for `{report['command']}`")
     return "\n".join(lines)
 
 
@@ -219,7 +221,8 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
     trial = part["rule"]
     if trial["tried"] and trial["failed"] == trial["tried"]:
         problems.append(
-            f"the reward failed on each of {trial['tried']} responses; {trial['first_failure']}"
+            f"the reward failed on each of {trial['tried']} responses: "
+            f"{trial['first_failure'].splitlines()[-1]} (its traceback is logged)"
         )
     empty = [row for row, e in enumerate(training, 1) if not join_contents(e.prompt).strip()]
     if empty:
@@ -237,8 +240,8 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
             )
     if tokens and usable < data.train_batch_size:
         problems.append(
-            f"{counted(usable, 'prompt')} left, and config.data.train_batch_size="
-            f"{data.train_batch_size} asks for that many per step"
+            f"{counted(usable, 'prompt')} left, fewer than a step's config.data.train_batch_size="
+            f"{data.train_batch_size}"
         )
     return problems
 

@@ -6,7 +6,6 @@ checkpoints.
 """
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import json
@@ -100,6 +99,7 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
             # The first access: it reports a missing bucket, permission or credentials.
             remote.list_files(address, "--workdir")
             stack.enter_context(staging.locked_and_uploaded(staged, lock, report))
+            _lost_runs[staged.folder] = lock.lost_run
 
         distributed.run_on_main(take_lock)
         staged.fetch(WARM_UP_MODEL)
@@ -140,7 +140,7 @@ def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
 def lost_run(folder: Path) -> str:
     """Return a line about the run before in a folder if it was killed; "" if it was not.
 
-    Only the main process knows it, and not of a folder that stands for a bucket.
+    Only the main process knows it.
     """
     return _lost_runs.get(folder, "")
 
@@ -247,7 +247,7 @@ def _describe_lost_run(workdir: Path, lock: list[str]) -> str:
     if not lock:
         return ""
     written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
-    last = datetime.datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds")
+    last = bucket_lock.words_of_time(written)
     reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
     return f"the run before, {lock[0]}, ended: {reason}; it last wrote at {last}"
 

@@ -41,9 +41,24 @@ class _LockObject(NamedTuple):
     def holder(self) -> str:
         return str(self.contents.get("holder", "an unknown process"))
 
+    def describe_loss(self) -> str:
+        """Return a line about the end of a run that has left this lock."""
+        renewed = self.contents.get("renewed")
+        last = ""
+        if isinstance(renewed, int | float):
+            last = f"; it last renewed its lock at {words_of_time(renewed)}"
+        return (
+            f"the run before, {self.holder}, ended: without a word (killed?){last}; what it had "
+            "not uploaded to the bucket by then is lost"
+        )
+
 
 class BucketLock:
-    """The lock of one folder."""
+    """The lock of one folder.
+
+    Attributes:
+      lost_run: a line about the run whose lock was taken over, if it was; else "".
+    """
 
     def __init__(self, address: str) -> None:
         """Prepare the lock of a folder, a validated gs:// address."""
@@ -56,6 +71,7 @@ class BucketLock:
         self._bucket = storage.Client(project="none").bucket(bucket)
         self._generation = 0  # of the object that this process last wrote
         self._token = uuid.uuid4().hex
+        self.lost_run = ""
         self._contents = {
             "holder": describe_process(),
             "token": self._token,
@@ -82,6 +98,7 @@ class BucketLock:
             is_stale = lock.generation == first_seen and time.monotonic() > deadline
             if is_stale or _is_dead(lock):
                 if self._write(replaces=lock.generation):
+                    self.lost_run = lock.describe_loss()
                     break
                 continue
             if first_seen is None:
@@ -175,8 +192,12 @@ class BucketLock:
 
 def describe_process() -> str:
     """Return this process in words, for the lock that it holds from now on."""
-    started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()}, started {started}"
+    return f"process {os.getpid()} on {socket.gethostname()}, started {words_of_time(time.time())}"
+
+
+def words_of_time(seconds: float) -> str:
+    """Return a time since the epoch as date, time and zone of this machine."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _machine() -> str:

@@ -41,6 +41,7 @@ class StagedFolder:
         self.folder = downloads.cache_folder("workdirs") / name
         self._filesystem = remote.open_filesystem(address)
         self._root = remote.bucket_path(address)
+        self._inode: int | None = None  # of the folder that `fetch` made
         # The uploaded state of each file in the bucket, `None` if an earlier process wrote it.
         self._uploaded: dict[str, tuple[int, int] | None] = {}
         self._uploading = threading.Lock()
@@ -64,6 +65,7 @@ class StagedFolder:
             }
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
+            self._inode = self.folder.stat().st_ino
             downloads.fetch_files(self.address, fetched, self.folder)
             self._uploaded = dict.fromkeys(files)
             self._uploaded |= {name: _state(self.folder / name) for name in fetched}
@@ -84,9 +86,19 @@ class StagedFolder:
         """Upload the files that have changed, and delete those that were removed or replaced.
 
         Raises:
-          UserError: the bucket cannot be written to.
+          UserError: the bucket cannot be written to, or the local folder is gone.
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
+            # Before `fetch` the folder may have files of another run.
+            if self._inode is None:
+                return
+            # Else its files in the bucket would be taken for removed ones.
+            if not self.folder.is_dir() or self.folder.stat().st_ino != self._inode:
+                raise UserError(
+                    f"{self.folder}, the local folder of this run, was deleted while it ran: what "
+                    f"it had not uploaded to {self.address} is lost; run the same command again to "
+                    "continue from the last checkpoint"
+                )
             local = {path.relative_to(self.folder).as_posix(): path for path in self._files()}
             # Uploaded last, config.json marks an export as complete.
             for name in sorted(local, key=lambda name: (name.endswith("config.json"), name)):

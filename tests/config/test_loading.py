@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from jax_ppo.config import command_line, loading, schema
+from jax_ppo.config.notes import train_notes
 from jax_ppo.errors import UserError
 
 
@@ -481,6 +482,33 @@ def test_a_reader_of_the_table_may_leave():
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as table:
         table.stdout.close()
         assert table.stderr.read() == "" and table.wait() == 0
+
+
+@pytest.mark.parametrize("output", ["closed pipe", "full disk"])
+def test_nothing_that_is_printed_ends_a_process(output):
+    program = "from jax_ppo.errors import print_any_text\nprint_any_text()\n"
+    program += "for _ in range(3):\n    print('x' * 100_000, flush=True)\n"
+    program += "import sys; print('end', file=sys.stderr)"
+    with open("/dev/full", "w") as full:
+        stdout = full if output == "full disk" else subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, text=True
+        ) as process:
+            if process.stdout:
+                process.stdout.close()
+            assert process.stderr.read() == "end\n" and process.wait() == 0
+
+
+def test_an_option_of_the_file_can_be_unset():
+    """Regression: epochs on the command line did nothing where the file sets steps."""
+    epochs, steps = "--config.trainer.total_epochs=2", "--config.trainer.total_training_steps"
+    command = ["train", "--config=arithmetic", epochs]
+    (note,) = train_notes(command_line.read_command_line(command)[0])
+    assert note.startswith("config.trainer.total_epochs=2 has no effect with the other options")
+    config, _ = command_line.read_command_line([*command, f"{steps}=unset"])
+    assert config.trainer.total_training_steps is None and train_notes(config) == []
+    with pytest.raises(UserError, match="total_epochs='unset': expected int"):
+        command_line.read_command_line([*command[:2], "--config.trainer.total_epochs=unset"])
 
 
 def test_verls_names_of_estimators_are_accepted():

@@ -163,12 +163,21 @@ def test_a_csv_file_holds_texts(tmp_path):
         ("a.json", '[{"prompt": "x"}\n', "not JSON: .* at line 2, column 1 of ''"),
         ("a.json", '[{"prompt": "\\ud83d"}]', "row 1: .*half of a surrogate pair"),
         ("a.json", "[" * 100_000, "nested more than 100 levels"),
+        ("a.json", '[{"prompt": "x", "prompt": "y"}]', "a.json: two values .* the name 'prompt'"),
+        ("a.jsonl", '{"prompt": "x", "b": {"c": 1, "c": 2}}', "a.jsonl:1: two values .* name 'c'"),
         ("a.csv", "prompt,b\nx\n", "row 1: expected 2 values"),
         ("a.csv", "prompt\nx,y\n", "row 1: expected 1 values"),
         ("a.csv", "prompt,prompt\nx,y\n", "several columns have the same name"),
         ("a.csv", 'prompt\n"x\n', "after row 0: cannot be read as CSV"),
         ("a.csv", b"prompt\n\xff\n", "cannot be read as CSV: .*utf-8"),
         ("a.csv", "", "has no rows"),
+        ("a.csv", "prompt;answer\nx;y\n", "expected commas between columns, found ';'"),
+        ("a.json", '{"prompt": "x"}\n{"prompt": "y"}', "an object per line is named .jsonl"),
+        (
+            "a.jsonl",
+            '{"Prompt": "x", "prompt": "y"}',
+            "a.jsonl:1: two columns .* name prompt",
+        ),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):

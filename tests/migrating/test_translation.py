@@ -158,6 +158,16 @@ def test_a_command_becomes_one_of_the_same_task(framework, text, start):
     command_line.read_command_line([start, *words[3:]], start.split()[0])
 
 
+@pytest.mark.parametrize("flags", ["", "--train.num_episodes 2"])
+def test_epochs_of_a_command_replace_the_steps_of_the_base(flags):
+    """Regression: hh_rlhf's 500 steps remained, and epochs did nothing."""
+    translated = translate("openrlhf", f"python -m openrlhf.cli.train_ppo_ray {flags}")
+    words = shlex.split(translated.command().replace("\\\n", ""))[2:]
+    config, _ = command_line.read_command_line(words)
+    assert config.trainer.total_training_steps is None
+    assert config.trainer.total_epochs == (2 if flags else 1)
+
+
 def test_sizes_of_ppo_are_not_lost_in_a_command_of_sft():
     notes = translate("trl", "trl sft --num_mini_batches 2 --total_episodes 9").notes
     assert {note.partition("=")[0] for note in notes} > {"num_mini_batches", "total_episodes"}
@@ -171,7 +181,7 @@ def test_a_script_of_a_user_is_said_to_be_unseen():
 
 
 def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
-    script = tmp_path / "run.sh"
+    script = tmp_path / "my run.sh"
     script.write_text(
         "#!/bin/bash\nset -x\nexport LR=3e-7\nSIZE=${SIZE:-64}  # a comment\nHOST=$(hostname)\n"
         "DATA=(\n    data.train_files=$HOME/a.parquet\n    data.train_batch_size=$SIZE\n)\n"
@@ -496,7 +506,7 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
         ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
         ("verl", "custom_reward_function.name=f", "custom_reward_function.name=f: without"),
         ("openrlhf", "--prompt_data imdb", "prompt_data=imdb: config.data.train_files=hf:"),
-        ("trl", "--max_steps none 2>&1 | tee x=1", "max_steps=none: config.trainer.total_training"),
+        ("trl", "--kl_coef none 2>&1 | tee x=1", "kl_coef=none: config.algorithm.kl_ctrl"),
     ],
 )
 def test_nothing_is_lost_without_a_note(framework, words, note):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,8 +43,8 @@ def quick(monkeypatch):
 
 def lock_of_another_machine(server, address):
     """Write a lock that no process of this machine can be known to have given up."""
-    contents = json.dumps({"holder": "process 7 on pod", "token": "t", "machine": "m", "pid": 7})
-    bucket_server.put(server, f"{address}/lock", contents)
+    contents = {"holder": "process 7 on pod", "token": "t", "machine": "m", "pid": 7, "renewed": 1}
+    bucket_server.put(server, f"{address}/lock", json.dumps(contents))
 
 
 def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(server, bucket):
@@ -106,6 +107,24 @@ def test_of_two_runs_that_take_over_a_lock_one_succeeds(server, bucket, quick, m
         one.acquire(print)
     two.require_held()
     two.release()
+
+
+def test_a_lost_run_is_described_to_the_next_one(server, bucket, quick):
+    lock_of_another_machine(server, bucket)
+    for lost in ("the run before, process 7 on pod, ended: without a word (killed?); it last", ""):
+        with work_directory.open_work_directory(bucket, print) as folder:
+            assert work_directory.lost_run(folder).startswith(lost)
+            assert bool(work_directory.lost_run(folder)) == bool(lost)
+
+
+def test_a_run_whose_local_folder_is_deleted_keeps_its_files_in_the_bucket(server, bucket):
+    """Regression: they were taken for removed ones, and deleted."""
+    with pytest.raises(UserError, match="deleted while it ran: .*run the same command again"):
+        with work_directory.open_work_directory(bucket, print) as folder:
+            (folder / "training_metrics.csv").write_text("step\n")
+            work_directory.publish(folder)
+            shutil.rmtree(folder)
+    assert bucket_server.names(server, bucket) == ["training_metrics.csv"]
 
 
 def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):

@@ -100,6 +100,10 @@ def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
     ):
         file.write("metrics")
         file.flush()
+    gone = f"--workdir={tmp_path}: y cannot be written or read: No such file or directory; restore"
+    with pytest.raises(UserError, match=gone), command.prepared_run(tiny.config(), tmp_path):
+        shutil.rmtree(tmp_path)
+        (tmp_path / "y").write_text("")
     with pytest.raises(FileNotFoundError), command.prepared_run(tiny.config(), tmp_path):
         raise FileNotFoundError
 
