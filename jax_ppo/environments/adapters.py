@@ -8,8 +8,9 @@ imported from Gymnasium. Those behind HTTP have the form of OpenEnv's `reset` an
 
 Both return an object with `observation`; that of `step` also has `reward` (null is 0), `done` (or
 `terminated` and `truncated`) and, if there are any, `info`, whose `new_context` replaces the
-context (`protocol.NewContext`). Each dialogue is an episode with its own id; episodes are stepped
-concurrently.
+context (`protocol.NewContext`). If that of `reset` has `repeatable` true, each `step` also has
+`turn`, from 0, and the server answers one that it gets again as it did before. Each dialogue is an
+episode with its own id; episodes are stepped concurrently.
 """
 
 import dataclasses
@@ -153,7 +154,7 @@ class RemoteEnvironment:
         """
         if self._lost:
             raise EnvironmentLost(self._lost)
-        read = {"reset": self._read_observation, "step": self._read_turn}[path]
+        read = {"reset": self._read_start, "step": self._read_turn}[path]
         try:
             reply = self._server.post(json.dumps(request), path, is_repeatable, read)
         except RequestFault as fault:
@@ -188,6 +189,9 @@ class RemoteEnvironment:
             )
         return "" if observation is None else observation
 
+    def _read_start(self, reply: Any) -> tuple[str, bool]:
+        return self._read_observation(reply), reply.get("repeatable") is True
+
     def _read_turn(self, reply: Any) -> Turn:
         observation: Any = self._read_observation(reply)
         if "done" in reply:
@@ -204,23 +208,30 @@ class RemoteEnvironment:
         return observation, 0.0 if reward is None else reward, ends, figures
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class RemoteDialogue:
     """A `TextEnvironment` on a server."""
 
     post: Callable[[str, dict[str, Any], bool], Any]  # see `RemoteEnvironment`
     action_field: str
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    is_repeatable: bool = False
+    turns: int = 0
 
     def reset(self, example: Example, seed: int) -> str:
         """Begin the episode; return its first observation. See `TextEnvironment.reset`."""
         request = {"episode_id": self.id, "seed": seed, **_describe_example(example)}
-        observation: str = self.post("reset", request, True)
+        observation: str
+        observation, self.is_repeatable = self.post("reset", request, True)
         return observation
 
     def step(self, text: str) -> Turn:
         """Answer a turn. See `TextEnvironment.step`."""
         action = {self.action_field: text} if self.action_field else text
-        # A server that did not answer may have acted, so that the request is not repeated.
-        turn: Turn = self.post("step", {"episode_id": self.id, "action": action}, False)
+        request: dict[str, Any] = {"episode_id": self.id, "action": action}
+        if self.is_repeatable:
+            request["turn"] = self.turns
+        # A server that did not answer may have acted: only one that knows the turn gets it again.
+        turn: Turn = self.post("step", request, self.is_repeatable)
+        self.turns += 1
         return turn

@@ -42,7 +42,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         episodes = self.server.episodes
         if self.path.startswith("/game/reset"):
             episodes[body["episode_id"]] = [body["extra_info"]["limit"], body["seed"], 0]
-            return {"observation": {"text": "Guess"}, "reward": None, "done": False}
+            reply = {"observation": {"text": "Guess"}, "reward": None, "done": False}
+            return reply | {"repeatable": self.server.is_repeatable}
         # All turns of a batch are in flight together.
         if self.server.barrier:
             self.server.barrier.wait(timeout=10)
@@ -68,6 +69,7 @@ def server(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests, server.codes, server.episodes = [], [], {}
         server.reply, server.barrier, server.lock = None, None, threading.Lock()
+        server.is_repeatable = False
         server.url = f"http://127.0.0.1:{server.server_port}/game"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -153,6 +155,17 @@ def test_what_may_be_temporary_is_tried_again_and_no_turn_is_taken_twice(
     np.testing.assert_array_equal(answers[4], [[np.nan, 1]] if fails else [[1, 0]])
     assert answers[2].tolist() == [0.0 if fails else 0.5]
     assert "hidden" not in caplog.text
+
+
+def test_a_server_that_says_so_gets_a_turn_again_by_its_number(server):
+    _, environment = make(server.url)
+    server.is_repeatable = True
+    server.codes = [200, 500, 200, 502]
+    assert answer(environment, [2], "hi")[4].tolist() == [[1, 0]]
+    assert answer(environment, [2], "ho", turn=1)[4].tolist() == [[2, 0]]
+    steps = [body for path, body, _ in server.requests if path.endswith("/step")]
+    assert [body["turn"] for body in steps] == [0, 0, 1, 1]
+    assert steps[0] == steps[1] and steps[2] == steps[3]
 
 
 def test_a_server_that_keeps_failing_ends_the_run_after_some_calls(server, monkeypatch):

@@ -12,6 +12,8 @@ runs, each start that is disturbed while it starts, and a tenth of the others ar
 The faults of a run follow from the seed and its number, the instant also from the load of the
 machine: `--run NUMBER` disturbs one run again.
 
+The environment server of a variant is also killed and started again, every few seconds.
+
 A disk without space needs the right to mount a file system; otherwise that kind is left out. A
 limit on the size of files stands for it everywhere.
 """
@@ -33,11 +35,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import chaos_environment
 from chaos_compare import Failure, Reference, compare_runs, validate_examples
 from chaos_process import ENVIRONMENT, STARTING, Hang, Processes
 from chaos_server import ForkServer
-from chaos_variants import VARIANTS, write_inputs
+from chaos_variants import VARIANTS, Variant, write_inputs
 from jax_ppo.runtime.signals import LOST_EXIT_CODE
+from waiting import keep_port
 
 DISK_KINDS = ("file limit", "disk full")
 KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
@@ -61,6 +65,7 @@ LAST_PHASES = {STARTING, "loading", "exporting", FINISHING}
 MAX_FAULTS = 8  # of one run, which then completes
 WRITING_SECONDS = 0.6  # a checkpoint is written in the background for about as long
 DISK_SIZE = "64m"
+LONGEST_SERVICE = 4.0  # seconds between two deaths of an environment server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +133,23 @@ class Chaos:
             if name not in self._references:
                 self._references[name] = self._run_undisturbed(name)
         folder = self._folder / f"{number:04d}_{name.replace(' ', '_')}"
-        with mounted_disk(folder, self._has_disks):
-            self._disturb_in_folder(name, number, max_faults, folder)
-
-    def _disturb_in_folder(self, name: str, number: int, max_faults: int, folder: Path) -> None:
+        episodes = self._folder / f"{folder.name}.episodes"
         rng = random.Random(f"{self._seed} {number}")
+        with (
+            mounted_disk(folder, self._has_disks),
+            serving(VARIANTS[name], episodes, random.Random(rng.random())) as url,
+        ):
+            self._disturb_in_folder(name, number, max_faults, folder, rng, url)
+
+    def _disturb_in_folder(
+        self,
+        name: str,
+        number: int,
+        max_faults: int,
+        folder: Path,
+        rng: random.Random,
+        environment_url: str,
+    ) -> None:
         workdir = folder / "run"
         examples: dict[int, set[str]] = collections.defaultdict(set)
         log: list[str] = []
@@ -141,7 +158,7 @@ class Chaos:
             while not is_complete:
                 disturbs = faults < max_faults
                 is_complete, is_disturbed = self._start_once(
-                    name, workdir, rng if disturbs else None, examples, log
+                    name, workdir, rng if disturbs else None, examples, log, environment_url
                 )
                 faults += is_disturbed
             compare_runs(VARIANTS[name], workdir, self._references[name], examples)
@@ -157,9 +174,10 @@ class Chaos:
 
     def _run_undisturbed(self, name: str) -> Reference:
         workdir = self._folder / f"undisturbed_{name.replace(' ', '_')}"
-        processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, server=None)
-        codes = processes.wait()
-        processes.kill()
+        with serving(VARIANTS[name], self._folder / f"{workdir.name}.episodes", None) as url:
+            processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, None, url)
+            codes = processes.wait()
+            processes.kill()
         if any(codes):
             raise RuntimeError(f"the undisturbed run failed: {''.join(processes.lines)}")
         validate_examples(processes.examples)
@@ -173,6 +191,7 @@ class Chaos:
         rng: random.Random | None,
         examples: dict[int, set[str]],
         log: list[str],
+        environment_url: str,
     ) -> tuple[bool, bool]:
         """Start a run and disturb it, unless `rng` is `None`.
 
@@ -188,6 +207,7 @@ class Chaos:
             self._folder / "inputs",
             workdir,
             server=None if is_new_interpreter else self._server,
+            environment_url=environment_url,
         )
         fault = None
         try:
@@ -225,7 +245,7 @@ class Chaos:
         kinds = [kind for kind in kinds if not self._kinds or kind in self._kinds]
         kind = rng.choice(kinds)
         phases = set(reference.durations)
-        if (workdir / "checkpoints" / str(len(reference.examples))).exists():
+        if (workdir / "checkpoints" / str(reference.occurrences["updating"])).exists():
             phases &= LAST_PHASES
         weighted = sorted(phases)
         # A model is made once.
@@ -280,6 +300,45 @@ def judge_fault(fault: Fault, output: str) -> None:
     ends_in_one_line = fault.kind in ("SIGTERM", "SIGINT", *DISK_KINDS)
     if ends_in_one_line and not is_early and "Traceback" in output:
         raise Failure(f"{fault}: a traceback")
+
+
+@contextlib.contextmanager
+def serving(variant: Variant, folder: Path, rng: random.Random | None) -> Iterator[str]:
+    """Run the environment server of a variant, and kill and restart it at instants that rng draws.
+
+    Without `rng` it is not killed.
+
+    Yields:
+      Its address; "" if the variant has none.
+    """
+    if not any("{server}" in option for option in variant.options):
+        yield ""
+        return
+    is_over = threading.Event()
+    restarts = 0
+    with keep_port() as kept:
+        port = kept.getsockname()[1]
+        server = chaos_environment.start(port, folder)
+
+        def kill() -> None:
+            nonlocal server, restarts
+            while rng is not None and not is_over.wait(rng.uniform(0, LONGEST_SERVICE)):
+                server.kill()
+                server.wait()
+                server = chaos_environment.start(port, folder)
+                restarts += 1
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            is_over.set()
+            thread.join()
+            server.kill()
+            server.wait()
+    if rng is not None:
+        print(f"  {folder.name}: the server was killed {restarts} times", flush=True)
 
 
 def can_mount(folder: Path) -> bool:

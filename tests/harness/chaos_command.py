@@ -30,7 +30,11 @@ PHASES = {
         "jax_ppo.ppo.programs:compile_ahead",
         "jax_ppo.run.supervised_loop:compile_ahead",
     ),
-    "sampling": ("jax_ppo.ppo.step:sample_batch",),
+    "sampling": (
+        "jax_ppo.ppo.step:sample_batch",
+        "jax_ppo.ppo.step:complete_drafted_batch",
+        "jax_ppo.ppo.step:sample_partial_batch",
+    ),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
     "evaluating": (
@@ -76,7 +80,10 @@ def announce_phases() -> None:
 
 
 def announce_examples() -> None:
-    """Announce the rows of the training data that each step consumes."""
+    """Announce the rows of the training data that each step consumes.
+
+    For partial rollouts, those of each batch that enters the pool.
+    """
     placed = []
 
     def wrap_sample_batch(function: Callable) -> Callable:
@@ -84,6 +91,13 @@ def announce_examples() -> None:
             sampled = function(run, state, batches, step, reporter)
             announce(f"step {step} of examples {' '.join(map(str, sampled.batch.indices))}")
             return sampled
+
+        return call
+
+    def wrap_begin(function: Callable) -> Callable:
+        def call(run: Any, batch: Any, number: int) -> Any:
+            announce(f"step {number} of examples {' '.join(map(str, batch.indices))}")
+            return function(run, batch, number)
 
         return call
 
@@ -104,6 +118,7 @@ def announce_examples() -> None:
         return call
 
     wrap("jax_ppo.ppo.step:sample_batch", wrap_sample_batch)
+    wrap("jax_ppo.ppo.partial_rollouts:_begin", wrap_begin)
     wrap("jax_ppo.run.supervised_loop:SupervisedTraining.place_batch", wrap_place_batch)
     wrap("jax_ppo.run.supervised_loop:train_step", wrap_train_step)
 

@@ -53,7 +53,12 @@ class Processes:
     """
 
     def __init__(
-        self, variant: Variant, inputs: Path, workdir: Path, server: ForkServer | None
+        self,
+        variant: Variant,
+        inputs: Path,
+        workdir: Path,
+        server: ForkServer | None,
+        environment_url: str = "",
     ) -> None:
         """Start the processes.
 
@@ -62,10 +67,14 @@ class Processes:
           inputs: the folder of `chaos_variants.write_inputs`.
           workdir: the run's work directory.
           server: forks the processes; `None` starts interpreters.
+          environment_url: of the run's environment server, if it has one.
         """
         config = inputs / ("ppo.py" if variant.command == "train" else "supervised.py")
         arguments = [variant.command, f"--config={config}", f"--workdir={workdir}"]
-        arguments += [f"--config.{option}" for option in variant.options]
+        arguments += [
+            f"--config.{option.format(inputs=inputs, server=environment_url)}"
+            for option in variant.options
+        ]
         environment = {**os.environ, **ENVIRONMENT, "JAX_NUM_CPU_DEVICES": str(variant.devices)}
         # What killed processes leave there goes with the folder.
         environment["TMPDIR"] = str(inputs / "temporary")

@@ -39,6 +39,20 @@ SUPERVISED_CONFIG = """
     config.supervised.optim.lr = 1e-2
     return config
 """
+CONTEXTS = '''
+from jax_ppo.environments.protocol import NewContext
+
+class Summary:
+    """Replace the context by the digits of all turns; the fifth turn is the last one."""
+
+    def reset(self, example, seed):
+        self.digits, self.turns = str(seed % 10), 0
+
+    def step(self, text):
+        self.digits = (self.digits + "".join(c for c in text if c.isdigit()))[-3:]
+        self.turns += 1
+        return NewContext(self.digits), len(self.digits) / 10, self.turns == 5
+'''
 REWARD = '''
 def reward(data_source, solution_str, ground_truth, extra_info):
     """The share of digits, and a further figure."""
@@ -53,7 +67,8 @@ class Variant:
 
     Attributes:
       command: train, sft or reward_model.
-      options: `--config.NAME=VALUE` without the first part.
+      options: `--config.NAME=VALUE` without the first part; {inputs} is the folder of
+        `write_inputs`, {server} the address of the run's environment server.
       devices: virtual devices of each process.
       processes: number of processes.
       exports: the folders of the work directory that the run makes.
@@ -94,6 +109,32 @@ VARIANTS = {
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
     "one step off": Variant(options=("rollout.max_staleness=1", "algorithm.rollout_is=token")),
+    "drafts": Variant(options=("rollout.max_staleness=1", "rollout.verify_drafts=True")),
+    "partial rollouts": Variant(
+        options=(
+            "rollout.max_staleness=4",
+            "rollout.stage_length=2",
+            "algorithm.rollout_is=token",
+        )
+    ),
+    "contexts": Variant(
+        options=(
+            "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
+            "rollout.multi_turn.max_contexts=3",
+            "rollout.multi_turn.max_observation_length=4",
+            "rollout.multi_turn.max_turn_length=2",
+        )
+    ),
+    "environment server": Variant(
+        options=(
+            "rollout.multi_turn.environment={server}",
+            "rollout.multi_turn.max_observation_length=2",
+            "rollout.multi_turn.max_turn_length=2",
+            "rollout.multi_turn.info_metrics=turns",
+            "rollout.multi_turn.url_retries=7",
+            "rollout.multi_turn.timeout=300",
+        )
+    ),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
     "sft": Variant(command="sft", weight=2),
     "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
@@ -114,6 +155,7 @@ def write_inputs(folder: Path) -> None:
     ]
     write_llama(folder, texts, tokens=192)
     (folder / "reward.py").write_text(REWARD)
+    (folder / "contexts.py").write_text(CONTEXTS)
     pairs = [
         {
             "chosen": f"\n\nHuman: How many?\n\nAssistant: {i % 7} apples{'.' * (i % 3)}",
