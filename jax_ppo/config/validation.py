@@ -469,7 +469,6 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
         )
     expected = {
         "rollout.engine": "built-in",
-        "rollout.mesh.model": None,
         "rollout.exact_filters": False,
         "rollout.multi_turn.environment": "",
         "actor.router_replay.mode": "disabled",

@@ -32,8 +32,8 @@ from jax_ppo.ppo.step_parts import (
 )
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
+from jax_ppo.sampler.other_mesh import ContinuingEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -90,7 +90,7 @@ def sample_partial_batch(
     drawn_before = placement.to_host(rollout.lengths).sum()
     slot_steps = 0
     with newest_weights(parts, state, observer) as engine:
-        assert isinstance(engine, BuiltInEngine), "the options require it"
+        assert isinstance(engine, ContinuingEngine), "the options require it"
         while True:
             rollout, draws, taken = engine.continue_responses(
                 rollout, draws, version, parts.sampling
@@ -101,12 +101,14 @@ def sample_partial_batch(
             places = choose_prompts(ended, pool.batches, step, count, max_staleness)
             if places is not None:
                 break
-    drawn = placement.to_host(rollout.lengths).sum() - drawn_before
+        drawn = placement.to_host(rollout.lengths).sum() - drawn_before
+        rows = rows_of_groups(places, n)
+        selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
+        # The host does not wait for this stage: rewards are computed while the others draw it.
+        rollout, draws, _ = engine.continue_responses(rollout, draws, version, parts.sampling)
     left = pool.prompts.copy()
     left[places] = EMPTY
     leaving = pool.prompts[places]
-    rows = rows_of_groups(places, n)
-    selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
     offsets = np.arange(len(rows)) % n
     return SampledBatch(
         batch=make_batch(parts.training, leaving[:, 0], count, parts.training.max_prompt_length),
@@ -178,7 +180,7 @@ def compile_partial_sampling(
 ) -> Generator[str, None, Rollout]:
     """Compile what `sample_partial_batch` runs, as `RolloutEngine.precompile` does."""
     engine, mesh, sampling, options = step.engine, step.mesh, step.sampling, step.step_options
-    assert isinstance(engine, BuiltInEngine), "the options require it"
+    assert isinstance(engine, ContinuingEngine), "the options require it"
     longest = sampling.max_response_length
     batch = options.prompts_per_step * options.rollout.n
     layout = sharding.batch_rows(mesh, batch)

@@ -19,7 +19,7 @@ from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.other_mesh import ContinuingEngine
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
@@ -103,7 +103,7 @@ def compile_programs(
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
         if step.step_options.rollout.verify_drafts:
-            assert isinstance(step.engine, BuiltInEngine), "the options require it"
+            assert isinstance(step.engine, ContinuingEngine), "the options require it"
             shapes.rollout = step.engine.precompile_drafts(
                 params, shapes.rollout, key, step.sampling
             )

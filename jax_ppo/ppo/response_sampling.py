@@ -34,8 +34,8 @@ from jax_ppo.ppo.step_parts import (
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.other_mesh import ContinuingEngine
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
@@ -100,7 +100,7 @@ def complete_drafted_batch(
 ) -> SampledBatch:
     """Return what `sample_batch` would return, from drafts that the previous step has sampled."""
     with newest_weights(parts, state, observer) as engine:
-        assert isinstance(engine, BuiltInEngine), "the options require it"
+        assert isinstance(engine, ContinuingEngine), "the options require it"
         key = parts.sample_keys(training_stream(0), step)
         rollout, accepted = engine.complete_drafts(drafted.rollout, key, parts.sampling)
     return drafted._replace(rollout=rollout, accepted=accepted, weights_step=step)

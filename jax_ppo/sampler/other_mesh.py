@@ -7,15 +7,19 @@ per step; prompts and responses, which are small, move between the meshes in eac
 
 import dataclasses
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
+
+T = TypeVar("T")
 
 
 class OtherMeshEngine:
@@ -53,6 +57,25 @@ class OtherMeshEngine:
             rollout = self._engine.generate(*arguments, options, first_sample_index)
         return self._to_run_mesh(rollout)
 
+    def continue_responses(
+        self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
+    ) -> tuple[Rollout, DrawStates, jax.Array]:
+        """Decode on the other mesh. See `BuiltInEngine.continue_responses`."""
+        moved, version = self._to_mesh((rollout, draws), version)
+        with jax.set_mesh(self._mesh):
+            continued = self._built_in.continue_responses(*moved, version, options)
+        rollout, draws = _move_rows(continued[:2], self._run_mesh)
+        return rollout, draws, _move(continued[2], sharding.replicated(self._run_mesh))
+
+    def complete_drafts(
+        self, drafts: Rollout, key: jax.Array, options: SamplingOptions
+    ) -> tuple[Rollout, jax.Array]:
+        """Decode on the other mesh. See `BuiltInEngine.complete_drafts`."""
+        arguments = self._to_mesh(dataclasses.replace(drafts, slot_steps=None), key)
+        with jax.set_mesh(self._mesh):
+            rollout, accepted = self._built_in.complete_drafts(*arguments, options)
+        return self._to_run_mesh(rollout), _move_rows(accepted, self._run_mesh)
+
     def release_weights(self) -> None:
         """Free the engine's weights."""
         self._engine.release_weights()
@@ -67,16 +90,41 @@ class OtherMeshEngine:
         """Compile on the other mesh. See `RolloutEngine.precompile`."""
         params = self._move_embeddings(params)
         programs = self._engine.precompile(params, *self._to_mesh(prompts, key), options)
+        return self._to_run_mesh((yield from self._compile(programs)))
+
+    def precompile_continuation(
+        self, params: Params, rollout: Rollout, draws: DrawStates, options: SamplingOptions
+    ) -> Generator[str, None, Rollout]:
+        """Compile on the other mesh. See `BuiltInEngine.precompile_continuation`."""
+        params = self._move_embeddings(params)
+        moved = _move_rows((rollout, draws), self._mesh)
+        programs = self._built_in.precompile_continuation(params, *moved, options)
+        return self._to_run_mesh((yield from self._compile(programs)))
+
+    def precompile_drafts(
+        self, params: Params, drafts: Rollout, key: jax.Array, options: SamplingOptions
+    ) -> Rollout:
+        """Compile on the other mesh. See `BuiltInEngine.precompile_drafts`."""
+        params = self._move_embeddings(params)
+        arguments = self._to_mesh(dataclasses.replace(drafts, slot_steps=None), key)
+        with jax.set_mesh(self._mesh):
+            rollout = self._built_in.precompile_drafts(params, *arguments, options)
+        return self._to_run_mesh(rollout)
+
+    @property
+    def _built_in(self) -> BuiltInEngine:
+        assert isinstance(self._engine, BuiltInEngine), "the options require it"
+        return self._engine
+
+    def _compile(self, programs: Generator[str, None, Rollout]) -> Generator[str, None, Rollout]:
         while True:
             # Not around the yield: the caller's code between two programs has its own mesh.
             with jax.set_mesh(self._mesh):
                 try:
                     name = next(programs)
                 except StopIteration as end:
-                    rollout: Rollout = end.value
-                    break
+                    return end.value
             yield name
-        return self._to_run_mesh(rollout)
 
     def _move_embeddings(self, params: Params) -> Params:
         layouts = embedding_layouts(self._mesh, params)
@@ -84,18 +132,20 @@ class OtherMeshEngine:
             lambda x, layout: x if layout is None else _move(x, layout), params, layouts
         )
 
-    def _to_mesh(self, prompts: Prompts, key: jax.Array) -> tuple[Prompts, jax.Array]:
-        return (
-            _move(prompts, sharding.batch_rows(self._mesh, prompts.lengths.shape[0])),
-            _move(key, sharding.replicated(self._mesh)),
-        )
+    def _to_mesh(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
+        return _move_rows(per_row, self._mesh), _move(whole, sharding.replicated(self._mesh))
 
     def _to_run_mesh(self, rollout: Rollout) -> Rollout:
-        rows = sharding.batch_rows(self._run_mesh, rollout.lengths.shape[0])
-        moved = _move(dataclasses.replace(rollout, slot_steps=None), rows)
+        moved = _move_rows(dataclasses.replace(rollout, slot_steps=None), self._run_mesh)
         # One entry per decoder queue, of which the run's mesh may have more or fewer.
         slot_steps = _move(rollout.slot_steps, sharding.replicated(self._run_mesh))
         return dataclasses.replace(moved, slot_steps=slot_steps)
+
+
+def _move_rows(per_row: T, mesh: Mesh) -> T:
+    rows = jax.tree.leaves(per_row)[0].shape[0]
+    moved: T = _move(per_row, sharding.batch_rows(mesh, rows))
+    return moved
 
 
 def _move(tree: Any, layout: NamedSharding) -> Any:
@@ -107,3 +157,7 @@ def _move(tree: Any, layout: NamedSharding) -> Any:
         return jax.device_put(x, layout)
 
     return jax.tree.map(move, tree)
+
+
+# Engines whose responses continue from step to step.
+ContinuingEngine = BuiltInEngine | OtherMeshEngine

@@ -100,10 +100,6 @@ def test_every_option_has_a_meaning():
             r"exact_filters=True: expected False with config\.rollout\.verify_drafts=True.*=False",
         ),
         (
-            DRAFTED | {"rollout__mesh__model": 2},
-            r"mesh\.model=2: expected None with config\.rollout\.verify_drafts=True",
-        ),
-        (
             DRAFTED | {"data__max_response_length": 1},
             r"verify_drafts=True: expected config\.data\.max_response_length of at least 2",
         ),

@@ -696,8 +696,21 @@ def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
     assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
 
 
-@pytest.mark.slow
-def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(files, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        pytest.param(1, (), marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            ("--config.mesh.data=1", "--config.mesh.fsdp=8", "--config.rollout.mesh.model=4"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["one device", "a rollout mesh"],
+)
+def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(
+    files, tmp_path, devices, mesh
+):
     """What a step samples for its batch, a pool draws for its batch of the same number."""
     options = (
         "--config.actor.optim.lr=1e-30",  # changes no float32
@@ -709,7 +722,7 @@ def test_with_unchanged_weights_responses_that_continue_are_those_of_a_step(file
     )
     responses = []
     for name, more in (("partial", CONTINUED), ("whole", ())):
-        output = run(files, tmp_path / name, *options, *more)
+        output = run(files, tmp_path / name, *options, *mesh, *more, devices=devices)
         is_named = re.search(r"responses to \d+ prompts were unfinished", output) is not None
         assert is_named == (name == "partial"), "the run says what it does not train"
         responses.append(

@@ -12,7 +12,9 @@ from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.continuation import begin_draws, begin_responses
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
@@ -138,6 +140,39 @@ def test_programs_compiled_ahead_have_the_shapes_of_a_call(run):
     for one, other in zip(jax.tree.leaves(ahead), jax.tree.leaves(rollout), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert one.sharding.is_equivalent_to(other.sharding, len(one.shape))
+
+
+@pytest.mark.slow
+def test_responses_continue_and_drafts_are_completed_as_on_the_runs_mesh(run):
+    rows = sharding.rows(run.mesh)
+    continued = dataclasses.replace(SAMPLED, n=1, stage_length=3)
+    begun = (
+        begin_responses(make_prompts(range(1, 17)), T),
+        begin_draws(sampling.sample_keys(jax.random.key(0), np.arange(16))),
+    )
+    begun = jax.device_put(begun, rows)
+    version = jax.device_put(np.int32(5), sharding.replicated(run.mesh))
+    newer = jax.tree.map(lambda x: x * 1.02, run.params)
+    results = []
+    with jax.set_mesh(run.mesh):
+        for engine in (run.plain, run.wrapped):
+            engine.update_weights(run.params)
+            drafts = engine.generate(run.prompts, run.key, SAMPLED)
+            first = engine.continue_responses(*begun, version, continued)
+            engine.update_weights(newer)
+            second = engine.continue_responses(*first[:2], version + 1, continued)
+            completed, accepted = engine.complete_drafts(drafts, run.key, SAMPLED)
+            completed = dataclasses.replace(completed, slot_steps=None)
+            results.append((first[:2], second[:2], completed, accepted))
+        assert second[2].sharding.is_equivalent_to(sharding.replicated(run.mesh), 1)
+        programs = run.wrapped.precompile_continuation(run.params, *begun, continued)
+        assert list(programs) == ["prepare_weights", "sample"]
+    for ours, theirs in zip(*map(jax.tree.leaves, results[::-1]), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert ours.sharding.mesh == run.mesh and ours.sharding.is_equivalent_to(rows, ours.ndim)
+    rollout, accepted = results[1][1][0], results[1][3]
+    assert set(np.unique(rollout.versions)) == {0, 5, 6}
+    assert 0 < np.asarray(accepted).sum() < np.asarray(results[1][2].lengths).sum()
 
 
 def test_impossible_rollout_meshes_are_refused_in_one_line():
