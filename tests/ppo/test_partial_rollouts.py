@@ -1,9 +1,21 @@
-"""Which prompts leave the pool whose responses continue from step to step."""
+"""Responses that continue from step to step: which prompts leave the pool, and what they have."""
 
+import contextlib
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps
+import tiny
+from jax_ppo.data.prompt_batches import make_batch
+from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps, sample_partial_batch
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.training.random_streams import SampleKeys, Stream
 
 
 @pytest.mark.parametrize("max_staleness", [2, 4])
@@ -45,3 +57,115 @@ def test_a_prompt_at_the_bound_is_waited_for_and_the_oldest_leave_first():
     assert younger.tolist() == [2, 0]
     ended[1] = True
     assert choose_prompts(ended, batches, 2, 2, 2).tolist() == [1, 2]
+
+
+G, N, LONGEST = 3, 2, 12  # prompts of a step, responses to each, tokens of the longest
+
+
+class Engine(BuiltInEngine):
+    """Draws a sample's length and tokens from its key alone, a stage at a time."""
+
+    def __init__(self, mesh, stage_length, share_of_longest):
+        self.layout = sharding.batch_rows(mesh, 2 * G * N)
+        self.stage_length = stage_length
+        self.share_of_longest = share_of_longest
+
+    def update_weights(self, params):
+        pass
+
+    def release_weights(self):
+        pass
+
+    def sample(self, key):
+        """Return the tokens of a response."""
+        rng = np.random.default_rng(key)
+        length = LONGEST if rng.random() < self.share_of_longest else rng.integers(1, LONGEST)
+        return rng.integers(1, 1_000_000, length)
+
+    def continue_responses(self, rollout, draws, version, options):
+        arrays = {
+            name: np.array(getattr(rollout, name))
+            for name in ("responses", "lengths", "truncated", "action_mask", "versions")
+        }
+        for row, key in enumerate(np.asarray(draws.keys)):
+            tokens, start = self.sample(key), arrays["lengths"][row]
+            new = slice(start, min(start + self.stage_length, len(tokens)))
+            arrays["responses"][row, new] = tokens[new]
+            arrays["versions"][row, new] = version
+            arrays["action_mask"][row, new] = True
+            arrays["lengths"][row] = max(start, new.stop)
+            arrays["truncated"][row] = new.stop < len(tokens)
+        placed = {name: placement.place(x, self.layout) for name, x in arrays.items()}
+        return dataclasses.replace(rollout, **placed), draws, jnp.ones(1, jnp.int32)
+
+
+class Batches:
+    """Batches of G prompts in order."""
+
+    def __init__(self, training):
+        self.training, self.position = training, 0
+
+    def __next__(self):
+        self.position += G
+        return make_batch(self.training, np.arange(self.position - G, self.position), G)
+
+
+def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice():
+    """Over random lengths, stages and bounds, from the first step on."""
+    rng = np.random.default_rng(0)
+    steps, mesh, oldest = 10, tiny.make_mesh(1), []
+    count = (steps + 1) * G
+    training = types.SimpleNamespace(
+        tokens=[[i] for i in range(count)],
+        examples=range(count),
+        first_row=None,
+        max_prompt_length=2,
+    )
+    observer = types.SimpleNamespace(
+        phase=lambda name: contextlib.nullcontext(), write_pending_report=lambda: None
+    )
+    base_keys = SampleKeys(0, mesh)
+    samples = [(number, sample) for number in range(steps + 1) for sample in range(G * N)]
+    keys = [
+        np.asarray(
+            jax.random.key_data(sample_keys(base_keys(Stream.TRAINING, i), np.arange(G * N)))
+        )
+        for i in range(steps + 1)
+    ]
+    for _ in range(16):
+        engine = Engine(mesh, int(rng.integers(1, LONGEST)), rng.choice([0.02, 0.2, 0.6]))
+        max_staleness = int(rng.integers(2, 6))
+        parts = types.SimpleNamespace(
+            step_options=types.SimpleNamespace(
+                rollout=types.SimpleNamespace(n=N, max_staleness=max_staleness),
+                prompts_per_step=G,
+            ),
+            mesh=mesh,
+            engine=engine,
+            sampling=types.SimpleNamespace(max_response_length=LONGEST),
+            sample_keys=base_keys,
+            training=training,
+            policy_params=lambda state: {},
+        )
+        batches, pool, taken = Batches(training), None, []
+        for step in range(steps):
+            with jax.set_mesh(mesh):
+                sampled = sample_partial_batch(parts, {}, batches, step, observer, pool)
+            pool = sampled.pool
+            rollout = jax.device_get(sampled.rollout)
+            pairs = np.stack([sampled.addresses["step"], sampled.addresses["sample"]], axis=1)
+            taken += map(tuple, pairs.tolist())
+            for row, (number, sample) in enumerate(pairs):
+                length = rollout.lengths[row]
+                np.testing.assert_array_equal(
+                    rollout.responses[row, :length], engine.sample(keys[number][sample])
+                )
+                np.testing.assert_array_equal(rollout.action_mask[row], np.arange(LONGEST) < length)
+                ages = step - rollout.versions[row, :length]
+                assert 0 <= ages.min() and ages.max() <= max_staleness
+                assert (np.diff(ages) <= 0).all(), "later tokens are of newer weights"
+                oldest.append(int(ages.max() - max_staleness))
+        left = pool.prompts[pool.batches >= 0]
+        waiting = [(number, first + i) for _, number, first in left.tolist() for i in range(N)]
+        assert sorted(taken + waiting) == samples
+    assert max(oldest) == 0, "the bound was reached"
