@@ -11,15 +11,10 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 
 
 class Block(NamedTuple):
-    """The parameters of a type of layer; `transformer.MODULES` computes it.
+    """The parameters of a type of layer; `transformer.MODULES` computes it."""
 
-    Attributes:
-      norm_parameters: names of the parameters of each norm.
-      mlp_inputs: names of the MLP's projections of its input.
-    """
-
-    norm_parameters: tuple[str, ...]
-    mlp_inputs: tuple[str, ...]
+    norm_parameters: tuple[str, ...]  # names of the parameters of each norm
+    mlp_inputs: tuple[str, ...]  # names of the MLP's projections of its input
 
 
 BLOCKS = {
@@ -60,182 +55,117 @@ QUERY_GROWTH = "llama_4_scaling_beta"
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The architecture of a decoder. Hashable: it is a static argument of compiled functions.
+    """The architecture of a decoder. Hashable: it is a static argument of compiled functions."""
 
-    Attributes:
-      family: Hugging Face's `model_type` (hf/families.py); only import and export read it.
-      vocab_size: V, number of rows of the embedding.
-      hidden_size: D.
-      intermediate_size: width of the gated MLP, or of each expert.
-      num_layers: number of layers.
-      num_heads: H, number of query heads.
-      num_kv_heads: K, number of key and value heads; it divides `num_heads`.
-      head_dim: width of a head.
-      global_head_dim: the same of layers without a sliding window; 0: theirs are as wide.
-      global_kv_heads: with `global_head_dim`, their number of key and value heads.
-      keys_as_values: whether these have no projection to values, but take that to keys.
-      shared_layers: how many of the last layers read the keys and values of the last layer before
-        them that has a sliding window, or none, as they do.
-      latent_size: width of what keys and values of a token are computed from in a latent block
-        (latent_attention.py).
-      query_latent_size: the same of queries; `None`: they are computed from the hidden states.
-      rope_head_dim: with latents, the part of `head_dim` that is rotated, the last numbers of each
-        head; all heads share the rotated part of a key.
-      value_head_dim: with latents, the width of the values of a head.
-      qkv_bias: whether the projections to queries, keys and values have biases.
-      output_bias: whether the output projection of attention has a bias.
-      mlp_bias: whether the projections of the MLP have biases, with experts its router too.
-      num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
-      experts_per_token: k, number of experts that each token passes through.
-      shared_expert_size: width of a further expert, beside those of the router, that every token
-        passes through. 0: there is none.
-      shared_expert_gate: whether its output is multiplied by the sigmoid of a gate.
-      dense_layers: which layers have a single MLP in place of experts, or an MLP of `dense_size` in
-        a separate stack, one bool per layer; (): none.
-      dense_size: width of that MLP.
-      sigmoid_router: whether the score of an expert is the sigmoid of its logit, and a bias, which
-        no gradient changes, is added to select experts; otherwise it is the softmax over all.
-      router_groups: number of groups of consecutive experts, of which a token selects some first
-        (experts.limit_to_groups).
-      groups_per_token: number of groups that each token selects its experts from.
-      normalized_expert_weights: whether the weights of a token's k experts are divided by their
-        sum.
-      routed_scale: factor on these weights.
-      activation: activation of the MLP, or of its gate, one of `ACTIVATIONS`.
-      swiglu_limit: c of a clamped MLP: gates above c and inputs beyond -c and c are cut, and the
-        MLP multiplies gate * sigmoid(`swiglu_slope` * gate) by 1 + input; `None`: a usual one.
-      swiglu_slope: see `swiglu_limit`.
-      scaled_embedding: whether the input embedding is multiplied by sqrt(D).
-      embedding_multiplier: factor on the input embedding.
-      per_layer_size: width of a further embedding of each token for each layer, which joins the
-        residual stream at the layer's end; 0: there is none.
-      layer_scalars: whether each layer multiplies its output by a number, which no gradient
-        changes.
-      residual_multiplier: factor on the outputs of attention and MLP before they are added to the
-        residual stream.
-      logit_divisor: the product of hidden states and output embedding is divided by this number.
-      norm_epsilon: epsilon of the norms.
-      norm_plus_one: whether RMSNorm multiplies by 1 + scale instead of scale.
-      norm_in_float32: whether it multiplies by scale before it rounds.
-      qk_norm: whether queries and keys are normalized per head before they are rotated.
-      qk_norm_over_heads: with `qk_norm`, whether all heads of a token are normalized together.
-      value_norm: whether values are normalized per head, without a scale.
-      pre_norms: whether the inputs of attention and MLP are normalized.
-      post_norms: whether the outputs of attention and MLP are normalized before they are added to
-        the residual stream.
-      parallel_residual: whether attention and MLP of an ungated block have the same input.
-      query_pre_attn_scalar: queries are multiplied by this number to the power -1/2; `None`: by
-        `head_dim` to that power.
-      attention_multiplier: factor on the product of a query and a key in place of that power.
-      attention_sinks: whether each query head has a learned score in the softmax of attention that
-        belongs to no key.
-      attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
-      logit_softcap: the same for the final logits.
-      output_gate: whether the output of attention is multiplied by the sigmoid of a gate, which
-        q_proj computes beside the queries of each head.
-      sliding_window: number of tokens that a token attends to in local layers, itself included.
-      local_layers: which layers are local, one bool per layer; (): none.
-      linear_layers: which layers have a Gated DeltaNet or a short convolution (`block`) in place
-        of attention, one bool per layer; (): none.
-      delta_key_heads: number of heads of queries and keys of a Gated DeltaNet.
-      delta_value_heads: number of heads of its values; `delta_key_heads` divides it.
-      delta_key_dim: width of its queries and keys.
-      delta_value_dim: width of its values.
-      delta_window: number of tokens of its convolution, or of the short convolution, the current
-        one included.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
-        with lists as tuples.
-      local_rope_theta: base of local layers, whose frequencies are not scaled; `None`: local
-        layers rotate like the others.
-      partial_rotary_factor: share of each head that is rotated, its first numbers; 0: no layer has
-        a rotary embedding.
-      rope_interleaved: whether the pairs (2i, 2i + 1) are rotated instead of (i, i + half).
-      unrotated_layers: which layers have no rotary embedding, one bool per layer; (): none.
-      learned_positions: whether the embedding of a token's position is added to that of the token.
-      max_position_embeddings: longest sequence that the model was made for, in tokens.
-      tied: whether the output embedding is the input embedding.
-      bos_id: BOS token id, or `None`.
-      eos_ids: EOS token ids.
-      pad_id: padding token id, or `None`.
-      block: type of the layers, one of `BLOCKS`.
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    family: str  # Hugging Face's `model_type` (hf/families.py); only import and export read it
+    vocab_size: int  # V, number of rows of the embedding
+    hidden_size: int  # D
+    intermediate_size: int  # width of the gated MLP, or of each expert
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    global_head_dim: int = 0
+    num_heads: int  # H, number of query heads
+    num_kv_heads: int  # K, number of key and value heads; it divides `num_heads`
+    head_dim: int  # width of a head
+
+    # Heads of layers without a sliding window, if they differ (Gemma 4).
+    global_head_dim: int = 0  # 0: they are as wide as the others
     global_kv_heads: int = 0
-    keys_as_values: bool = False
+    keys_as_values: bool = False  # no projection to values: that to keys takes its place
+    # How many of the last layers read the keys and values of the last layer before them that has a
+    # sliding window, or none, as they do.
     shared_layers: int = 0
-    latent_size: int = 0
-    query_latent_size: int | None = None
+
+    # Latent blocks (latent_attention.py).
+    latent_size: int = 0  # width of what keys and values of a token are computed from
+    query_latent_size: int | None = None  # of queries; `None`: they have no latents
+    # The part of `head_dim` that is rotated, the last numbers of each head; all heads share the
+    # rotated part of a key.
     rope_head_dim: int = 0
     value_head_dim: int = 0
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-    shared_expert_size: int = 0
-    shared_expert_gate: bool = True
+
+    qkv_bias: bool = False  # projections to queries, keys and values have biases
+    output_bias: bool = False  # the output projection of attention has a bias
+    mlp_bias: bool = False  # projections of the MLP have biases, with experts the router too
+
+    # Experts (experts.py).
+    num_experts: int = 0  # E, in each MLP; 0: the MLP is a single one
+    experts_per_token: int = 0  # k, number of experts that each token passes through
+    shared_expert_size: int = 0  # width of a further expert, of every token; 0: there is none
+    shared_expert_gate: bool = True  # its output is multiplied by the sigmoid of a gate
+    # Which layers have a single MLP in place of experts, or an MLP of `dense_size` in a separate
+    # stack, one bool per layer; (): none.
     dense_layers: tuple[bool, ...] = ()
-    dense_size: int = 0
+    dense_size: int = 0  # width of that MLP
+    # The score of an expert is the sigmoid of its logit, and a bias, which no gradient changes, is
+    # added to select experts; otherwise it is the softmax over all.
     sigmoid_router: bool = False
-    router_groups: int = 1
-    groups_per_token: int = 1
-    normalized_expert_weights: bool = False
-    routed_scale: float = 1.0
-    activation: str = "silu"
+    router_groups: int = 1  # of consecutive experts, of which a token selects some first
+    groups_per_token: int = 1  # number of groups that each token selects its experts from
+    normalized_expert_weights: bool = False  # a token's weights are divided by their sum
+    routed_scale: float = 1.0  # factor on these weights
+
+    activation: str = "silu"  # of the MLP, or of its gate, one of `ACTIVATIONS`
+    # c of a clamped MLP: gates above c and inputs beyond -c and c are cut, and the MLP multiplies
+    # gate * sigmoid(`swiglu_slope` * gate) by 1 + input; `None`: a usual one.
     swiglu_limit: float | None = None
     swiglu_slope: float = 1.0
-    scaled_embedding: bool = False
-    embedding_multiplier: float = 1.0
+
+    scaled_embedding: bool = False  # the input embedding is multiplied by sqrt(D)
+    embedding_multiplier: float = 1.0  # factor on the input embedding
+    # Width of a further embedding of each token for each layer, which joins the residual stream at
+    # the layer's end; 0: there is none.
     per_layer_size: int = 0
-    layer_scalars: bool = False
-    residual_multiplier: float = 1.0
-    logit_divisor: float = 1.0
+    layer_scalars: bool = False  # layers multiply their output by a number without a gradient
+    residual_multiplier: float = 1.0  # factor on what attention and MLP add to the residual stream
+    logit_divisor: float = 1.0  # divides the product of hidden states and output embedding
+
     norm_epsilon: float = 1e-6
-    norm_plus_one: bool = False
-    norm_in_float32: bool = False
-    qk_norm: bool = False
-    qk_norm_over_heads: bool = False
-    value_norm: bool = False
-    pre_norms: bool = True
-    post_norms: bool = False
-    parallel_residual: bool = False
-    query_pre_attn_scalar: float | None = None
-    attention_multiplier: float | None = None
-    attention_sinks: bool = False
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
+    norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale instead of scale
+    norm_in_float32: bool = False  # it multiplies by scale before it rounds
+    qk_norm: bool = False  # queries and keys are normalized per head before they are rotated
+    qk_norm_over_heads: bool = False  # ... all heads of a token together
+    value_norm: bool = False  # values are normalized per head, without a scale
+    pre_norms: bool = True  # the inputs of attention and MLP are normalized
+    post_norms: bool = False  # their outputs are normalized before they are added to the stream
+    parallel_residual: bool = False  # attention and MLP have the same input
+
+    # Queries are multiplied by this number to the power -1/2; `None`: by `head_dim` to that power.
+    query_pre_attn_scalar: int | None = None
+    attention_multiplier: float | None = None  # factor on query times key in place of that power
+    attention_sinks: bool = False  # each head has a learned score that belongs to no key
+    attention_softcap: float | None = None  # c: scores become c tanh(score / c); `None`: no cap
+    logit_softcap: float | None = None  # the same for the final logits
+    # The output of attention is multiplied by the sigmoid of a gate, which q_proj computes beside
+    # the queries of each head.
     output_gate: bool = False
-    sliding_window: int | None = None
-    local_layers: tuple[bool, ...] = ()
+
+    sliding_window: int | None = None  # tokens that one attends to in local layers, itself too
+    local_layers: tuple[bool, ...] = ()  # which layers are local, one bool per layer; (): none
+    # Which layers have a Gated DeltaNet or a short convolution (`block`) in place of attention, one
+    # bool per layer; (): none.
     linear_layers: tuple[bool, ...] = ()
-    delta_key_heads: int = 0
+    delta_key_heads: int = 0  # of queries and keys of a Gated DeltaNet; divides the next number
     delta_value_heads: int = 0
-    delta_key_dim: int = 0
-    delta_value_dim: int = 0
-    delta_window: int = 0
-    rope_theta: float = 10_000.0
+    delta_key_dim: int = 0  # width of its queries and keys
+    delta_value_dim: int = 0  # width of its values
+    delta_window: int = 0  # tokens of either one's convolution, the current one included
+
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    # Sorted (name, value) pairs of Hugging Face's rotary parameters except the base, with lists as
+    # tuples.
     rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
+    # Base of local layers, whose frequencies are not scaled; `None`: they rotate like the others.
     local_rope_theta: float | None = None
-    partial_rotary_factor: float = 1.0
-    rope_interleaved: bool = False
-    unrotated_layers: tuple[bool, ...] = ()
-    learned_positions: bool = False
-    max_position_embeddings: int = 2048
-    tied: bool = False
+    partial_rotary_factor: float = 1.0  # rotated share of each head, its first numbers; 0: none
+    rope_interleaved: bool = False  # the pairs (2i, 2i + 1) are rotated instead of (i, i + half)
+    unrotated_layers: tuple[bool, ...] = ()  # without rotary embedding, one bool per layer
+    learned_positions: bool = False  # the embedding of its position is added to a token's
+    max_position_embeddings: int = 2048  # longest sequence that the model was made for, in tokens
+
+    tied: bool = False  # the output embedding is the input embedding
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    block: str = "gated"
+    block: str = "gated"  # type of the layers, one of `BLOCKS`
 
     @property
     def mlp_projections(self) -> tuple[str, ...]:

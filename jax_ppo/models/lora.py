@@ -30,17 +30,11 @@ from jax_ppo.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The shape of adapters. Hashable: it is a static argument of compiled functions.
+    """The shape of adapters. Hashable: it is a static argument of compiled functions."""
 
-    Attributes:
-      rank: r.
-      alpha: numerator of the scale.
-      targets: projections that have adapters, in every layer.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
+    rank: int  # r
+    alpha: float  # numerator of the scale
+    targets: tuple[str, ...]  # projections that have adapters, in every layer
 
     @property
     def scale(self) -> float:
@@ -69,13 +63,8 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
 
 def join_adapters(base: Params, adapters: Params) -> Params:
     """Return one tree of base and adapters, which decoder and heads accept. Nothing is copied."""
-    joined = dict(base)
-    for name, value in adapters.items():
-        # Subtrees are merged; adapters and heads become leaves beside the base's.
-        if isinstance(base.get(name), dict):
-            value = join_adapters(base[name], value)
-        joined[name] = value
-    return joined
+    flat = traverse_util.flatten_dict(base) | traverse_util.flatten_dict(adapters)
+    return traverse_util.unflatten_dict(flat)
 
 
 def split_adapters(params: Params) -> tuple[Params, Params]:

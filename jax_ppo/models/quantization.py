@@ -40,9 +40,7 @@ def round_parameters(params: Params, dtype: DTypeLike) -> Params:
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     """Return unrolled parameters with int8 kernels in the layers, each beside its `kernel_scale`.
 
-    Args:
-      params: unrolled parameters (`transformer.unroll_params`), before rounding to `dtype`.
-      dtype: type of everything else.
+    They must not be rounded yet to `dtype`, the type of everything else.
     """
 
     def convert(tree: Params) -> Params:

@@ -488,8 +488,8 @@ EXPORT = [
         holds="an export loads in transformers with the same logits",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="export_checkpoint",
-        old="write_weights(temporary, rows, arrays, dtype, max_shard_bytes)",
-        new="write_weights(temporary.parent, rows, arrays, dtype, max_shard_bytes)",
+        old="write_weights(Path(folder), rows, arrays, dtype, max_shard_bytes)",
+        new="write_weights(Path(folder).parent, rows, arrays, dtype, max_shard_bytes)",
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",
@@ -519,7 +519,7 @@ EXPORT = [
         test=(
             "tests/models/hf/test_save.py::test_generation_defaults_come_along_but_the_ends_are_the_architectures"
         ),
-        where="_generation_config",
+        where="_write_description",
         old="list(architecture.eos_ids) or None",
         new="architecture.eos_ids[0]",
     ),

@@ -3,12 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax_ppo.models.hf.fields import (
-    HARMLESS_FIELDS,
-    MAX_LAYERS,
-    ConfigReader,
-    require_divisor,
-)
+from jax_ppo.models.hf.fields import HARMLESS_FIELDS, MAX_LAYERS, ConfigReader, require_divisor
 from jax_ppo.models.hf.json_files import quote_value
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")
@@ -20,54 +15,30 @@ UNUSED_FIELDS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DebertaArchitecture:
-    """The architecture of an encoder. Hashable: it is a static argument of compiled functions.
+    """The architecture of an encoder. Hashable: it is a static argument of compiled functions."""
 
-    Attributes:
-      family: Hugging Face's `model_type`.
-      vocab_size: V, number of rows of the word embedding.
-      embedding_size: E, width of the word embedding; if it is not D, a projection follows.
-      hidden_size: D.
-      intermediate_size: width of the MLP.
-      num_layers: number of layers.
-      num_heads: number of attention heads; it divides `hidden_size`.
-      activation: activation of the MLP, one of `ACTIVATIONS`.
-      pooler_activation: activation of the pooler.
-      conv_activation: activation of the convolution.
-      norm_epsilon: epsilon of LayerNorm.
-      max_position_embeddings: longest sequence that the model was made for, in tokens.
-      absolute_positions: whether position embeddings are added to the word embeddings.
-      relative_span: S; each relative distance from -S to S - 1 has an embedding.
-      log_buckets: whether distant positions share embeddings, in buckets of geometrically growing
-        width (position_buckets > 0 in config.json).
-      max_relative_distance: with `log_buckets`, the distance where the last bucket ends.
-      content_to_position: whether attention has the term between a query and a relative position.
-      position_to_content: whether attention has the term between a relative position and a key.
-      share_keys: whether these terms use the projections of the content.
-      norm_relative: whether the embeddings of distances are normalized by a LayerNorm.
-      conv_kernel_size: width of the convolution beside the first layer, an odd number; 0: none.
-    """
-
-    family: str
-    vocab_size: int
-    embedding_size: int
-    hidden_size: int
-    intermediate_size: int
+    family: str  # Hugging Face's `model_type`
+    vocab_size: int  # V, number of rows of the word embedding
+    embedding_size: int  # E, width of the word embedding; if it is not D, a projection follows
+    hidden_size: int  # D
+    intermediate_size: int  # width of the MLP
     num_layers: int
-    num_heads: int
-    activation: str = "gelu"
+    num_heads: int  # divides `hidden_size`
+    activation: str = "gelu"  # of the MLP, one of `ACTIVATIONS`
     pooler_activation: str = "gelu"
     conv_activation: str = "tanh"
     norm_epsilon: float = 1e-7
-    max_position_embeddings: int = 512
-    absolute_positions: bool = True
-    relative_span: int = 512
+    max_position_embeddings: int = 512  # longest sequence that the model was made for, in tokens
+    absolute_positions: bool = True  # they are embedded, and added to the word embeddings
+    relative_span: int = 512  # S; each relative distance from -S to S - 1 has an embedding
+    # Distant positions share embeddings, in buckets of geometrically growing width.
     log_buckets: bool = False
-    max_relative_distance: int = 512
-    content_to_position: bool = False
-    position_to_content: bool = False
-    share_keys: bool = False
-    norm_relative: bool = False
-    conv_kernel_size: int = 0
+    max_relative_distance: int = 512  # with `log_buckets`, the distance where the last bucket ends
+    content_to_position: bool = False  # attention has the term of a query and a relative position
+    position_to_content: bool = False  # ... of a relative position and a key
+    share_keys: bool = False  # these terms use the projections of the content
+    norm_relative: bool = False  # the embeddings of distances are normalized by a LayerNorm
+    conv_kernel_size: int = 0  # of the convolution beside the first layer, odd; 0: none
 
     @property
     def head_dim(self) -> int:

@@ -21,21 +21,13 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
     """Return the checkpoint tensor of each parameter of the encoder and its score head."""
     a = architecture
     hidden = a.hidden_size
-    encoder = "deberta.encoder"
+    embeddings, encoder = "deberta.embeddings", "deberta.encoder"
     layer = f"{encoder}.layer.{{}}"
     rows = {
         "score": _dense("classifier", hidden, 1),  # first: its absence has its own error message
-        "words": {
-            "embedding": TensorMapping(
-                "deberta.embeddings.word_embeddings.weight", (a.vocab_size, a.embedding_size)
-            )
-        },
-        "embed_norm": _norm("deberta.embeddings", hidden),
-        "relative": {
-            "embedding": TensorMapping(
-                f"{encoder}.rel_embeddings.weight", (2 * a.relative_span, hidden)
-            )
-        },
+        "words": _embedding(f"{embeddings}.word_embeddings", a.vocab_size, a.embedding_size),
+        "embed_norm": _norm(embeddings, hidden),
+        "relative": _embedding(f"{encoder}.rel_embeddings", 2 * a.relative_span, hidden),
         "layers": {
             "attention": _attention(a, layer),
             "attention_norm": _norm(f"{layer}.attention.output", hidden, a.num_layers),
@@ -51,7 +43,7 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
         },
         "pooler": _dense("pooler.dense", hidden, hidden),
     }
-    return traverse_util.flatten_dict(rows | _optional(a, encoder))
+    return traverse_util.flatten_dict(rows | _optional(a, embeddings, encoder))
 
 
 def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
@@ -74,37 +66,32 @@ def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
     return rows
 
 
-def _optional(a: DebertaArchitecture, encoder: str) -> dict[str, Any]:
+def _optional(a: DebertaArchitecture, embeddings: str, encoder: str) -> dict[str, Any]:
     """Return the parameters that only some architectures have."""
     hidden = a.hidden_size
     rows: dict[str, Any] = {}
     # Without them the checkpoint's tensor, if it has one, is in UNUSED_TENSORS.
     if a.absolute_positions:
-        rows["places"] = {
-            "embedding": TensorMapping(
-                "deberta.embeddings.position_embeddings.weight",
-                (a.max_position_embeddings, a.embedding_size),
-            )
-        }
+        name = f"{embeddings}.position_embeddings"
+        rows["places"] = _embedding(name, a.max_position_embeddings, a.embedding_size)
     if a.embedding_size != hidden:
-        rows["embed_proj"] = {
-            "kernel": TensorMapping(
-                "deberta.embeddings.embed_proj.weight", (a.embedding_size, hidden), transposed=True
-            )
-        }
+        projection = _dense(f"{embeddings}.embed_proj", a.embedding_size, hidden)
+        rows["embed_proj"] = {"kernel": projection["kernel"]}
     if a.norm_relative:
         rows["relative_norm"] = _norm(encoder, hidden)
     if a.conv_kernel_size:
         rows["conv"] = {
             "kernel": TensorMapping(
-                f"{encoder}.conv.conv.weight",
-                (a.conv_kernel_size, hidden, hidden),
-                transposed=True,
+                f"{encoder}.conv.conv.weight", (a.conv_kernel_size, hidden, hidden), transposed=True
             ),
             "bias": TensorMapping(f"{encoder}.conv.conv.bias", (hidden,)),
         }
         rows["conv_norm"] = _norm(f"{encoder}.conv", hidden)
     return rows
+
+
+def _embedding(name: str, rows: int, width: int) -> dict[str, TensorMapping]:
+    return {"embedding": TensorMapping(f"{name}.weight", (rows, width))}
 
 
 def _dense(

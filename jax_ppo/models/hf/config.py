@@ -1,5 +1,6 @@
 """Conversion of Hugging Face's config.json (of transformers 4 or 5) to `Architecture`."""
 
+import dataclasses
 import difflib
 from typing import Any
 
@@ -7,13 +8,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import ACTIVATIONS, Architecture
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
-from jax_ppo.models.hf.fields import (
-    MAX_LAYERS,
-    MAX_SIZE,
-    Config,
-    ConfigReader,
-    require_divisor,
-)
+from jax_ppo.models.hf.fields import MAX_LAYERS, MAX_SIZE, Config, ConfigReader, require_divisor
 from jax_ppo.models.hf.json_files import quote_value
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
 from jax_ppo.models.rope import latent_scale
@@ -249,9 +244,7 @@ def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: i
 def _read_tied(reader: ConfigReader, family: Family) -> bool:
     tied = reader.boolean("tie_word_embeddings")
     # The first name of it in some files, which transformers prefers.
-    if "tie_embedding" in reader and family.adjusted_width:
-        return reader.boolean("tie_embedding")
-    return tied
+    return reader.boolean("tie_embedding", tied) if family.adjusted_width else tied
 
 
 def _read_adjusted_width(reader: ConfigReader) -> int:
@@ -274,12 +267,11 @@ def _read_adjusted_width(reader: ConfigReader) -> int:
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
+    types = {field.name: field.type for field in dataclasses.fields(Architecture)}
     for name, field in family.fields.items():
-        is_nullable = name in family.nullable
-        if name in family.integers:
-            values[field] = reader.optional_integer(name, nullable=is_nullable)
-        else:
-            values[field] = reader.optional_number(name, nullable=is_nullable)
+        is_integer = types[field] in (int, int | None)
+        read = reader.optional_integer if is_integer else reader.optional_number
+        values[field] = read(name, nullable=name in family.nullable)
     if "linear_num_key_heads" in family.fields:
         heads = [f"linear_num_{kind}_heads" for kind in ("key", "value")]
         key_heads, value_heads = (values[family.fields[name]] for name in heads)
@@ -446,8 +438,8 @@ def _read_local_layers(
             raise reader.error(f"layer_types must end with {FULL}")
         return listed
     if family.sliding_windows == "pattern":
-        last = num_layers - 1 if family.has_global_heads else num_layers
-        return tuple((layer + 1) % period > 0 and layer < last for layer in range(num_layers))
+        local = _all_but_every(period, num_layers)
+        return (*local[:-1], False) if family.has_global_heads else local
     return tuple(window is not None and layer >= first_local for layer in range(num_layers))
 
 
@@ -468,24 +460,19 @@ def _read_linear_layers(reader: ConfigReader, family: Family, num_layers: int) -
     """Return which layers have a Gated DeltaNet or a short convolution."""
     if not family.linear_word:
         return ()
-    period, attending = None, None
     if family.linear_period:
         period = reader.optional_integer("full_attention_interval", nullable=False)
+        linear = _all_but_every(period or family.linear_period, num_layers)
     else:
         attending = reader.token_ids("full_attn_idxs") or range(num_layers)
-    linear = _read_layer_types(reader, num_layers, family.linear_word)
-    if linear is None and attending is not None:
         linear = tuple(layer not in attending for layer in range(num_layers))
-    elif linear is None:
-        period = period or family.linear_period
-        linear = tuple((layer + 1) % period > 0 for layer in range(num_layers))
+    listed = _read_layer_types(reader, num_layers, family.linear_word)
+    linear = linear if listed is None else listed
     if all(linear):
         raise reader.error(
             f"layer_types must have {FULL} for at least one of num_hidden_layers={num_layers}"
         )
-    if not any(linear):
-        return ()
-    return linear
+    return linear if any(linear) else ()
 
 
 def _read_uniform_layers(
@@ -510,16 +497,17 @@ def _read_uniform_layers(
 def _read_unrotated_layers(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[bool, ...]:
-    """Return which layers have no rotary embedding."""
     if not family.unrotated_period:
         return ()
     # transformers accepts a longer list.
     rotated = reader.flags("no_rope_layers", at_least=num_layers)
     period = reader.optional_integer("no_rope_layer_interval", nullable=False)
     if rotated is None:
-        period = period or family.unrotated_period
-        rotated = tuple((layer + 1) % period > 0 for layer in range(num_layers))
+        rotated = _all_but_every(period or family.unrotated_period, num_layers)
     unrotated = tuple(not flag for flag in rotated[:num_layers])
-    if not any(unrotated):
-        return ()
-    return unrotated
+    return unrotated if any(unrotated) else ()
+
+
+def _all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
+    """Return True for each layer except every `period`-th."""
+    return tuple((layer + 1) % period > 0 for layer in range(num_layers))

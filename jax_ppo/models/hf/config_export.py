@@ -14,11 +14,8 @@ from jax_ppo.models.hf.rope_config import FULL, LOCAL, write_rope
 def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> Config:
     """Return the contents of a config.json that transformers reads as the same model.
 
-    Args:
-      architecture: the decoder.
-      dtype: type of the exported weights.
-      head: "lm"; "scalar" for a sequence classifier with one label; "token" for a classifier of
-        tokens with one label.
+    `dtype` is that of the exported weights; `head` is "lm", "scalar" for a sequence classifier with
+    one label, or "token" for a classifier of tokens with one label.
     """
     a = architecture
     family = FAMILIES[a.family]
@@ -90,8 +87,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
 def update_hf_config(source: Config, architecture: Architecture, dtype: str, head: str) -> Config:
     """Return the config.json of a trained model, which is that of its source where possible.
 
-    `source` is config.json of the checkpoint that the model started from; the others are as in
-    `to_hf_config`.
+    `source` is config.json of the checkpoint that the model started from, {} if there is none; the
+    others are as in `to_hf_config`.
 
     Returns:
       `source` with the fields changed that an export must change, or the result of `to_hf_config`

@@ -12,125 +12,108 @@ from jax_ppo.models.hf.tensors import TensorTable
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of decoders, identified by the `model_type` of its config.json.
+    """A family of decoders, identified by the `model_type` of its config.json."""
 
-    Attributes:
-      class_prefix: prefix of the classes in transformers: {class_prefix}ForCausalLM.
-      classifier_prefix: prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
-      has_token_classifier: whether transformers has ...ForTokenClassification with a head `score`.
-      decoder_class: name of the language model's class; "" if it is {class_prefix}ForCausalLM.
-      field_names: names of fields of config.json that differ from Llama's, by Llama's name. The
-        names in the attributes below are the family's own.
-      absent: fields of Llama that the family does not have.
-      fixed: fields of `Architecture` that are the same in all models of the family.
-      neutral: further fields of config.json, and the only value of each that is supported.
-      fields: fields of config.json and the field of `Architecture` that each one sets, besides
-        those that all families have.
-      bias_fields: boolean fields of config.json, `False` by default, and the biases, or other
-        switches, of `Architecture` that each one turns on.
-      defaults: values that transformers uses for fields missing from config.json.
-      integers: the fields among `fields` that are whole numbers.
-      nullable: sizes and numbers of config.json that transformers accepts as null.
-      expert_fields: names of the number of experts in config.json, of which one is read and the
-        first is written; (): the MLP is a single one.
-      expert_width: field of the width of an expert.
-      expert_weights_field: boolean field: whether the weights of a token's experts are divided by
-        their sum; "": they always are.
-      shared_experts_field: field of the number of experts that every token passes through, which
-        are one MLP as wide as all of them; "": another field has its width, or there is none.
-      first_dense_field: field of the number of layers in front that have an MLP in place of
-        experts, whose width is `intermediate_size`; "": all have experts.
-      has_router_groups: whether tokens select groups of experts first.
-      stacked_experts: whether a tensor of the checkpoint holds all experts of a layer.
-      sliding_windows: which layers have a sliding window. "none": no layer; "refused":
-        no layer, but config.json may have a window that is not used; "all": every layer, if
-        config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
-        "last": the layers from `max_window_layers` on, if `use_sliding_window` is set; "pattern":
-        all layers except every n-th; "listed": those in `layer_types`, or every layer. With the
-        last three, `layer_types` decides if there is one.
-      window_period: with "pattern", n.
-      window_period_field: with "pattern", the field of config.json that overrides n; "" if none.
-      has_global_heads: whether layers without a sliding window, of which the last one is one, have
-        heads of another width, and the last layers may share keys and values (Gemma 4).
-      activation_fields: fields of config.json that name the activation. The first one is read and
-        all are written.
-      activation: default activation of the MLP.
-      activation_aliases: the family's names of activations, and the usual names.
-      learned_positions: whether positions are embedded instead of rotated.
-      rope_theta: base of the rotary embedding unless config.json has one.
-      partial_rotary_factor: share of a head that is rotated unless config.json says so; `None` if
-        it cannot.
-      unrotated_period: with n, every n-th layer has no rotary embedding unless config.json lists
-        others in `no_rope_layers`; 0: all layers have one.
-      rope_aliases: the family's names of rotary embeddings, and the usual names.
-      linear_word: what `layer_types` calls layers with a Gated DeltaNet or a short convolution
-        (`Architecture.linear_layers`); "": no layer has one.
-      linear_period: with n, all layers but every n-th one are such, unless config.json has another
-        `full_attention_interval` or lists `layer_types`; 0: those outside `full_attn_idxs` are.
-      adjusted_width: whether the width of the MLP is two thirds of config.json's, rounded up,
-        unless `block_auto_adjust_ff_dim` is false.
-      local_rope_theta: base of layers with a sliding window, where these have rotary parameters
-        of their own, unless config.json has one; `None`: all layers share them.
-      rope_numbers: further numbers among the rotary parameters, which then describe YaRN.
-      rope_parameters: the rotary parameters unless config.json has some.
-      rope_length_outside: whether `original_max_position_embeddings` is stored outside the rotary
-        parameters.
-      fused_projections: projections that the checkpoint stores as one tensor, and its name.
-      fused_by_head: whether such a tensor holds all projections of one head, then of the next.
-      expert_names_in_peft: projections that PEFT takes for routed experts', wherever they are.
-      input_first: whether kernels are stored [in, out] instead of [out, in].
-      module_names: names of modules in the checkpoint that differ from Llama's, by Llama's name:
-        {"self_attn.o_proj": "self_attn.dense"}.
-      older_prefixes: prefixes of tensors in other files on the hub, and the usual prefixes.
-      unsupported: fields of config.json that are refused unless null, and the reason.
-    """
+    # The classes in transformers.
+    class_prefix: str  # of {class_prefix}ForCausalLM
+    classifier_prefix: str = ""  # of ...ForSequenceClassification; "": `class_prefix`
+    has_token_classifier: bool = True  # there is ...ForTokenClassification with a head `score`
+    decoder_class: str = ""  # the language model's class; "": {class_prefix}ForCausalLM
 
-    class_prefix: str
-    classifier_prefix: str = ""
-    has_token_classifier: bool = True
-    decoder_class: str = ""
+    # Fields of config.json.
+    # Names that differ from Llama's, by Llama's name. All names below are the family's own.
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    absent: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()  # fields of Llama that the family lacks
+    # Fields of `Architecture` that are the same in all models of the family.
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Further fields, and the only value of each that is supported.
     neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Fields and what each one sets in `Architecture`, besides those that all families have.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Boolean fields, `False` by default, and the biases, or other switches, of `Architecture` that
+    # each one turns on.
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    # Values that transformers uses for missing fields.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    integers: frozenset[str] = frozenset()
-    nullable: frozenset[str] = frozenset()
-    expert_fields: tuple[str, ...] = ()
-    expert_width: str = "intermediate_size"
-    expert_weights_field: str = ""
-    shared_experts_field: str = ""
-    first_dense_field: str = ""
-    has_router_groups: bool = False
-    stacked_experts: bool = False
-    sliding_windows: str = "none"
-    window_period: int = 1
-    window_period_field: str = ""
-    has_global_heads: bool = False
-    activation_fields: tuple[str, ...] = ("hidden_act",)
-    activation: str = "silu"
-    activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    learned_positions: bool = False
-    rope_theta: float = 10_000.0
-    partial_rotary_factor: float | None = None
-    unrotated_period: int = 0
-    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    linear_word: str = ""
-    linear_period: int = 0
-    adjusted_width: bool = False
-    local_rope_theta: float | None = None
-    rope_numbers: tuple[str, ...] = ()
-    rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rope_length_outside: bool = False
-    fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
-    fused_by_head: bool = False
-    expert_names_in_peft: tuple[str, ...] = ()
-    input_first: bool = False
-    module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()  # sizes and numbers that transformers accepts as null
+    # Refused unless null, and the reason.
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    # Experts.
+    # Names of their number, of which one is read and the first is written; (): a single MLP.
+    expert_fields: tuple[str, ...] = ()
+    expert_width: str = "intermediate_size"  # field of the width of an expert
+    # Boolean field: the weights of a token's experts are divided by their sum; "": always.
+    expert_weights_field: str = ""
+    # Field of the number of experts that every token passes through, which are one MLP as wide as
+    # all of them; "": another field has its width, or there is none.
+    shared_experts_field: str = ""
+    # Field of the number of layers in front that have an MLP in place of experts, whose width is
+    # `intermediate_size`; "": all have experts.
+    first_dense_field: str = ""
+    has_router_groups: bool = False  # tokens select groups of experts first
+    stacked_experts: bool = False  # a tensor of the checkpoint holds all experts of a layer
+
+    # Which layers have a sliding window. "none": no layer; "refused": no layer, but config.json may
+    # have a window that is not used; "all": every layer, if config.json has a `sliding_window`;
+    # "switched": the same, if `use_sliding_window` is set; "last": the layers from
+    # `max_window_layers` on, if `use_sliding_window` is set; "pattern": all layers except every
+    # n-th; "listed": those in `layer_types`, or every layer. With the last three, `layer_types`
+    # decides if there is one.
+    sliding_windows: str = "none"
+    window_period: int = 1  # with "pattern", n
+    window_period_field: str = ""  # with "pattern", the field that overrides n; "": none
+    # Layers without a sliding window, of which the last one is one, have heads of another width,
+    # and the last layers may share keys and values (Gemma 4).
+    has_global_heads: bool = False
+
+    # Fields that name the activation of the MLP, of which the first is read and all are written.
+    activation_fields: tuple[str, ...] = ("hidden_act",)
+    activation: str = "silu"  # the default
+    # The family's names of activations, and the usual names.
+    activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    # Positions.
+    learned_positions: bool = False  # they are embedded instead of rotated
+    rope_theta: float = 10_000.0  # base of the rotary embedding unless config.json has one
+    # Share of a head that is rotated unless config.json says so; `None`: it cannot.
+    partial_rotary_factor: float | None = None
+    # With n, every n-th layer has no rotary embedding unless config.json lists others in
+    # `no_rope_layers`; 0: all layers have one.
+    unrotated_period: int = 0
+    # The family's names of rotary embeddings, and the usual names.
+    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Base of layers with a sliding window, where these have separate rotary parameters, unless
+    # config.json has one; `None`: all layers share them.
+    local_rope_theta: float | None = None
+    # Further numbers among the rotary parameters, which then describe YaRN.
+    rope_numbers: tuple[str, ...] = ()
+    # The rotary parameters unless config.json has some.
+    rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_length_outside: bool = False  # `original_max_position_embeddings` is not among them
+
+    # What `layer_types` calls layers with a Gated DeltaNet or a short convolution
+    # (`Architecture.linear_layers`); "": no layer has one.
+    linear_word: str = ""
+    # With n, all layers but every n-th one are such, unless config.json has another
+    # `full_attention_interval` or lists `layer_types`; 0: those outside `full_attn_idxs` are.
+    linear_period: int = 0
+    # The width of the MLP is two thirds of config.json's, rounded up, unless
+    # `block_auto_adjust_ff_dim` is false.
+    adjusted_width: bool = False
+
+    # Tensors of the checkpoint.
+    # Projections that are stored as one tensor, and its name.
+    fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    fused_by_head: bool = False  # it holds all projections of one head, then of the next
+    # Projections that PEFT takes for routed experts', wherever they are.
+    expert_names_in_peft: tuple[str, ...] = ()
+    input_first: bool = False  # kernels are stored [in, out] instead of [out, in]
+    # Names of modules that differ from Llama's, by Llama's name:
+    # {"self_attn.o_proj": "self_attn.dense"}.
+    module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Prefixes of tensors in other files on the hub, and the usual prefixes.
+    older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Add the defaults that all families share."""

@@ -103,11 +103,8 @@ class ConfigReader:
     ) -> None:
         """Start reading.
 
-        Args:
-          values: the fields.
-          defaults: values of fields that are missing.
-          where: precedes the name of a field in error messages.
-          names: names in the file of fields that callers call by other names.
+        Missing fields have the values of `defaults`; `where` precedes a field's name in errors, and
+        `names` are those in the file of fields that callers call by other names.
         """
         self._values = _without_notes(values)
         self._defaults = defaults or {}
@@ -253,11 +250,7 @@ class ConfigReader:
         return _without_notes(value)
 
     def refuse_unread(self, harmless: Collection[str] = HARMLESS_FIELDS) -> None:
-        """Raise `UserError` for a field that was not read and might change the numbers.
-
-        Args:
-          harmless: fields that do not.
-        """
+        """Raise `UserError` for a field that was not read and, unless `harmless`, might matter."""
         unknown = []
         for name in self._values.keys() - self._read - set(harmless):
             if name not in NEUTRAL_VALUES:

@@ -42,17 +42,11 @@ DEQUANTIZE = "Dequantize it once with transformers 5, and give the folder `conve
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is stored.
+    """Where a tensor is stored."""
 
-    Attributes:
-      file: the open file.
-      file_name: the file's name.
-      name: the tensor's name in the file.
-    """
-
-    file: Any
+    file: Any  # open
     file_name: str
-    name: str
+    name: str  # in the file
 
 
 class SafetensorsCheckpoint:
@@ -68,19 +62,15 @@ class SafetensorsCheckpoint:
         files: Sequence[Path] | None = None,
         rename: Callable[[str], str] = str,
     ) -> None:
-        """Open the files.
+        """Open `files` of a folder; `None`: those that `weight_files` returns.
 
-        Args:
-          folder: folder of the checkpoint.
-          files: the files to open; `None`: those that `weight_files` returns.
-          rename: maps a tensor's name in the files to its name here; "" leaves the tensor out.
+        `rename` maps a tensor's name in the files to its name here; "" leaves the tensor out.
 
         Raises:
           UserError: the folder has no complete safetensors files, or two of them hold different
             tensors of the same name.
         """
         self.folder = Path(folder)
-        self._stack = contextlib.ExitStack()
         self._tensors: dict[str, StoredTensor] = {}
         if files is None:
             files = weight_files(self.folder)
@@ -162,10 +152,7 @@ def is_finite(values: np.ndarray, code: str) -> bool:
     """Return whether an array has neither NaN nor infinity.
 
     The bits are compared as integers, which costs about as much as reading them from memory.
-
-    Args:
-      values: contiguous array.
-      code: its type, a key of `SAFETENSORS_DTYPES`.
+    The array is contiguous, and `code` its type, a key of `SAFETENSORS_DTYPES`.
     """
     integer, magnitude, infinity = MAGNITUDE_BITS[code]
     bits = values.reshape(-1).view(integer)
@@ -309,16 +296,12 @@ def _conversion(
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    arrays: Iterable[np.ndarray],
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Iterable[np.ndarray]
 ) -> None:
     """Write a safetensors file with one array in memory at a time, unlike `save_file`.
 
-    Args:
-      path: path of the file.
-      tensors: names to (type as safetensors spells it, shape), in the order of `arrays`.
-      arrays: the arrays, of any memory layout. They are consumed to their end.
+    `tensors` maps names to (type as safetensors spells it, shape), in the order of `arrays`, which
+    have any memory layout and are consumed to their end.
     """
     # transformers refuses a file without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

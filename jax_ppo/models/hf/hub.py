@@ -93,9 +93,8 @@ def _refuse_run(folder: Path, setting: str) -> None:
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
     """Return how others can refer to a model.
 
-    Args:
-      path: the option as passed to `resolve_model_folder`, or "" for a folder of this run.
-      folder: the folder that it returned.
+    `path` is the option as passed to `resolve_model_folder`, which returned `folder`, or "" for a
+    folder of this run.
 
     Returns:
       A hub name and its revision, or an address or absolute path and `None`.

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,7 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
 
     The EOS ids of config.json are followed by the further ones of generation_config.json. As in
     transformers 5, a checkpoint that stores an output embedding of its own has it, even if
-    config.json calls the model tied.
-
-    Args:
-      folder: folder of the checkpoint.
-      needs_weights: False also accepts a folder without weights.
+    config.json calls the model tied. `needs_weights=False` also accepts a folder without weights.
 
     Raises:
       UserError: the folder has no config.json or no safetensors weights, or the model is not
@@ -114,11 +110,7 @@ def read_reward_architecture(
 ) -> Architecture | DebertaArchitecture:
     """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
-    The headers of the weights are read too.
-
-    Args:
-      folder: folder of the checkpoint.
-      needs_weights: False also accepts a folder without weights.
+    The headers of the weights are read, too; see `read_architecture`.
 
     Raises:
       UserError: as in `read_architecture`, or the weights do not belong to a sequence
@@ -389,16 +381,16 @@ def _validate_checkpoint(
 
 
 def validate_tensors(
-    checkpoint: SafetensorsCheckpoint,
-    rows: TensorTable,
-    config: str = "config.json",
+    checkpoint: SafetensorsCheckpoint, rows: TensorTable, config: str = "config.json"
 ) -> None:
     """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.
 
     `config` is the name of the file that determines the shapes.
     """
     names = checkpoint.names()
-    for name, row in _rows_by_name(rows):
+    # Parameters of one tensor agree on its shape.
+    rows_by_name = {name: row for row in rows.values() for name in row.names()}
+    for name, row in rows_by_name.items():
         if name not in names:
             raise UserError(f"{checkpoint.folder}: " + _missing_tensor(name, names))
         where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
@@ -418,15 +410,7 @@ def validate_tensors(
             )
 
 
-def _rows_by_name(rows: TensorTable) -> Iterator[tuple[str, TensorMapping]]:
-    """Yield the checkpoint's names and the row that each one belongs to."""
-    for row in rows.values():
-        for name in row.names():
-            yield name, row
-
-
 def _missing_tensor(name: str, names: set[str]) -> str:
-    """Return the message for a missing tensor."""
     if name in SCORE_WEIGHTS:
         return (
             f"there is no {name} in it: it is not a sequence-classification checkpoint, so not a "

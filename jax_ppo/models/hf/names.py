@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ppo.models.architecture import BLOCKS, CORRECTION_BIAS, Architecture
@@ -11,12 +11,18 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES
 from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 
-HEADS = ("lm", "scalar", "reward", "both")
+HEADS = ("lm", "scalar", "reward", "both", "token")
 PEFT_PREFIX = "base_model.model."
-ATTENTION = "self_attn"
-DELTA_NET = "linear_attn"
-SHORT_CONV = "conv"
-MLP = "mlp"
+# What most checkpoints call our groups of a layer's parameters; layers differ in which they have.
+HF_MODULES = {
+    **dict.fromkeys(("attention", "local_attention", "shared_attention"), "self_attn"),
+    "local_shared_attention": "self_attn",
+    "delta_net": "linear_attn",
+    "short_conv": "conv",
+    "mlp": "mlp",
+    "dense_mlp": "mlp",
+    "shared_expert": "mlp.shared_expert",
+}
 # The names of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # In the name of a tensor that holds all experts of a layer.
@@ -28,11 +34,8 @@ def tensor_table(
 ) -> TensorTable:
     """Return the checkpoint tensor of each parameter.
 
-    Args:
-      architecture: the decoder or encoder.
-      head: one of `HEADS`; an encoder always has "reward".
-      stacked_experts: whether a tensor of the checkpoint holds all experts of a layer although
-        exports of the family have one for each.
+    `head` is one of `HEADS`; an encoder always has "reward". With `stacked_experts`, a tensor of
+    the checkpoint holds all experts of a layer although exports of the family have one for each.
 
     Returns:
       Tensors by our paths, for example `("layers", "mlp", "up_proj", "kernel")`.
@@ -49,14 +52,19 @@ def tensor_table(
         ("embed", "embedding"): TensorMapping(
             f"{_hf_name(a, 'model.embed_tokens')}.weight", (a.vocab_size, a.hidden_size)
         ),
-        **_norm(a, ("norm",), _hf_name(a, "model.norm")),
+        **{
+            ("norm", name): TensorMapping(
+                f"{_hf_name(a, 'model.norm')}.{hf_name}", (a.hidden_size,)
+            )
+            for name, hf_name in _norm_parameters(a).items()
+        },
     }
     if a.learned_positions:
         rows["positions", "embedding"] = TensorMapping(
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a)
+    rows |= _layer_norms(a)
     if a.latent_size:
         rows |= _latent_attention(a)
     else:
@@ -73,14 +81,21 @@ def tensor_table(
     if a.num_experts:
         rows |= _experts(a, stacked_experts)
     else:
-        rows |= _mlp(a, "mlp", MLP, a.intermediate_size)
+        rows |= _mlp(a, "mlp", a.intermediate_size)
     if a.shared_expert_size:
-        rows |= _shared_expert(a)
+        rows |= _mlp(a, "shared_expert", a.shared_expert_size)
+        if a.shared_expert_gate:
+            gate, shape = "shared_expert_gate", (a.hidden_size, 1)
+            row = _in_layers(a, f"{HF_MODULES['mlp']}.{gate}", shape, ".weight", transposed=True)
+            rows["layers", "shared_expert", gate, "kernel"] = row
     if a.dense_layers:
-        rows |= _mlp(a, "dense_mlp", MLP, a.dense_size)
+        rows |= _mlp(a, "dense_mlp", a.dense_size)
     rows = {path: _of_some_layers(a, path, row) for path, row in rows.items()}
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
+    if head == "token":
+        # transformers' head has a bias, which critics do not.
+        rows["score", "bias"] = TensorMapping("score.bias", (1,))
     if head in ("lm", "both") and not a.tied:
         rows["lm_head", "embedding"] = TensorMapping(
             f"{_hf_name(a, 'lm_head')}.weight", (a.vocab_size, a.hidden_size)
@@ -95,16 +110,11 @@ def adapter_tensor_table(
 
     A scalar head is stored next to the adapters, as PEFT does. Projections that a checkpoint holds
     as one tensor have the same A in PEFT's format, and each its own outputs of B.
-
-    Args:
-      architecture: the decoder that the adapters belong to.
-      rank: rank of the adapters.
-      targets: projections that have adapters, in every layer; experts have none.
-      head: as in `tensor_table`.
+    The `targets` have adapters in every layer, experts none; `head` is as in `tensor_table`.
     """
     rows: TensorTable = {}
     for path, row in tensor_table(architecture, head).items():
-        if path == ("score", "kernel"):
+        if path[0] == "score":
             rows[path] = dataclasses.replace(row, name=PEFT_PREFIX + row.name)
         if path[-1] == "kernel" and path[-2] in targets and "experts" not in path:
             prefix = PEFT_PREFIX + row.name.removesuffix("weight")
@@ -155,19 +165,15 @@ def _hf_name(a: Architecture, name: str) -> str:
     return FAMILIES[a.family].module_names.get(name, name)
 
 
-def _layer_name(a: Architecture, name: str) -> str:
-    """Return the name of a module in a layer, with `{}` for the layer index."""
-    return f"{_hf_name(a, 'model.layers')}.{{}}.{_hf_name(a, name)}"
-
-
 def _in_layers(
     a: Architecture, name: str, shape: tuple[int, ...], suffix: str = "", **options: Any
 ) -> TensorMapping:
     """Return a tensor of a module in all layers; `suffix` follows the family's name of it."""
-    return TensorMapping(_layer_name(a, name) + suffix, shape, layers=a.num_layers, **options)
+    hf_name = f"{_hf_name(a, 'model.layers')}.{{}}.{_hf_name(a, name)}{suffix}"
+    return TensorMapping(hf_name, shape, layers=a.num_layers, **options)
 
 
-def _norms(a: Architecture) -> TensorTable:
+def _layer_norms(a: Architecture) -> TensorTable:
     names = {"post_attention_norm": "post_attention_layernorm"}
     if a.pre_norms:
         names["input_norm"] = "input_layernorm"
@@ -175,59 +181,52 @@ def _norms(a: Architecture) -> TensorTable:
         names["post_feedforward_norm"] = "post_feedforward_layernorm"
     if a.pre_norms and a.post_norms:
         names["pre_feedforward_norm"] = "pre_feedforward_layernorm"
-    rows: TensorTable = {}
-    for name, hf_name in names.items():
-        rows |= _norm(a, ("layers", name), _layer_name(a, hf_name), layers=a.num_layers)
-    return rows
-
-
-def _norm(
-    a: Architecture, path: tuple[str, ...], hf_name: str, layers: int | None = None
-) -> TensorTable:
-    """Return the parameters of a norm of hidden states."""
-    hf_names = {"scale": "weight", "bias": "bias"}
     return {
-        (*path, name): TensorMapping(f"{hf_name}.{hf_names[name]}", (a.hidden_size,), layers=layers)
-        for name in BLOCKS[a.block].norm_parameters
+        ("layers", name, parameter): _in_layers(a, hf_name, (a.hidden_size,), f".{hf_parameter}")
+        for name, hf_name in names.items()
+        for parameter, hf_parameter in _norm_parameters(a).items()
     }
+
+
+def _norm_parameters(a: Architecture) -> dict[str, str]:
+    """Return the names of the parameters of a norm of hidden states, ours and the checkpoint's."""
+    names = {"scale": "weight", "bias": "bias"}
+    return {name: names[name] for name in BLOCKS[a.block].norm_parameters}
+
+
+def _scale(a: Architecture, module: str, name: str, width: int, hf_name: str = "") -> TensorTable:
+    """Return the scale of an RMSNorm inside a module."""
+    row = _in_layers(a, f"{HF_MODULES[module]}.{hf_name or name}", (width,), ".weight")
+    return {("layers", module, name, "scale"): row}
 
 
 def _attention(a: Architecture, module: str, is_local: bool, is_shared: bool) -> TensorTable:
     num_kv_heads, head_dim = a.kv_heads(is_local)
     queries = a.num_heads * head_dim
     keys = num_kv_heads * head_dim
-    heads = {"q": a.num_heads, "k": num_kv_heads}
+    heads = {"q_norm": a.num_heads, "k_norm": num_kv_heads}
     # A gate follows the queries of each head.
-    widths = {"q_proj": queries * (1 + a.output_gate), "k_proj": keys, "v_proj": keys}
+    widths = {"q_proj": (queries * (1 + a.output_gate),), "k_proj": (keys,), "v_proj": (keys,)}
     if a.keys_as_values and not is_local:
         del widths["v_proj"]
     if is_shared:
-        del heads["k"]
+        del heads["k_norm"]
         widths = {"q_proj": widths["q_proj"]}
     rows: TensorTable = {}
     for name, number in heads.items() if a.qk_norm else ():
-        width = number * head_dim if a.qk_norm_over_heads else head_dim
-        row = _in_layers(a, f"{ATTENTION}.{name}_norm", (width,), ".weight")
-        rows["layers", module, f"{name}_norm", "scale"] = row
+        rows |= _scale(a, module, name, number * head_dim if a.qk_norm_over_heads else head_dim)
     groups = a.num_heads if FAMILIES[a.family].fused_by_head else 1
-    rows |= _shared_input_projections(a, module, ATTENTION, _whole(widths), a.qkv_bias, groups)
-    rows |= _dense(
-        a,
-        path=(module, "o_proj"),
-        hf_name=f"{ATTENTION}.o_proj",
-        inputs=queries,
-        outputs=a.hidden_size,
-        bias=a.output_bias,
-    )
+    rows |= _shared_input_projections(a, module, widths, a.qkv_bias, groups)
+    rows |= _dense(a, module, "o_proj", queries, a.hidden_size, a.output_bias)
     if a.attention_sinks:
-        rows["layers", module, "sinks"] = _in_layers(a, f"{ATTENTION}.sinks", (a.num_heads,))
+        name = f"{HF_MODULES[module]}.sinks"
+        rows["layers", module, "sinks"] = _in_layers(a, name, (a.num_heads,))
     return rows
 
 
 def _per_layer_embeddings(a: Architecture) -> TensorTable:
     D, P = a.hidden_size, a.per_layer_size
-    names = ("per_layer_model_projection", "per_layer_projection_norm", "post_per_layer_input_norm")
-    projection, norm, layer_norm = names
+    projection, norm = "per_layer_model_projection", "per_layer_projection_norm"
     rows: TensorTable = {
         ("embed_per_layer", "embedding"): TensorMapping(
             "model.embed_tokens_per_layer.weight", (a.vocab_size, a.num_layers * P)
@@ -236,70 +235,55 @@ def _per_layer_embeddings(a: Architecture) -> TensorTable:
             f"model.{projection}.weight", (D, a.num_layers * P), transposed=True
         ),
         (norm, "scale"): TensorMapping(f"model.{norm}.weight", (P,)),
-        **_norm(a, ("layers", layer_norm), _layer_name(a, layer_norm), layers=a.num_layers),
     }
-    for name, inputs, outputs in (
-        ("per_layer_input_gate", D, P),
-        ("per_layer_projection", P, D),
+    for name, parameter, shape in (
+        ("post_per_layer_input_norm", "scale", (D,)),
+        ("per_layer_input_gate", "kernel", (D, P)),
+        ("per_layer_projection", "kernel", (P, D)),
     ):
-        rows |= _dense(a, path=(name,), hf_name=name, inputs=inputs, outputs=outputs, bias=False)
+        row = _in_layers(a, name, shape, ".weight", transposed=parameter == "kernel")
+        rows["layers", name, parameter] = row
     return rows
 
 
 def _latent_attention(a: Architecture) -> TensorTable:
-    unrotated = a.head_dim - a.rope_head_dim
+    module, unrotated = "attention", a.head_dim - a.rope_head_dim
     queries, width = "q_proj", a.hidden_size
-    rows: TensorTable = {}
     parts = [("kv_a_proj_with_mqa", a.hidden_size, a.latent_size + a.rope_head_dim, a.qkv_bias)]
-    norms = [("kv_a_norm", "kv_a_layernorm", a.latent_size)]
+    norms = [("kv_a_norm", a.latent_size, "kv_a_layernorm")]
     if a.query_latent_size:
         parts.append(("q_a_proj", a.hidden_size, a.query_latent_size, a.qkv_bias))
-        norms.append(("q_a_norm", "q_a_layernorm", a.query_latent_size))
+        norms.append(("q_a_norm", a.query_latent_size, "q_a_layernorm"))
         queries, width = "q_b_proj", a.query_latent_size
     parts += [
         (queries, width, a.num_heads * a.head_dim, False),
         ("kv_b_proj", a.latent_size, a.num_heads * (unrotated + a.value_head_dim), False),
         ("o_proj", a.num_heads * a.value_head_dim, a.hidden_size, a.output_bias),
     ]
-    for name, inputs, outputs, bias in parts:
-        rows |= _dense(
-            a,
-            path=("attention", name),
-            hf_name=f"{ATTENTION}.{name}",
-            inputs=inputs,
-            outputs=outputs,
-            bias=bias,
-        )
-    for name, hf_name, size in norms:
-        row = _in_layers(a, f"{ATTENTION}.{hf_name}", (size,), ".weight")
-        rows["layers", "attention", name, "scale"] = row
+    rows: TensorTable = {}
+    for part in parts:
+        rows |= _dense(a, module, *part)
+    for norm in norms:
+        rows |= _scale(a, module, *norm)
     return rows
 
 
 def _short_conv(a: Architecture) -> TensorTable:
-    D = a.hidden_size
-    rows: TensorTable = {}
-    for name, outputs in (("in_proj", 3 * D), ("out_proj", D)):
-        rows |= _dense(
-            a,
-            path=("short_conv", name),
-            hf_name=f"{SHORT_CONV}.{name}",
-            inputs=D,
-            outputs=outputs,
-            bias=False,
-        )
+    D, module = a.hidden_size, "short_conv"
+    rows = _dense(a, module, "in_proj", D, 3 * D) | _dense(a, module, "out_proj", D, D)
     # The checkpoint has the three projections one after the other, ours are grouped.
     parts = ((0, D), (D, D), (2 * D, D))
-    path = ("layers", "short_conv", "in_proj", "kernel")
+    path = ("layers", module, "in_proj", "kernel")
     place = Fused(parts, 3 * D, own_groups=a.num_kv_heads)
     rows[path] = dataclasses.replace(rows[path], fused=place)
-    rows["layers", "short_conv", "window_filter"] = _in_layers(
-        a, f"{SHORT_CONV}.conv.weight", (a.delta_window, 1, D), transposed=True
+    rows["layers", module, "window_filter"] = _in_layers(
+        a, f"{HF_MODULES[module]}.conv.weight", (a.delta_window, 1, D), transposed=True
     )
     return rows
 
 
 def _delta_net(a: Architecture) -> TensorTable:
+    module, hf_module = "delta_net", HF_MODULES["delta_net"]
     channels = sum(a.delta_widths)
     values = a.delta_widths[2]
     heads = a.delta_value_heads
@@ -308,36 +292,27 @@ def _delta_net(a: Architecture) -> TensorTable:
     by_head = Fused(
         tuple(zip(starts, a.delta_widths, strict=True)), channels, own_groups=a.delta_key_heads
     )
-    rows = _dense(
-        a,
-        path=("delta_net", "out_proj"),
-        hf_name=f"{DELTA_NET}.out_proj",
-        inputs=values,
-        outputs=a.hidden_size,
-        bias=False,
-    )
+    rows = _dense(a, module, "out_proj", values, a.hidden_size)
     # Where they are fused, the tensors hold the projections of one key head, then of the next.
     inputs: tuple[dict[str, tuple[int, ...]], ...] = (
         {"in_proj_qkv": a.delta_widths, "in_proj_z": (values,)},
         {"in_proj_b": (heads,), "in_proj_a": (heads,)},
     )
     for parts in inputs:
-        rows |= _shared_input_projections(
-            a, "delta_net", DELTA_NET, parts, False, a.delta_key_heads
-        )
-    qkv = ("layers", "delta_net", "in_proj_qkv", "kernel")
+        rows |= _shared_input_projections(a, module, parts, False, a.delta_key_heads)
+    qkv = ("layers", module, "in_proj_qkv", "kernel")
     place = (rows[qkv].fused or by_head)._replace(own_groups=a.delta_key_heads)
     rows[qkv] = dataclasses.replace(rows[qkv], fused=place)
-    for path, hf_name, shape in (
-        (("window_filter",), "conv1d.weight", (a.delta_window, 1, channels)),
-        (("log_rate",), "A_log", (a.delta_value_heads,)),
-        (("step_bias",), "dt_bias", (a.delta_value_heads,)),
-        (("norm", "scale"), "norm.weight", (a.delta_value_dim,)),
-    ):
-        own = by_head if path == ("window_filter",) else None
-        row = _in_layers(a, f"{DELTA_NET}.{hf_name}", shape, transposed=True, fused=own)
-        rows["layers", "delta_net", *path] = row
-    return rows
+    rows["layers", module, "window_filter"] = _in_layers(
+        a,
+        f"{hf_module}.conv1d.weight",
+        (a.delta_window, 1, channels),
+        transposed=True,
+        fused=by_head,
+    )
+    for name, hf_name in (("log_rate", "A_log"), ("step_bias", "dt_bias")):
+        rows["layers", module, name] = _in_layers(a, f"{hf_module}.{hf_name}", (heads,))
+    return rows | _scale(a, module, "norm", a.delta_value_dim)
 
 
 def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) -> TensorMapping:
@@ -348,55 +323,31 @@ def _of_some_layers(a: Architecture, path: tuple[str, ...], row: TensorMapping) 
     return dataclasses.replace(row, layers=len(numbers), layer_numbers=numbers)
 
 
-def _mlp(a: Architecture, module: str, hf_module: str, width: int) -> TensorTable:
-    widths = dict.fromkeys(BLOCKS[a.block].mlp_inputs, width)
-    inputs = _shared_input_projections(a, module, hf_module, _whole(widths), a.mlp_bias)
-    output = _dense(
-        a,
-        path=(module, "down_proj"),
-        hf_name=f"{hf_module}.down_proj",
-        inputs=width,
-        outputs=a.hidden_size,
-        bias=a.mlp_bias,
-    )
-    return inputs | output
-
-
-def _shared_expert(a: Architecture) -> TensorTable:
-    rows = _mlp(a, "shared_expert", f"{MLP}.shared_expert", a.shared_expert_size)
-    if not a.shared_expert_gate:
-        return rows
-    return rows | _dense(
-        a,
-        path=("shared_expert", "shared_expert_gate"),
-        hf_name=f"{MLP}.shared_expert_gate",
-        inputs=a.hidden_size,
-        outputs=1,
-        bias=False,
-    )
+def _mlp(a: Architecture, module: str, width: int) -> TensorTable:
+    widths = dict.fromkeys(BLOCKS[a.block].mlp_inputs, (width,))
+    rows = _shared_input_projections(a, module, widths, a.mlp_bias)
+    return rows | _dense(a, module, "down_proj", width, a.hidden_size, a.mlp_bias)
 
 
 def _experts(a: Architecture, stacked: bool) -> TensorTable:
+    E, D, width = a.num_experts, a.hidden_size, a.intermediate_size
+    module, router = HF_MODULES["mlp"], f"{HF_MODULES['mlp']}.gate"
     rows: TensorTable = {
         ("layers", "mlp", "router", "kernel"): _in_layers(
-            a, f"{MLP}.gate", (a.hidden_size, a.num_experts), ".weight", transposed=True
+            a, router, (D, E), ".weight", transposed=True
         )
     }
     if a.mlp_bias:
-        row = _in_layers(a, f"{MLP}.gate", (a.num_experts,), ".bias")
-        rows["layers", "mlp", "router", "bias"] = row
+        rows["layers", "mlp", "router", "bias"] = _in_layers(a, router, (E,), ".bias")
     if a.sigmoid_router:
-        name = f"{MLP}.gate.e_score_correction_bias"
-        rows["layers", "mlp", CORRECTION_BIAS] = _in_layers(a, name, (a.num_experts,))
+        name = f"{router}.e_score_correction_bias"
+        rows["layers", "mlp", CORRECTION_BIAS] = _in_layers(a, name, (E,))
     if stacked or FAMILIES[a.family].stacked_experts:
         return rows | _stacked_experts(a, has_halves=not FAMILIES[a.family].stacked_experts)
-    inwards = (a.hidden_size, a.intermediate_size)
-    outwards = (a.intermediate_size, a.hidden_size)
-    shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
+    shapes = {"gate_proj": (D, width), "up_proj": (D, width), "down_proj": (width, D)}
     for name, shape in shapes.items():
-        hf_name, experts = f"{MLP}.experts.{{}}.{name}", a.num_experts
         rows["layers", "mlp", "experts", name, "kernel"] = _in_layers(
-            a, hf_name, shape, ".weight", transposed=True, experts=experts
+            a, f"{module}.experts.{{}}.{name}", shape, ".weight", transposed=True, experts=E
         )
     return rows
 
@@ -416,9 +367,9 @@ def _stacked_experts(a: Architecture, has_halves: bool) -> TensorTable:
         ("up_proj", "gate_up_proj", D, width, second),
         ("down_proj", "down_proj", width, D, None),
     ):
-        options: dict[str, Any] = {"fused": place, "stacked": True}
-        shape = (E, inputs, outputs)
-        kernel = _in_layers(a, f"{MLP}.experts.{hf_name}", shape, transposed=has_halves, **options)
+        options: dict[str, Any] = {"fused": place, "stacked": True, "transposed": has_halves}
+        hf_name = f"{HF_MODULES['mlp']}.experts.{hf_name}"
+        kernel = _in_layers(a, hf_name, (E, inputs, outputs), **options)
         rows["layers", "mlp", "experts", name, "kernel"] = kernel
         if a.mlp_bias:
             rows["layers", "mlp", "experts", name, "bias"] = dataclasses.replace(
@@ -427,16 +378,10 @@ def _stacked_experts(a: Architecture, has_halves: bool) -> TensorTable:
     return rows
 
 
-def _whole(widths: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Return projections of one part each."""
-    return {name: (width,) for name, width in widths.items()}
-
-
 def _shared_input_projections(
     a: Architecture,
     module: str,
-    hf_module: str,
-    projections: dict[str, tuple[int, ...]],
+    projections: Mapping[str, tuple[int, ...]],
     bias: bool,
     groups: int = 1,
 ) -> TensorTable:
@@ -445,19 +390,12 @@ def _shared_input_projections(
     The widths of the parts of `projections` are in the order of that tensor, of which `groups` are
     as in `Fused`.
     """
-    fused = FAMILIES[a.family].fused_projections.get(tuple(projections))
+    fused = FAMILIES[a.family].fused_projections.get(tuple(projections), "")
     total = sum(map(sum, projections.values()))
     rows: TensorTable = {}
     first = 0
     for name, widths in projections.items():
-        projection = _dense(
-            a,
-            path=(module, name),
-            hf_name=f"{hf_module}.{fused or name}",
-            inputs=a.hidden_size,
-            outputs=sum(widths),
-            bias=bias,
-        )
+        projection = _dense(a, module, name, a.hidden_size, sum(widths), bias, fused)
         if fused:
             firsts = itertools.accumulate(widths, initial=first)
             parts = tuple((at // groups, width) for at, width in zip(firsts, widths, strict=False))
@@ -471,11 +409,18 @@ def _shared_input_projections(
 
 
 def _dense(
-    a: Architecture, *, path: tuple[str, ...], hf_name: str, inputs: int, outputs: int, bias: bool
+    a: Architecture,
+    module: str,
+    name: str,
+    inputs: int,
+    outputs: int,
+    bias: bool = False,
+    hf_name: str = "",
 ) -> TensorTable:
+    hf_name = f"{HF_MODULES[module]}.{hf_name or name}"
     transposed = not FAMILIES[a.family].input_first
     kernel = _in_layers(a, hf_name, (inputs, outputs), ".weight", transposed=transposed)
-    rows: TensorTable = {("layers", *path, "kernel"): kernel}
+    rows: TensorTable = {("layers", module, name, "kernel"): kernel}
     if bias:
-        rows["layers", *path, "bias"] = _in_layers(a, hf_name, (outputs,), ".bias")
+        rows["layers", module, name, "bias"] = _in_layers(a, hf_name, (outputs,), ".bias")
     return rows

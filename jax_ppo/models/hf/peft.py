@@ -20,14 +20,10 @@ from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import ConfigReader
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.json_files import read_json_object, write_json
-from jax_ppo.models.hf.load import (
-    read_parameters,
-    tensors_to_read,
-    validate_tensors,
-)
+from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
-from jax_ppo.models.hf.save import VALUE_UNIT, atomic_folder
-from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, abbreviate, flatten_like
+from jax_ppo.models.hf.save import VALUE_UNIT, atomic_folder, exported_head
+from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed
@@ -234,40 +230,26 @@ def save_adapters(
 ) -> None:
     """Write a folder that PEFT loads; it appears complete or not at all.
 
-    In a run of several processes, all of them must call this; process 0 writes.
-
-    Args:
-      adapters: adapters of one role, on any devices. With a scalar head they belong to a
-        sequence classifier.
-      architecture: the decoder that they belong to.
-      lora: their shape.
-      folder: the folder; an earlier export in it is replaced.
-      base_model: hub name or path of the base model.
-      revision: revision of the base model on the hub.
-      per_token: as in `export_checkpoint`.
-      value_unit: as in `export_checkpoint`.
+    In a run of several processes, all of them must call this; process 0 writes. Adapters with a
+    scalar head belong to a sequence classifier. `base_model` is a hub name, with its `revision`, or
+    a path; the other arguments are as for `export_checkpoint`.
 
     Raises:
       ValueError: `adapters` does not have this shape.
       UserError: `folder` holds something other than adapters.
     """
-    head = "scalar" if "score" in adapters else "lm"
-    folder = Path(folder)
+    adapters, head = exported_head(adapters, architecture, per_token)
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     arrays = flatten_like(adapters, rows, "`adapters`")
-    if head == "scalar" and per_token and FAMILIES[architecture.family].has_token_classifier:
-        head = "token"
-        rows["score", "bias"] = TensorMapping(f"{PEFT_PREFIX}score.bias", (1,))
-        arrays["score", "bias"] = jnp.zeros(1)
     total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
-    with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
+    with atomic_folder(Path(folder), ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if distributed.is_main():
             config = to_adapter_config(architecture, lora, head, base_model, revision)
             write_json(temporary / ADAPTER_CONFIG, config)
             if value_unit is not None:
                 write_json(temporary / VALUE_UNIT, value_unit)
         write_weights(
-            temporary,
+            Path(folder),
             rows=rows,
             arrays=arrays,
             dtype="float32",
@@ -277,11 +259,7 @@ def save_adapters(
 
 
 def to_adapter_config(
-    architecture: Architecture,
-    lora: Lora,
-    head: str,
-    base_model: str,
-    revision: str | None = None,
+    architecture: Architecture, lora: Lora, head: str, base_model: str, revision: str | None = None
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 

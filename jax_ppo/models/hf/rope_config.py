@@ -20,12 +20,7 @@ OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 LISTS = frozenset({"short_factor", "long_factor"})
 # Entries that transformers ignores.
-HARMLESS_ENTRIES = (
-    "finetuned",
-    "max_position_embeddings",
-    "mrope_interleaved",
-    "mrope_section",
-)
+HARMLESS_ENTRIES = ("finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section")
 PARTIAL_FACTOR = "partial_rotary_factor"
 
 RopeScaling = tuple[tuple[str, Any], ...]
@@ -167,12 +162,7 @@ class _OneRope:
             self._original_length = _read_original_length(reader)
 
     def read(self, table: Config, name: str) -> RopeFields:
-        """Return the parameters.
-
-        Args:
-          table: the parameters; empty: the default ones.
-          name: name of the table in config.json.
-        """
+        """Return the parameters of a table of this name in config.json; empty: the default ones."""
         entries = ConfigReader(table, where=f"config.json: {name}.")
         kind = self._read_kind(entries)
         partial_factor = 1.0 if kind == "proportional" else self._read_partial_factor(entries)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.config_export import to_hf_config, update_hf_config
+from jax_ppo.models.hf.config_export import update_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.json_files import read_json_object, write_json
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
-from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, flatten_like
+from jax_ppo.models.hf.tensors import TensorTable, flatten_like
 from jax_ppo.models.hf.weight_files import (
     EXPORT_DTYPES,
     MergedKernel,
@@ -84,15 +84,10 @@ def export_checkpoint(
     """
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
-    head = "scalar" if "score" in params else "lm"
+    params, head = exported_head(params, architecture, per_token)
     rows = tensor_table(architecture, head)
     arrays = flatten_like(params, rows, "`params`")
     _validate_shapes(arrays, rows)
-    if head == "scalar" and per_token and FAMILIES[architecture.family].has_token_classifier:
-        head = "token"
-        # transformers' head has a bias, which critics do not.
-        rows["score", "bias"] = TensorMapping("score.bias", (1,))
-        arrays["score", "bias"] = jnp.zeros(1)
     if adapters is not None and lora is not None:
         arrays |= _merged_kernels(arrays, adapters, architecture, lora)
     with atomic_folder(Path(folder), *DESCRIPTION) as temporary:
@@ -102,7 +97,21 @@ def export_checkpoint(
             )
             if value_unit is not None:
                 write_json(temporary / VALUE_UNIT, value_unit)
-        write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
+        write_weights(Path(folder), rows, arrays, dtype, max_shard_bytes)
+
+
+def exported_head(
+    params: dict[str, Any], architecture: Architecture, per_token: bool
+) -> tuple[dict[str, Any], str]:
+    """Return parameters, or adapters, with those of their head in transformers, and its name.
+
+    `per_token` is as for `export_checkpoint`, and names are as in `names.HEADS`.
+    """
+    if "score" not in params:
+        return params, "lm"
+    if not per_token or not FAMILIES[architecture.family].has_token_classifier:
+        return params, "scalar"
+    return params | {"score": params["score"] | {"bias": jnp.zeros(1)}}, "token"
 
 
 def export_description(architecture: Architecture, folder: Path, source_folder: Path) -> None:
@@ -124,8 +133,17 @@ def _write_description(
     tokenizer_folder: str | Path | None,
 ) -> None:
     """Write all files of an export but its weights; arguments as for the export."""
-    write_json(folder / "config.json", _model_config(architecture, dtype, head, source_folder))
-    write_json(folder / "generation_config.json", _generation_config(architecture, source_folder))
+    config = update_hf_config(_read_source(source_folder, "config.json"), architecture, dtype, head)
+    write_json(folder / "config.json", config)
+    # The source's generation defaults with the architecture's special tokens.
+    defaults = _read_source(source_folder, "generation_config.json")
+    ids = {
+        "bos_token_id": architecture.bos_id,
+        "eos_token_id": list(architecture.eos_ids) or None,
+        "pad_token_id": architecture.pad_id,
+    }
+    defaults |= {name: value for name, value in ids.items() if value is not None}
+    write_json(folder / "generation_config.json", defaults)
     if tokenizer := tokenizer_folder or source_folder:
         _copy_tokenizer(Path(tokenizer), folder)
 
@@ -193,33 +211,11 @@ def _merged_kernels(
     return merged
 
 
-def _model_config(
-    architecture: Architecture, dtype: str, head: str, source_folder: str | Path | None
-) -> dict[str, Any]:
-    """Return the contents of config.json, with the source's fields that need not change."""
-    if source_folder is None:
-        return to_hf_config(architecture, dtype, head)
-    source = Path(source_folder) / "config.json"
-    if not source.exists():
-        return to_hf_config(architecture, dtype, head)
-    return update_hf_config(read_json_object(source), architecture, dtype, head)
-
-
-def _generation_config(
-    architecture: Architecture, source_folder: str | Path | None
-) -> dict[str, Any]:
-    """Return the source's generation defaults with the architecture's special tokens."""
-    config = {}
-    if source_folder is not None:
-        source = Path(source_folder) / "generation_config.json"
-        if source.exists():
-            config = read_json_object(source)
-    ids = {
-        "bos_token_id": architecture.bos_id,
-        "eos_token_id": list(architecture.eos_ids) or None,
-        "pad_token_id": architecture.pad_id,
-    }
-    return config | {name: value for name, value in ids.items() if value is not None}
+def _read_source(folder: str | Path | None, name: str) -> dict[str, Any]:
+    """Return a JSON file of the checkpoint that a model started from; {} if there is none."""
+    if folder is None or not (Path(folder) / name).exists():
+        return {}
+    return read_json_object(Path(folder) / name)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

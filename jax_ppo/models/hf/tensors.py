@@ -12,20 +12,14 @@ T = TypeVar("T")
 
 
 class Fused(NamedTuple):
-    """The place of a parameter in a tensor that holds several, along the axis of their outputs.
+    """The place of a parameter in a tensor that holds several, along the axis of their outputs."""
 
-    Attributes:
-      parts: the first output in the tensor, or in each of its groups, and the number of outputs of
-        each part of the parameter; most have one part.
-      total: number of the tensor's outputs.
-      groups: with n, the tensor holds the first n-th of each part, then the second, ...
-      own_groups: the same of the parameter.
-    """
-
+    # For each part of the parameter, of which most have one: its first output in the tensor, or in
+    # each of its groups, and its number of outputs.
     parts: tuple[tuple[int, int], ...]
-    total: int
-    groups: int = 1
-    own_groups: int = 1
+    total: int  # number of the tensor's outputs
+    groups: int = 1  # with n, the tensor holds the first n-th of each part, then the second, ...
+    own_groups: int = 1  # the same of the parameter
 
     def outputs(self) -> np.ndarray:
         """Return the place in the tensor of each of the parameter's outputs."""
@@ -81,11 +75,9 @@ class TensorMapping:
     def read(
         self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]
     ) -> np.ndarray:
-        """Return a block of our parameter.
+        """Return a block of our parameter, of which `read` reads the checkpoint's tensor.
 
-        Args:
-          read: reads a block of the checkpoint's tensor.
-          index: one slice per axis of our parameter, without the axis of layers.
+        `index` has a slice per axis of our parameter, without the axis of layers.
         """
         hf_index = list(self._in_hf_order(index))
         if self.fused is None:
@@ -112,11 +104,9 @@ class TensorMapping:
         return values.transpose(self._in_hf_order(tuple(range(values.ndim))))
 
     def write(self, values: np.ndarray, tensor: np.ndarray | None) -> np.ndarray:
-        """Return the checkpoint's tensor with this parameter in it.
+        """Return the checkpoint's tensor with this parameter, as it is in one layer, in it.
 
-        Args:
-          values: the parameter in one layer.
-          tensor: the tensor with other parameters that it holds; `None`: this is the first one.
+        `tensor` has the other parameters that it holds; `None`: this is the first one.
         """
         values = self._transpose(values)
         if self.fused is None:

@@ -15,12 +15,7 @@ from jax.sharding import NamedSharding
 
 from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.files import (
-    INDEX_FILE,
-    SAFETENSORS_DTYPES,
-    SINGLE_FILE,
-    write_safetensors,
-)
+from jax_ppo.models.hf.files import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE, write_safetensors
 from jax_ppo.models.hf.json_files import write_json
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 from jax_ppo.models.lora import merge_kernel
@@ -46,19 +41,11 @@ class MergedKernel:
 
 @dataclasses.dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of an exported checkpoint.
-
-    Attributes:
-      name: its name in the checkpoint.
-      paths: our parameters that it holds, in order.
-      layer: the layer that it belongs to, or `None`.
-      expert: the expert that it belongs to, or `None`.
-    """
+    """One tensor of an exported checkpoint."""
 
     name: str
-    paths: list[tensors.Path]
-    layer: int | None
-    expert: int | None = None
+    paths: list[tensors.Path]  # our parameters that it holds, in order
+    index: tuple[int, ...] = ()  # the layer, and perhaps the expert, that it belongs to
 
 
 Arrays = Mapping[tensors.Path, jax.Array | MergedKernel]
@@ -72,9 +59,9 @@ def write_weights(
     max_shard_bytes: int,
     single_file: str = SINGLE_FILE,
 ) -> None:
-    """Write the weight files and, if there are several, their index.
+    """Write the weight files of an export and, if there are several, their index.
 
-    Every process must call this.
+    They go to its temporary folder. Every process must call this.
 
     `max_shard_bytes` is the maximum size of a file, unless a single tensor is larger; `single_file`
     the name of the file if there is only one.
@@ -84,6 +71,7 @@ def write_weights(
         math.prod(row.full_shape) * SAFETENSORS_DTYPES[_code(path, dtype)].itemsize
         for path, row in rows.items()
     )
+    temporary = temporary_folder(folder)
     is_moved = work_directory.is_in_bucket(folder)
     if distributed.is_main() or is_moved:
         # Files that go to a bucket are on this disk one at a time.
@@ -111,17 +99,15 @@ def write_weights(
             tensor.name: (_code(tensor.paths[0], dtype), rows[tensor.paths[0]].hf_shape)
             for tensor in in_round[process]
         }
-        path = folder / names[first + process]
+        path = temporary / names[first + process]
         write_safetensors(path, header, contents)
-        work_directory.move_to_bucket(path, _final_folder(folder))
+        work_directory.move_to_bucket(path, folder)
     if distributed.is_main() and len(shards) > 1:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
-        write_json(
-            folder / INDEX_FILE,
-            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map},
-        )
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(temporary / INDEX_FILE, index)
 
 
 def _code(path: tensors.Path, dtype: str) -> str:
@@ -163,7 +149,6 @@ def _gather_round(
 def _split_into_shards(
     rows: TensorTable, itemsize: int, max_bytes: int
 ) -> list[list[ExportedTensor]]:
-    """Split the tensors into files of at most `max_bytes`."""
     shards: list[list[ExportedTensor]] = []
     free_bytes = 0
     for tensor in _in_order(rows):
@@ -185,7 +170,7 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
         paths_by_name = outside if row.layers is None else stacked
         paths_by_name.setdefault((row.name, row.layer_numbers), []).append(path)
     for (name, _), paths in outside.items():
-        yield ExportedTensor(name, paths, layer=None)
+        yield ExportedTensor(name, paths)
     for number in range(max(map(_num_layers, rows.values()))):
         for paths in stacked.values():
             row = rows[paths[0]]
@@ -194,12 +179,9 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
                 if number not in row.layer_numbers:
                     continue
                 layer = row.layer_numbers.index(number)
-            names = row.layer_names(layer)
-            if row.experts is None:
-                yield ExportedTensor(names[0], paths, layer)
-                continue
-            for expert, name in enumerate(names):
-                yield ExportedTensor(name, paths, layer, expert)
+            for expert, name in enumerate(row.layer_names(layer)):
+                index = (layer,) if row.experts is None else (layer, expert)
+                yield ExportedTensor(name, paths, index)
 
 
 def _num_layers(row: TensorMapping) -> int:
@@ -231,13 +213,12 @@ def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str)
     This is a collective operation if the array spans processes.
     """
     if isinstance(array, MergedKernel):
-        assert tensor.layer is not None  # every projection with adapters belongs to a layer
+        (layer,) = tensor.index  # routed experts have no adapters
         one_layer = _select_merged_layer(
-            array.kernel, array.lora_a, array.lora_b, tensor.layer, dtype=dtype, scale=array.scale
+            array.kernel, array.lora_a, array.lora_b, layer, dtype=dtype, scale=array.scale
         )
     else:
-        index = tuple(i for i in (tensor.layer, tensor.expert) if i is not None)
-        one_layer = _select(array, index, dtype=dtype)
+        one_layer = _select(array, tensor.index, dtype=dtype)
     if one_layer.is_fully_addressable:
         return one_layer
     layout = (array.kernel if isinstance(array, MergedKernel) else array).sharding
@@ -256,7 +237,3 @@ def _copy_to_all_devices(x: jax.Array, *, layout: NamedSharding) -> jax.Array:
 def temporary_folder(folder: Path) -> Path:
     """Return where an export is written until it is complete."""
     return folder.with_name(f".{folder.name}.writing")
-
-
-def _final_folder(temporary: Path) -> Path:
-    return temporary.with_name(temporary.name.removeprefix(".").removesuffix(".writing"))
