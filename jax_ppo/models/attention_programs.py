@@ -54,11 +54,8 @@ def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) ->
     rounded up to one of these if that adds at most `MAX_ROUNDING`. cuDNN takes even lengths, and
     parts of rows have two blocks.
 
-    Args:
-      wanted: as for `select_attention_program`.
-      platform: as for `program_obstacle`.
-      length: tokens of the longest sample.
-      parts: number of devices that a row is split over, each with as many tokens.
+    `length` counts the tokens of the longest sample, and `parts` the devices that a row is split
+    over, each with as many tokens.
     """
     if parts > 1:
         part = round_row_length(wanted, platform, -(-length // parts))
@@ -86,9 +83,9 @@ def program_obstacle(
     """Return why a program for whole sequences cannot run, or `None` if it can.
 
     Args:
-      program: the program.
+      program: "xla", "cudnn" or "splash".
       platform: "cpu", "cuda", "rocm" or "tpu".
-      dtype: type of the computation.
+      dtype: of the computation.
       head_dim: d.
       length: T, number of tokens per row.
       softcap: soft cap of the scores, or `None`.

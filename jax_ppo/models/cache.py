@@ -68,7 +68,7 @@ def select_cache_program(
       wanted: "xla", "cudnn", or "auto": cudnn if it can run, else xla.
       platform: "cpu", "cuda", "rocm" or "tpu".
       attention: program for whole sequences (attention.py).
-      architecture: the decoder.
+      architecture: of the decoder.
       max_columns: maximum of S.
       is_split: whether devices hold parts of the columns (split_cache.py).
 
@@ -220,14 +220,7 @@ def attend_to_cache(
     if sliding_window is not None and sliding_window >= num_columns(program, layer):
         sliding_window = None
     if program == "cpu":
-        return _attend_up_to_longest(
-            q_bx1xHxd,
-            keys,
-            values,
-            columns_b,
-            sliding_window,
-            options,
-        )
+        return _attend_up_to_longest(q_bx1xHxd, keys, values, columns_b, sliding_window, options)
     # The other programs run for all rows of the cache.
     idle_rows = len(keys) - len(q_bx1xHxd)
     q_Bx1xHxd = pad_rows(q_bx1xHxd, idle_rows)
@@ -239,14 +232,7 @@ def attend_to_cache(
     else:
         held_S = jnp.arange(num_columns(program, layer))
         readable_BxS = readable_columns(columns_B, held_S, sliding_window)
-        out_Bx1xHxd = _products(
-            program,
-            q_Bx1xHxd,
-            keys,
-            values,
-            readable_BxS,
-            **options,
-        )
+        out_Bx1xHxd = _products(program, q_Bx1xHxd, keys, values, readable_BxS, **options)
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
 

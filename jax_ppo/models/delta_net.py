@@ -21,9 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ppo.kernels.delta_rule import delta_chunks, delta_step
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache, RecurrentState
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, normalize
+from jax_ppo.models.layers import ATTENTION_OUTPUT, DecoderModule, Layer, normalize
 
 EPSILON = 1e-6  # of the norms of queries and keys, as in transformers
 
@@ -41,15 +40,35 @@ class GatedNorm(nn.Module):
         return (normed * nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-class DeltaNet(nn.Module):
+class RecurrentMixer(DecoderModule):
+    """What takes the place of attention in a layer, with a short convolution of its inputs."""
+
+    def convolve_tokens(
+        self,
+        inputs_BxTxC: jax.Array,
+        segments_BxT: jax.Array | None,
+        cache: RecurrentState | None,
+        ends_B: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the convolution [B, T, C], and the window of the state after these tokens."""
+        W = self.options.architecture.delta_window
+        shape = (W, 1, inputs_BxTxC.shape[-1])
+        weights = self.param("window_filter", nn.initializers.normal(W**-0.5), shape)
+        weights_WxC = weights.astype(self.options.dtype)[:, 0]
+        if cache is None:
+            window = None if ends_B is None else last_inputs(inputs_BxTxC, ends_B, W - 1)
+            return convolve(inputs_BxTxC, weights_WxC, segments_BxT), window
+        B = len(inputs_BxTxC)
+        window = jnp.concatenate([cache.window[:B], inputs_BxTxC], axis=1)
+        new_window = cache.window.at[:B].set(window[:, 1:])
+        return convolve(window, weights_WxC)[:, -1:], new_window
+
+
+class DeltaNet(RecurrentMixer):
     """A Gated DeltaNet.
 
     The delta rule is in float32, whatever the type of the computation.
     """
-
-    architecture: Architecture
-    dtype: DTypeLike
-    lora_scale: float | None
 
     @nn.compact
     def __call__(
@@ -68,51 +87,43 @@ class DeltaNet(nn.Module):
           ends_B: without a cache, the numbers of tokens that the state includes; `None`: no state
             is returned.
         """
-        a = self.architecture
+        a = self.options.architecture
         B, T, _ = x_BxTxD.shape
-
-        def project(name: str, width: int, x: jax.Array) -> jax.Array:
-            return Dense(width, False, self.dtype, self.lora_scale, name=name)(x)
-
-        inputs = project("in_proj_qkv", sum(a.delta_widths), x_BxTxD)
-        gate = project("in_proj_z", a.delta_widths[2], x_BxTxD)
-        rate = nn.sigmoid(project("in_proj_b", a.delta_value_heads, x_BxTxD).astype(jnp.float32))
-        decay = self._decay(project("in_proj_a", a.delta_value_heads, x_BxTxD))
-        shape = (a.delta_window, 1, inputs.shape[-1])
-        weights = self.param("window_filter", nn.initializers.normal(shape[0] ** -0.5), shape)
-        weights_WxC = weights.astype(self.dtype)[:, 0]
+        inputs = self.project("in_proj_qkv", sum(a.delta_widths), x_BxTxD)
+        gate = self.project("in_proj_z", a.delta_widths[2], x_BxTxD)
+        rate = self.project("in_proj_b", a.delta_value_heads, x_BxTxD)
+        rate = nn.sigmoid(rate.astype(jnp.float32))
+        decay = self._decay(self.project("in_proj_a", a.delta_value_heads, x_BxTxD))
+        convolved, window = self.convolve_tokens(inputs, segments_BxT, cache, ends_B)
+        q, k, v = self._heads(nn.silu(convolved))
         if cache is None:
-            q, k, v = self._heads(nn.silu(convolve(inputs, weights_WxC, segments_BxT)))
             out, matrix = delta_chunks(q, k, v, decay, rate, segments_BxT, ends_B)
-            state = None
-            if matrix is not None and ends_B is not None:
-                state = RecurrentState(matrix, last_inputs(inputs, ends_B, a.delta_window - 1))
         else:
-            window = jnp.concatenate([cache.window[:B], inputs], axis=1)
-            q, k, v = self._heads(nn.silu(convolve(window, weights_WxC)[:, -1:]))
             token = (x[:, 0] for x in (q, k, v, decay, rate))
-            out, matrix = delta_step(cache.matrix[:B], *token)
-            out = out[:, None]
-            state = RecurrentState(
-                cache.matrix.at[:B].set(matrix), cache.window.at[:B].set(window[:, 1:])
-            )
+            out, new_matrix = delta_step(cache.matrix[:B], *token)
+            out, matrix = out[:, None], cache.matrix.at[:B].set(new_matrix)
+        state = None
+        if matrix is not None and window is not None:
+            state = RecurrentState(matrix, window)
         gate = gate.reshape(out.shape)
-        out = GatedNorm(a.norm_epsilon, name="norm")(out.astype(self.dtype), gate)
+        out = GatedNorm(a.norm_epsilon, name="norm")(out.astype(self.options.dtype), gate)
         out = checkpoint_name(out, ATTENTION_OUTPUT)
-        return project("out_proj", a.hidden_size, out.reshape(B, T, -1)), state
+        return self.project("out_proj", a.hidden_size, out.reshape(B, T, -1)), state
 
     def _decay(self, projected: jax.Array) -> jax.Array:
         """Return the logarithms of the factors on the states, float32 [B, T, H]."""
-        shape = (self.architecture.delta_value_heads,)
+        shape = (self.options.architecture.delta_value_heads,)
         bias = self.param("step_bias", nn.initializers.ones, shape, jnp.float32)
         log_rate = self.param("log_rate", _init_log_rate, shape, jnp.float32)
         # Decoding has rounded them already: whole sequences take the same numbers.
-        bias, log_rate = (x.astype(self.dtype).astype(jnp.float32) for x in (bias, log_rate))
+        bias, log_rate = (
+            x.astype(self.options.dtype).astype(jnp.float32) for x in (bias, log_rate)
+        )
         return -jnp.exp(log_rate) * nn.softplus(projected.astype(jnp.float32) + bias)
 
     def _heads(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values, float32 [B, T, H, K or V]."""
-        a = self.architecture
+        a = self.options.architecture
         B, T, _ = convolved.shape
         K = a.delta_key_dim
         grouped = convolved.astype(jnp.float32).reshape(B, T, a.delta_key_heads, -1)
@@ -127,7 +138,7 @@ class DeltaNet(nn.Module):
 class DeltaLayer(Layer):
     """A layer with either attention or a Gated DeltaNet, as its kind says."""
 
-    mixer: ClassVar[tuple[type[nn.Module], str]] = (DeltaNet, "delta_net")
+    mixer: ClassVar[tuple[type[RecurrentMixer], str]] = (DeltaNet, "delta_net")
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         """Return the output of the layer's own mixer; `inputs` as for `Attention`.
@@ -138,7 +149,7 @@ class DeltaLayer(Layer):
         if not kind.is_linear:
             return super()._attend(x, *inputs)
         create, name = self.mixer
-        mixer: Any = create(self.architecture, self.dtype, self.lora_scale, name=name)
+        mixer: Any = create(self.options, name=name)
         output: tuple[jax.Array, LayerCache | None] = mixer(x, segments_BxT, cache, ends_B)
         return output
 

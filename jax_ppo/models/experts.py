@@ -38,17 +38,12 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> dict[str, jax.Array]:
         """Return the kernel and, if there are any, its scale and bias, by name."""
-        if self.has_variable("params", "kernel"):
+        if not self.is_initializing():
             # In decoding, a device may have fewer experts than `shape` says.
-            parts: dict[str, jax.Array] = {"kernel": self.get_variable("params", "kernel")}
-        else:
-            init = nn.initializers.normal(0.02)
-            parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
-        if self.has_variable("params", "kernel_scale"):
-            parts["kernel_scale"] = self.get_variable("params", "kernel_scale")
-        if self.has_variable("params", "bias"):
-            parts["bias"] = self.get_variable("params", "bias")
-        elif self.use_bias:
+            return dict(self.variables["params"])
+        init = nn.initializers.normal(0.02)
+        parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
+        if self.use_bias:
             shape = (*self.shape[:-2], self.shape[-1])
             parts["bias"] = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
         return parts
@@ -70,21 +65,13 @@ class Experts(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """A router and its experts, in the place of the MLP.
-
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the experts' computation.
-      gate: joins the outputs of the experts' first two projections.
-      router_loss: whether `balance_losses` is returned as "router_loss".
-      returns_routed_experts: whether the selected experts are returned as "routed_experts".
-    """
+    """A router and its experts, in the place of the MLP."""
 
     architecture: Architecture
-    dtype: DTypeLike
-    gate: Gate
-    router_loss: bool = False
-    returns_routed_experts: bool = False
+    dtype: DTypeLike  # type of the experts' computation
+    gate: Gate  # joins the outputs of the experts' first two projections
+    router_loss: bool = False  # `balance_losses` is returned as "router_loss"
+    returns_routed_experts: bool = False  # the selected ones are returned as "routed_experts"
 
     @nn.compact
     def __call__(
@@ -204,11 +191,8 @@ def limit_to_groups(
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and V3 (arXiv 2412.19437, section 2.1.2).
 
-    Args:
-      scores: by which experts are selected.
-      groups: number of groups, each of E / groups consecutive experts.
-      selected: number of groups of each token.
-      counted: number of its best experts whose scores are added up to that of a group.
+    A group has E / `groups` consecutive experts, and each token `selected` groups. The score of a
+    group is the sum of those of its best `counted` experts.
     """
     if selected == groups:
         return scores
@@ -232,10 +216,7 @@ def balance_losses(
     DeepSeek-V2 and V3 (arXiv 2412.19437, equation 17): the loss of a sequence does not depend on
     the sequences beside it.
 
-    Args:
-      probabilities_RxLxE: the probability of each expert for each token.
-      experts_RxLxk: the selected experts.
-      segments_RxL: number of the sequence that each token belongs to; a sequence has no gap.
+    `segments_RxL` numbers the sequence that each token belongs to, which has no gap.
     """
     R, L, E = probabilities_RxLxE.shape
     # Segments are numbered from 0 in each row, whatever their names.

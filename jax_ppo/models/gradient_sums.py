@@ -26,18 +26,12 @@ GRADIENT_SUM = "gradient_sum"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSum:
-    """The sum that the gradients of stacked layers are added to.
+    """The sum that the gradients of stacked layers are added to."""
 
-    Attributes:
-      slot: zeros like `total`; the gradient of a loss with respect to them is the new sum.
-      total: the sum of earlier micro-batches, a tree like the layers.
-      key: random key of the micro-batch, for `add`.
-      add: (a layer's part of the sum, its gradient, a key) -> the new part.
-    """
-
-    slot: Params
-    total: Params
-    key: jax.Array | None
+    slot: Params  # zeros like `total`; the gradient of a loss with respect to them is the new sum
+    total: Params  # the sum of earlier micro-batches, a tree like the layers
+    key: jax.Array | None  # random key of the micro-batch, for `add`
+    # (a layer's part of the sum, its gradient, a key) -> the new part
     add: Callable[[Any, Any, jax.Array | None], Any] = dataclasses.field(metadata={"static": True})
 
 

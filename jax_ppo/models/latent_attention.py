@@ -22,18 +22,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jax_ppo.models import cache as whole_cache
 from jax_ppo.models import rope, split_cache
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import Segments, run_attention
-from jax_ppo.models.attention_over_parts import run_attention_over_parts
+from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import Columns
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense, Layer, LayerKind, RMSNorm
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Attention, Dense, Layer, LayerKind, RMSNorm
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
+from jax_ppo.runtime.parallelism.context import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 # The epsilon of the norms of latents, which config.json does not change.
@@ -85,14 +82,8 @@ class LatentDense(Dense):
             yield tuple(x.astype(self.dtype) for x in factors), self.lora_scale
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Attention to keys and values of latents; attributes and arguments as for `Attention`."""
-
-    architecture: Architecture
-    dtype: DTypeLike
-    program: str
-    decoding: str
-    lora_scale: float | None
 
     @nn.compact
     def __call__(
@@ -105,55 +96,51 @@ class LatentAttention(nn.Module):
         columns_B: jax.Array | None,
     ) -> tuple[jax.Array, Columns]:
         """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
-        a = self.architecture
+        a = self.options.architecture
         B, T = x_BxTxD.shape[:2]
         unrotated, width = a.head_dim - a.rope_head_dim, a.value_head_dim
-
-        def project(name: str, features: int, x: jax.Array, bias: bool = False) -> jax.Array:
-            return Dense(features, bias, self.dtype, self.lora_scale, name=name)(x)
 
         def rotate(x: jax.Array) -> jax.Array:
             return rope.rotate(x, *rotations[0], a.rope_interleaved)
 
         queries, name = x_BxTxD, "q_proj"
         if a.query_latent_size:
-            queries = project("q_a_proj", a.query_latent_size, queries, a.qkv_bias)
+            queries = self.project("q_a_proj", a.query_latent_size, queries, a.qkv_bias)
             queries, name = RMSNorm(a, LATENT_EPSILON, name="q_a_norm")(queries), "q_b_proj"
-        q = project(name, a.num_heads * a.head_dim, queries).reshape(B, T, a.num_heads, -1)
+        q = self.project(name, a.num_heads * a.head_dim, queries).reshape(B, T, a.num_heads, -1)
         q, q_rotated = q[..., :unrotated], rotate(q[..., unrotated:])
-        both = project("kv_a_proj_with_mqa", a.latent_size + a.rope_head_dim, x_BxTxD, a.qkv_bias)
+        width_of_both = a.latent_size + a.rope_head_dim
+        both = self.project("kv_a_proj_with_mqa", width_of_both, x_BxTxD, a.qkv_bias)
         latents = RMSNorm(a, LATENT_EPSILON, name="kv_a_norm")(both[..., : a.latent_size])
         rotated = rotate(both[..., None, a.latent_size :])
         columns = jnp.concatenate([latents[:, :, None], rotated], axis=-1)
         columns = copy_kv_heads(columns)
-        to_heads = LatentDense(
-            a.num_heads * (unrotated + width), False, self.dtype, self.lora_scale, name="kv_b_proj"
-        )
+        features = a.num_heads * (unrotated + width)
+        to_heads: Any = self.create_dense("kv_b_proj", features, create=LatentDense)
         if cache is None or columns_B is None:
             keys_and_values = to_heads(latents).reshape(B, T, a.num_heads, -1)
             k, v = keys_and_values[..., :unrotated], keys_and_values[..., unrotated:]
             k = jnp.concatenate([k, jnp.broadcast_to(rotated, (*k.shape[:3], a.rope_head_dim))], -1)
             q = jnp.concatenate([q, q_rotated], axis=-1)
-            out = self._attend_to_sequences(q, k, v, segments_BxT)
+            out = self._attend_to_heads(q, k, v, kind, segments_BxT)
             cache = columns, columns
         else:
             layout = split_cache if num_cache_parts() > 1 else whole_cache
             q = to_heads.to_latents(q[:, 0], 0)[:, None]
             q = pad_query_heads(jnp.concatenate([q, q_rotated], axis=-1), 1)
-            cache = layout.write_tokens(self.decoding, cache, columns, columns, columns_B)
-            out = layout.attend_to_cache(
-                self.decoding, q, cache, columns_B, scale=a.attention_scale
-            )
+            decoding = self.options.decoding
+            cache = layout.write_tokens(decoding, cache, columns, columns, columns_B)
+            out = layout.attend_to_cache(decoding, q, cache, columns_B, scale=a.attention_scale)
             out = drop_padded_heads(out, a.num_heads, 1)[:, 0, :, : a.latent_size]
             out = to_heads.from_latents(out, unrotated, width)[:, None]
         out = checkpoint_name(out, ATTENTION_OUTPUT).reshape(B, T, a.num_heads * width)
-        return project("o_proj", a.hidden_size, out, a.output_bias), cache
+        return self.project("o_proj", a.hidden_size, out, a.output_bias), cache
 
-    def _attend_to_sequences(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: Segments
+    def _attend_to_heads(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kind: LayerKind, segments_BxT: Segments
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, value_head_dim]."""
-        a = self.architecture
+        a = self.options.architecture
         # Programs take heads of one width: zeros change neither scores nor sums.
         q, k, v = (
             jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, a.attended_width - x.shape[-1])))
@@ -161,10 +148,8 @@ class LatentAttention(nn.Module):
         )
         q = pad_query_heads(q, a.num_heads)
         k, v = copy_kv_heads(k), copy_kv_heads(v)
-        # Parameters are created from one token, which has no parts.
-        parts = 1 if self.is_initializing() else num_row_parts()
-        run: Any = run_attention_over_parts if parts > 1 else run_attention
-        out = run(self.program, q, k, v, segments_BxT, scale=a.attention_scale)
+        factors = {"scale": a.attention_scale}
+        out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT, factors)
         return drop_padded_heads(out, a.num_heads, a.num_heads)[..., : a.value_head_dim]
 
 

@@ -1,5 +1,6 @@
 """Layers of the decoder: norms, dense layers with adapters, attention and the MLP."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +19,7 @@ from jax_ppo.models.attention import PrefixedSegments, Segments, run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
 from jax_ppo.models.cache import Columns, LayerCache
 from jax_ppo.models.experts import ExpertMLP
+from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
@@ -35,23 +37,28 @@ Flag = bool | jax.Array
 Auxiliary = dict[str, jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerOptions:
+    """What the layers of a decoder compute, and how. Hashable."""
+
+    architecture: Architecture
+    dtype: DTypeLike = jnp.float32  # of the computation; parameters may have any type
+    attention: str = "xla"  # program for whole sequences, one of attention.py's
+    decoding: str = "cpu"  # program for a new token, one of cache.py's; decides the cache's layout
+    lora: Lora | None = None  # shape of the adapters in the parameters (lora.join_adapters)
+    router_loss: bool = False  # the loss of the routers is returned, for training with experts
+    returns_routed_experts: bool = False  # the experts that each token passes through are returned
+
+
 class LayerKind(NamedTuple):
-    """The properties in which layers of a model may differ.
+    """The properties in which layers of a model may differ."""
 
-    Attributes:
-      is_local: whether the layer has a sliding window.
-      is_rotated: whether it has a rotary embedding.
-      is_linear: whether it has a Gated DeltaNet in place of attention; always a bool.
-      is_dense: whether it has a single MLP in place of experts, or one of those of
-        `Architecture.dense_layers`; always a bool.
-      is_shared: whether it reads the keys and values of an earlier layer; always a bool.
-    """
-
-    is_local: Flag
-    is_rotated: Flag
-    is_linear: Flag = False
-    is_dense: Flag = False
-    is_shared: Flag = False
+    is_local: Flag  # it has a sliding window
+    is_rotated: Flag  # it has a rotary embedding
+    # The others are always bools.
+    is_linear: Flag = False  # it has a Gated DeltaNet or a short convolution in place of attention
+    is_dense: Flag = False  # it has one of the MLPs of `Architecture.dense_layers`
+    is_shared: Flag = False  # it reads the keys and values of an earlier layer
 
 
 class LayerInputs(NamedTuple):
@@ -122,6 +129,21 @@ class RMSNorm(nn.Module):
         return scale * wide.astype(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Normalization to mean 0 and variance 1 over the last axis (Ba et al. 2016)."""
+
+    architecture: Architecture
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize `x` in float32, rounding to its type at the end, as transformers does."""
+        width = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, width, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, width, jnp.float32)
+        rounded = (scale.astype(x.dtype), bias.astype(x.dtype))
+        return layer_norm(x, *rounded, self.architecture.norm_epsilon)
+
+
 class Dense(nn.Module):
     """A projection [..., in] -> [..., features], with adapters if the parameters have them.
 
@@ -162,22 +184,26 @@ class Dense(nn.Module):
         return jax.lax.dot((scale * low_rank).astype(self.dtype), lora_b.astype(self.dtype))
 
 
-class Attention(nn.Module):
-    """Attention with its projections and rotary embeddings.
+class DecoderModule(nn.Module):
+    """A part of a decoder that has projections."""
 
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the computation.
-      program: program for whole sequences, one of attention.py's.
-      decoding: program for new tokens, one of cache.py's.
-      lora_scale: scale of the adapters, if there are any.
-    """
+    options: LayerOptions
 
-    architecture: Architecture
-    dtype: DTypeLike
-    program: str
-    decoding: str
-    lora_scale: float | None
+    def create_dense(
+        self, name: str, features: int, has_bias: bool = False, create: type[Dense] = Dense
+    ) -> Dense:
+        """Return a projection."""
+        lora = self.options.lora
+        scale = None if lora is None else lora.scale
+        return create(features, has_bias, self.options.dtype, scale, name=name)
+
+    def project(self, name: str, features: int, x: jax.Array, has_bias: bool = False) -> jax.Array:
+        """Return the projection of `x`, [..., features]."""
+        return self.create_dense(name, features, has_bias)(x)
+
+
+class Attention(DecoderModule):
+    """Attention with its projections and rotary embeddings."""
 
     @nn.compact
     def __call__(
@@ -194,7 +220,7 @@ class Attention(nn.Module):
         A layer that shares keys and values gets those of the earlier layer as its cache, without
         columns where they are of whole sequences, [B, T, K, d].
         """
-        a = self.architecture
+        a = self.options.architecture
         is_shared = a.shared_layers > 0 and kind.is_shared
         num_kv_heads, width = a.kv_heads(kind.is_local)
         q, gate = self._queries(x_BxTxD, num_kv_heads, width)
@@ -206,35 +232,34 @@ class Attention(nn.Module):
             k = rope.rotate(k, cos, sin, a.rope_interleaved)
             # The mesh may split more finely than there are heads: copies give each device its own.
             k, v = copy_kv_heads(k), copy_kv_heads(v)
-        options: dict[str, Any] = {"scale": a.attention_scale, "softcap": a.attention_softcap}
+        factors: dict[str, Any] = {"scale": a.attention_scale, "softcap": a.attention_softcap}
         if a.attention_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (a.num_heads,), jnp.float32)
             padded = pad_query_heads(sinks[None, None, :, None], num_kv_heads)
-            options["sinks"] = padded.reshape(-1).astype(jnp.float32)
+            factors["sinks"] = padded.reshape(-1).astype(jnp.float32)
         if cache is None or columns_B is None:
             # Keys are cached after rotation: it depends on their own position only.
             cache = cache if is_shared and cache is not None else (k, v)
-            out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, options)
+            out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, factors)
         else:
             layout = split_cache if num_cache_parts() > 1 else whole_cache
             if not is_shared:
-                cache = layout.write_tokens(self.decoding, cache, k, v, columns_B)
+                cache = layout.write_tokens(self.options.decoding, cache, k, v, columns_B)
             out = layout.attend_to_cache(
-                self.decoding,
+                self.options.decoding,
                 q,
                 cache,
                 columns_B,
                 # Decoding is unrolled, so `is_local` is a Python bool here.
                 sliding_window=a.sliding_window if kind.is_local else None,
-                **options,
+                **factors,
             )
         out = drop_padded_heads(out, a.num_heads, num_kv_heads)
         out = checkpoint_name(out, ATTENTION_OUTPUT)
         if gate is not None:
             out *= nn.sigmoid(gate)
         out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * width)
-        project = Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")
-        return project(out), cache
+        return self.project("o_proj", a.hidden_size, out, a.output_bias), cache
 
     def _queries(
         self, x_BxTxD: jax.Array, num_kv_heads: int, width: int
@@ -244,54 +269,55 @@ class Attention(nn.Module):
         If the mesh cannot split the query heads, there are more of them, of zeros; not of gates,
         which are `None` if the architecture has none.
         """
-        a = self.architecture
+        a = self.options.architecture
         gate = None
         if a.output_gate:
-            both = self._project(x_BxTxD, "q_proj", a.num_heads, 2 * width)
+            both = self._project_to_heads(x_BxTxD, "q_proj", a.num_heads, 2 * width)
             q, gate = jnp.split(both, 2, axis=-1)
         else:
-            q = self._project(x_BxTxD, "q_proj", a.num_heads, width, "q_norm")
+            q = self._project_to_heads(x_BxTxD, "q_proj", a.num_heads, width, "q_norm")
         # Before a norm per head and the rotation, which then run on each device's own heads.
         q = pad_query_heads(q, num_kv_heads)
         return self._normalize_heads("q_norm", q), gate
 
     def _keys_and_values(self, x_BxTxD: jax.Array, kind: LayerKind) -> tuple[jax.Array, jax.Array]:
         """Return keys and values, [B, T, K, d]."""
-        a = self.architecture
+        a = self.options.architecture
         heads = a.kv_heads(kind.is_local)
-        k = self._project(x_BxTxD, "k_proj", *heads, "k_norm")
+        k = self._project_to_heads(x_BxTxD, "k_proj", *heads, "k_norm")
         v = k
         if not a.keys_as_values or kind.is_local:
-            v = self._project(x_BxTxD, "v_proj", *heads)
+            v = self._project_to_heads(x_BxTxD, "v_proj", *heads)
         if a.value_norm:
             v = normalize(v, a.norm_epsilon).astype(v.dtype)
         return self._normalize_heads("k_norm", k), v
 
-    def _project(
+    def _project_to_heads(
         self, x_BxTxD: jax.Array, name: str, heads: int, width: int, norm: str = ""
     ) -> jax.Array:
-        a = self.architecture
-        out = Dense(heads * width, a.qkv_bias, self.dtype, self.lora_scale, name=name)(x_BxTxD)
+        a = self.options.architecture
+        out = self.project(name, heads * width, x_BxTxD, a.qkv_bias)
         if norm and a.qk_norm_over_heads:
             out = RMSNorm(a, name=norm)(out)
         return out.reshape(*x_BxTxD.shape[:2], heads, width)
 
     def _normalize_heads(self, norm: str, x: jax.Array) -> jax.Array:
-        a = self.architecture
+        a = self.options.architecture
         return RMSNorm(a, name=norm)(x) if a.qk_norm and not a.qk_norm_over_heads else x
 
     def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
         """Return cos and sin for a layer of this kind."""
+        a = self.options.architecture
         # The first rotation is that of global layers; local ones may have a base of their own.
         cos, sin = rotations[0]
-        if self.architecture.local_rope_theta is not None:
+        if a.local_rope_theta is not None:
             if isinstance(kind.is_local, bool):
                 cos, sin = rotations[kind.is_local]
             else:
                 local_cos, local_sin = rotations[1]
                 cos = jnp.where(kind.is_local, local_cos, cos)
                 sin = jnp.where(kind.is_local, local_sin, sin)
-        if self.architecture.unrotated_layers:
+        if a.unrotated_layers:
             # A rotation by zero changes no bit.
             cos = jnp.where(kind.is_rotated, cos, 1)
             sin = jnp.where(kind.is_rotated, sin, 0)
@@ -304,35 +330,26 @@ class Attention(nn.Module):
         v: jax.Array,
         is_local: Flag,
         segments_BxT: Segments,
-        options: dict[str, Any],
+        factors: dict[str, Any],
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
-        a = self.architecture
+        window = self.options.architecture.sliding_window
         # Parameters are created from one token, which has no parts.
         parts = 1 if self.is_initializing() else num_row_parts()
         run: Any = run_attention_over_parts if parts > 1 else run_attention
 
         def attend(window: int | None) -> jax.Array:
-            out: jax.Array = run(
-                self.program, q, k, v, segments_BxT, sliding_window=window, **options
-            )
+            program = self.options.attention
+            out: jax.Array = run(program, q, k, v, segments_BxT, sliding_window=window, **factors)
             return out
 
         # A window that holds the whole row changes nothing.
-        if a.sliding_window is None or q.shape[1] * parts <= a.sliding_window:
+        if window is None or q.shape[1] * parts <= window:
             return attend(None)
-        return _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
-
-
-def _if_local(
-    is_local: Flag, local: Callable[[], jax.Array], other: Callable[[], jax.Array]
-) -> jax.Array:
-    """Return local() or other(); if `is_local` is traced, both are compiled."""
-    if not isinstance(is_local, bool):
-        return jax.lax.cond(is_local, local, other)
-    if is_local:
-        return local()
-    return other()
+        if isinstance(is_local, bool):
+            return attend(window if is_local else None)
+        # Both are compiled.
+        return jax.lax.cond(is_local, lambda: attend(window), lambda: attend(None))
 
 
 def apply_gate(architecture: Architecture, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -345,50 +362,32 @@ def apply_gate(architecture: Architecture, gate: jax.Array, up: jax.Array) -> ja
     return gate * nn.sigmoid(a.swiglu_slope * gate) * (up + 1)
 
 
-class MLP(nn.Module):
+class MLP(DecoderModule):
     """The MLP, or the expert that every token passes through."""
 
-    architecture: Architecture
-    dtype: DTypeLike
-    lora_scale: float | None
     width: int
     has_output_gate: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Auxiliary]:
         """Return the output [..., D] and auxiliary outputs, of which this block has none."""
-        a = self.architecture
-
-        def project(name: str, features: int, x: jax.Array) -> jax.Array:
-            return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
-
-        up = project("up_proj", self.width, x)
+        a = self.options.architecture
+        up = self.project("up_proj", self.width, x, a.mlp_bias)
         if "gate_proj" in a.mlp_projections:
-            hidden = apply_gate(a, project("gate_proj", self.width, x), up)
+            hidden = apply_gate(a, self.project("gate_proj", self.width, x, a.mlp_bias), up)
         else:
             hidden = ACTIVATION_FUNCTIONS[a.activation](up)
-        out = project("down_proj", a.hidden_size, hidden)
+        out = self.project("down_proj", a.hidden_size, hidden, a.mlp_bias)
         if self.has_output_gate:
-            out *= nn.sigmoid(project("shared_expert_gate", 1, x))
+            out *= nn.sigmoid(self.project("shared_expert_gate", 1, x, a.mlp_bias))
         return out, {}
 
 
-class Layer(nn.Module):
-    """One layer: attention and MLP, each with its norms and a residual connection.
+class Layer(DecoderModule):
+    """One layer: attention and MLP, each with its norms and a residual connection."""
 
-    Attributes:
-      router_loss: whether experts return the loss of their router.
-      returns_routed_experts: whether they return which of them each token passes through.
-    """
-
-    architecture: Architecture
-    dtype: DTypeLike
-    attention: str
-    decoding: str
-    lora_scale: float | None
-    router_loss: bool = False
-    returns_routed_experts: bool = False
-    attention_class: ClassVar[type[nn.Module]] = Attention
+    attention_class: ClassVar[type[DecoderModule]] = Attention
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
 
     @nn.compact
     def __call__(
@@ -402,20 +401,22 @@ class Layer(nn.Module):
         columns_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """Return the hidden states after this layer, what it remembers, and other outputs."""
-        a = self.architecture
+        a = self.options.architecture
         is_dense = bool(a.dense_layers) and kind.is_dense
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            return RMSNorm(a, name=name)(x)
+            create: Any = self.norm_class
+            normed: jax.Array = create(a, name=name)(x)
+            return normed
 
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts and not is_dense:
             experts = ExpertMLP(
                 architecture=a,
-                dtype=self.dtype,
+                dtype=self.options.dtype,
                 gate=functools.partial(apply_gate, a),
-                router_loss=self.router_loss,
-                returns_routed_experts=self.returns_routed_experts,
+                router_loss=self.options.router_loss,
+                returns_routed_experts=self.options.returns_routed_experts,
                 name="mlp",
             )
             # The routers' loss, which alone reads them, is refused where samples share prompts.
@@ -425,44 +426,48 @@ class Layer(nn.Module):
             )
         else:
             width, name = (a.dense_size, "dense_mlp") if is_dense else (a.intermediate_size, "mlp")
-            run_mlp = MLP(a, self.dtype, self.lora_scale, width, name=name)
+            run_mlp = MLP(self.options, width, name=name)
         normed = norm("input_norm", x) if a.pre_norms else x
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         # The names are Hugging Face's; with post_norms, post_attention_norm is in another place.
         if a.post_norms:
             attended = norm("post_attention_norm", attended)
-        x = x + multiply(attended, a.residual_multiplier)
-        mlp_input = x
+        attended = multiply(attended, a.residual_multiplier)
+        residual = x + attended
+        mlp_input = x if a.parallel_residual else residual
         if a.pre_norms and a.post_norms:
-            mlp_input = norm("pre_feedforward_norm", x)
+            mlp_input = norm("pre_feedforward_norm", mlp_input)
         elif a.pre_norms:
-            mlp_input = norm("post_attention_norm", x)
+            mlp_input = norm("post_attention_norm", mlp_input)
         out, auxiliary = run_mlp(mlp_input)
         if a.shared_expert_size and not is_dense:
             sizes = (a.shared_expert_size, a.shared_expert_gate)
-            shared = MLP(a, self.dtype, self.lora_scale, *sizes, name="shared_expert")
-            out += shared(mlp_input)[0]
+            out += MLP(self.options, *sizes, name="shared_expert")(mlp_input)[0]
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
-        x += multiply(out, a.residual_multiplier)
+        out = multiply(out, a.residual_multiplier)
+        # In the order in which transformers adds and rounds.
+        x = out + attended + x if a.parallel_residual else residual + out
         if inputs.embedding is not None:
-            gate = self._project("per_layer_input_gate", a.per_layer_size, x)
+            gate = self.project("per_layer_input_gate", a.per_layer_size, x)
             gated = ACTIVATION_FUNCTIONS[a.activation](gate) * inputs.embedding
-            out = self._project("per_layer_projection", a.hidden_size, gated)
+            out = self.project("per_layer_projection", a.hidden_size, gated)
             x += norm("post_per_layer_input_norm", out)
         if a.layer_scalars:
             scalar = self.param("layer_scalar", nn.initializers.ones, (1,), jnp.float32)
             x *= jax.lax.stop_gradient(scalar).astype(x.dtype)
         return x, cache, auxiliary
 
-    def _project(self, name: str, features: int, x: jax.Array) -> jax.Array:
-        return Dense(features, False, self.dtype, self.lora_scale, name=name)(x)
-
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         """Return the output of the layer's attention; `inputs` as for `Attention`."""
         kind: LayerKind = inputs[0]
-        options = (self.architecture, self.dtype, self.attention, self.decoding, self.lora_scale)
-        name = self.architecture.attention_module(kind.is_local, kind.is_shared)
-        attention: Any = self.attention_class(*options, name=name)
+        name = self.options.architecture.attention_module(kind.is_local, kind.is_shared)
+        attention: Any = self.attention_class(self.options, name=name)
         output: tuple[jax.Array, LayerCache | None] = attention(x, *inputs)
         return output
+
+
+class UngatedLayer(Layer):
+    """A layer of the first decoders: LayerNorm and an MLP without a gate."""
+
+    norm_class = LayerNorm

@@ -173,12 +173,8 @@ def rotation_tables(
     They are looked up in a constant table. A compiler would fuse their computation into `rotate`
     and repeat it for each head of each layer.
 
-    Args:
-      architecture: the decoder.
-      positions_BxT: positions of the tokens.
-      length: size of the table; positions outside it become NaN.
-      local: whether the layer is local.
-      queries: whether they multiply by the factor of queries at each position, too.
+    The table has `length` positions; those outside it become NaN. `local` says whether the layer
+    is, `queries` whether they multiply by the factor of queries at each position, too.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     factors = np.full((length + 1, 1), factor)

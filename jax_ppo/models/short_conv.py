@@ -14,20 +14,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import RecurrentState
-from jax_ppo.models.delta_net import DeltaLayer, convolve, last_inputs
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Dense
+from jax_ppo.models.delta_net import DeltaLayer, RecurrentMixer
+from jax_ppo.models.layers import ATTENTION_OUTPUT
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(RecurrentMixer):
     """A gated short convolution; attributes and arguments as for `DeltaNet`."""
-
-    architecture: Architecture
-    dtype: DTypeLike
-    lora_scale: float | None
 
     @nn.compact
     def __call__(
@@ -38,27 +32,17 @@ class ShortConvolution(nn.Module):
         ends_B: jax.Array | None,
     ) -> tuple[jax.Array, RecurrentState | None]:
         """Return the output [B, T, D], and the state after these tokens."""
-        a = self.architecture
         B, T, D = x_BxTxD.shape
-        projected = Dense(3 * D, False, self.dtype, self.lora_scale, name="in_proj")(x_BxTxD)
-        grouped = projected.reshape(B, T, a.num_kv_heads, 3, -1)
+        projected = self.project("in_proj", 3 * D, x_BxTxD)
+        grouped = projected.reshape(B, T, self.options.architecture.num_kv_heads, 3, -1)
         b, c, x = (grouped[..., i, :].reshape(B, T, D) for i in range(3))
-        inputs = b * x
-        init = nn.initializers.normal(a.delta_window**-0.5)
-        weights = self.param("window_filter", init, (a.delta_window, 1, D))
-        weights_WxD = weights.astype(self.dtype)[:, 0]
+        out, window = self.convolve_tokens(b * x, segments_BxT, cache, ends_B)
         state = None
-        if cache is None:
-            out = convolve(inputs, weights_WxD, segments_BxT)
-            if ends_B is not None:
-                nothing = jnp.zeros((B, 0, 0, 0), jnp.float32)
-                state = RecurrentState(nothing, last_inputs(inputs, ends_B, a.delta_window - 1))
-        else:
-            window = jnp.concatenate([cache.window[:B], inputs], axis=1)
-            out = convolve(window, weights_WxD)[:, -1:]
-            state = cache._replace(window=cache.window.at[:B].set(window[:, 1:]))
+        if window is not None:
+            nothing = jnp.zeros((B, 0, 0, 0), jnp.float32)
+            state = RecurrentState(nothing if cache is None else cache.matrix, window)
         out = checkpoint_name(c * out, ATTENTION_OUTPUT)
-        return Dense(D, False, self.dtype, self.lora_scale, name="out_proj")(out), state
+        return self.project("out_proj", D, out), state
 
 
 class ConvolutionLayer(DeltaLayer):

@@ -67,14 +67,14 @@ from jax_ppo.models.layers import (
     Layer,
     LayerInputs,
     LayerKind,
+    LayerOptions,
     RMSNorm,
+    UngatedLayer,
     layer_kinds,
     multiply,
 )
-from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.short_conv import ConvolutionLayer
-from jax_ppo.models.ungated import LayerNorm, UngatedLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
@@ -84,13 +84,13 @@ from jax_ppo.types import Params
 # takes a quarter less time, and compilation is as fast.
 MAX_UNROLLED_LAYERS = 8
 
-# The layer and the last norm of each block in `architecture.BLOCKS`.
-MODULES: dict[str, tuple[type[Layer], type[nn.Module]]] = {
-    "gated": (Layer, RMSNorm),
-    "ungated": (UngatedLayer, LayerNorm),
-    "delta": (DeltaLayer, RMSNorm),
-    "convolution": (ConvolutionLayer, RMSNorm),
-    "latent": (LatentLayer, RMSNorm),
+# The layer of each block in `architecture.BLOCKS`.
+MODULES: dict[str, type[Layer]] = {
+    "gated": Layer,
+    "ungated": UngatedLayer,
+    "delta": DeltaLayer,
+    "convolution": ConvolutionLayer,
+    "latent": LatentLayer,
 }
 
 # Groups of parameters by name, and which layers have a part of each (Architecture.partial_stacks).
@@ -130,38 +130,16 @@ class TransformerOutput(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer:
-    """The decoder without a head. Hashable: it is a static argument of compiled functions.
+class Transformer(LayerOptions):
+    """The decoder without a head. Hashable: it is a static argument of compiled functions."""
 
-    Attributes:
-      architecture: the architecture.
-      dtype: type of the computation; parameters may have any type.
-      remat: whether each layer is recomputed in the backward pass.
-      remat_policy: with `remat`, what is kept instead of recomputed, one of `REMAT_POLICIES`.
-      unrolled: `False`: the layers are one `scan` over stacked parameters, which compiles fast
-        (whole sequences). `True`: each layer has its own code and keys and values are returned
-        (decoding, without copies of the cache). `unroll_params` converts parameters of the first
-        form to the second.
-      attention: program for whole sequences, one of attention.py's.
-      decoding: program for one new token per row, one of cache.py's; it determines the layout of
-        the cache.
-      lora: shape of the adapters in the parameters (lora.join_adapters), if there are any.
-      quantized: whether decoding reads kernels as int8 (quantization.py).
-      router_loss: whether the loss of the routers is returned, for training with experts.
-      returns_routed_experts: whether the experts that each token passes through are returned.
-    """
-
-    architecture: Architecture
-    dtype: DTypeLike = jnp.float32
-    remat: bool = False
+    remat: bool = False  # each layer is recomputed in the backward pass
+    # `False`: the layers are one `scan` over stacked parameters, which compiles fast (whole
+    # sequences). `True`: each layer has its own code and keys and values are returned (decoding,
+    # without copies of the cache). `unroll_params` converts parameters of the first form.
     unrolled: bool = False
-    attention: str = "xla"
-    decoding: str = "cpu"
-    lora: Lora | None = None
-    quantized: bool = False
-    remat_policy: str = "full"
-    router_loss: bool = False
-    returns_routed_experts: bool = False
+    quantized: bool = False  # decoding reads kernels as int8 (quantization.py)
+    remat_policy: str = "full"  # what is kept instead of recomputed, one of `REMAT_POLICIES`
 
     def clone(self, **changes: Any) -> "Transformer":
         """Return a decoder with other values of some attributes."""
@@ -226,8 +204,8 @@ class Transformer:
             run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
             layers = (params["layers"], _kind_of_each(self.architecture))
             x, auxiliary = run_layers(layers, x, rows, params.get(GRADIENT_SUM))
-        _, norm = MODULES[self.architecture.block]
-        hidden: Any = norm(self.architecture).apply({"params": params["norm"]}, x)
+        norm: Any = MODULES[self.architecture.block].norm_class
+        hidden = norm(self.architecture).apply({"params": params["norm"]}, x)
         return TransformerOutput(hidden, new_cache, auxiliary)
 
     def _embed(self, params: Params, tokens_BxT: jax.Array, positions_BxT: jax.Array) -> jax.Array:
@@ -275,17 +253,7 @@ class Transformer:
         return global_rotation, rope.rotation_tables(a, positions_BxT, length, local=True)
 
     def _layer(self, **names: Any) -> Layer:
-        layer, _ = MODULES[self.architecture.block]
-        return layer(
-            architecture=self.architecture,
-            dtype=self.dtype,
-            attention=self.attention,
-            decoding=self.decoding,
-            lora_scale=None if self.lora is None else self.lora.scale,
-            router_loss=self.router_loss,
-            returns_routed_experts=self.returns_routed_experts,
-            **names,
-        )
+        return MODULES[self.architecture.block](self, **names)
 
     def _run_stacked(
         self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: Any = None
@@ -521,13 +489,10 @@ class _Parameters(nn.Module):
             return x, None
 
         create = nn.scan(
-            run_layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=a.num_layers,
+            run_layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=a.num_layers
         )
         x, _ = create(self.decoder._layer(name="layers"), x)
-        _, norm = MODULES[a.block]
+        norm: Any = MODULES[a.block].norm_class
         norm(a, name="norm")(x)
 
 
@@ -608,12 +573,9 @@ def unroll_params(
     dtype: DTypeLike | None = None,
     partial_stacks: PartialStacks = MappingProxyType({}),
 ) -> Params:
-    """Return the parameters of `Transformer(unrolled=True)` for stacked ones.
+    """Return the parameters of `Transformer(unrolled=True)` for stacked ones; heads are kept.
 
-    Args:
-      params: parameters with stacked layers; heads are kept.
-      dtype: type of the result; `None`: unchanged.
-      partial_stacks: the architecture's.
+    `partial_stacks` are the architecture's; with a `dtype` they are rounded to it.
     """
     if dtype is not None:
         params = round_parameters(params, dtype)

@@ -253,7 +253,7 @@ class RoutedMLP(decoder_layers.MLP):
 
     @nn.compact
     def __call__(self, x):
-        a = self.architecture
+        a = self.options.architecture
         init = nn.initializers.normal(0.5)
         router = self.param("router", lambda key: {"kernel": init(key, (a.hidden_size, 2))})
         experts = self.param(

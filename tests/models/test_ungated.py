@@ -23,9 +23,9 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.tensors import Fused, TensorMapping
+from jax_ppo.models.layers import LayerNorm
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.models.ungated import LayerNorm
 from jax_ppo.runtime import sharding
 from jax_ppo.training import networks
 

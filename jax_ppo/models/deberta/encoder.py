@@ -45,13 +45,25 @@ ACTIVATION_FUNCTIONS = DECODERS_ACTIVATIONS | {
 }
 
 
-def _norm_params(module: nn.Module, name: str, width: int) -> Params:
-    return module.param(name, lambda _: {"scale": jnp.ones(width), "bias": jnp.zeros(width)})
+class EncoderModule(nn.Module):
+    """A part of the encoder."""
 
+    architecture: DebertaArchitecture
+    dtype: DTypeLike = jnp.float32
 
-def _embedding(module: nn.Module, name: str, rows: int, width: int) -> jax.Array:
-    init = nn.initializers.normal(0.02)
-    return module.param(name, lambda key: {"embedding": init(key, (rows, width))})["embedding"]
+    def norm_params(self, name: str) -> Params:
+        """Return the parameters of a LayerNorm of hidden states."""
+        width = self.architecture.hidden_size
+        return self.param(name, lambda _: {"scale": jnp.ones(width), "bias": jnp.zeros(width)})
+
+    def apply_norm(self, x: jax.Array, params: Params) -> jax.Array:
+        """Return `x` after a LayerNorm."""
+        return layer_norm(x, **params, epsilon=self.architecture.norm_epsilon)
+
+    def embedding(self, name: str, rows: int, width: int) -> jax.Array:
+        """Return a table [rows, width]."""
+        init = nn.initializers.normal(0.02)
+        return self.param(name, lambda key: {"embedding": init(key, (rows, width))})["embedding"]
 
 
 def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
@@ -85,11 +97,8 @@ def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "..
     return flat.reshape(*lead, T, 2 * T - 1)[..., :T]
 
 
-class Attention(nn.Module):
+class Attention(EncoderModule):
     """Disentangled attention with its projections."""
-
-    architecture: DebertaArchitecture
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(
@@ -137,11 +146,8 @@ class Attention(nn.Module):
         return dense["o_proj"](out.reshape(x_BxTxD.shape))
 
 
-class MLP(nn.Module):
+class MLP(EncoderModule):
     """The MLP of a layer."""
-
-    architecture: DebertaArchitecture
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -152,11 +158,8 @@ class MLP(nn.Module):
         return nn.Dense(a.hidden_size, dtype=self.dtype, name="down_proj")(x)
 
 
-class Layer(nn.Module):
+class Layer(EncoderModule):
     """One layer: attention and MLP, each followed by a norm of the residual sum."""
-
-    architecture: DebertaArchitecture
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(
@@ -171,23 +174,17 @@ class Layer(nn.Module):
         """Return the hidden states; the first layer adds the convolution's output `conv`."""
         a = self.architecture
         attended = Attention(a, self.dtype, name="attention")(x, relative, visible)
-        attention_norm = _norm_params(self, "attention_norm", a.hidden_size)
-        x = layer_norm(x + attended, **attention_norm, epsilon=a.norm_epsilon)
+        x = self.apply_norm(x + attended, self.norm_params("attention_norm"))
         out = MLP(a, self.dtype, name="mlp")(x)
-        mlp_norm = _norm_params(self, "mlp_norm", a.hidden_size)
-        x = layer_norm(x + out, **mlp_norm, epsilon=a.norm_epsilon)
+        x = self.apply_norm(x + out, self.norm_params("mlp_norm"))
         if conv is not None and conv_norm is not None:
             # All layers of the scan run the same code; only the first keeps this result.
-            with_conv = layer_norm(x + conv, **conv_norm, epsilon=a.norm_epsilon)
-            x = jnp.where(is_first, with_conv, x)
+            x = jnp.where(is_first, self.apply_norm(x + conv, conv_norm), x)
         return x, None
 
 
-class Convolution(nn.Module):
+class Convolution(EncoderModule):
     """Convolution of each token with its neighbours in the same text."""
-
-    architecture: DebertaArchitecture
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:
@@ -210,11 +207,8 @@ class Convolution(nn.Module):
         return ACTIVATION_FUNCTIONS[a.conv_activation](out)
 
 
-class Deberta(nn.Module):
+class Deberta(EncoderModule):
     """The encoder with its pooler and a score."""
-
-    architecture: DebertaArchitecture
-    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
@@ -236,16 +230,15 @@ class Deberta(nn.Module):
         """
         a = self.architecture
         x = self._embed(tokens_BxT, positions_BxT)
-        relative = _embedding(self, "relative", 2 * a.relative_span, a.hidden_size)
+        relative = self.embedding("relative", 2 * a.relative_span, a.hidden_size)
         relative = relative.astype(self.dtype)
         if a.norm_relative:
-            relative_norm = _norm_params(self, "relative_norm", a.hidden_size)
-            relative = layer_norm(relative, **relative_norm, epsilon=a.norm_epsilon)
+            relative = self.apply_norm(relative, self.norm_params("relative_norm"))
         conv = conv_norm = None
         if a.conv_kernel_size:
             # The convolution reads the embeddings, so it runs once, before the layers.
             conv = Convolution(a, self.dtype, name="conv")(x, segments_BxT)
-            conv_norm = _norm_params(self, "conv_norm", a.hidden_size)
+            conv_norm = self.norm_params("conv_norm")
         visible = segments_BxT[:, :, None] == segments_BxT[:, None]
         stack = nn.scan(
             Layer,
@@ -264,14 +257,13 @@ class Deberta(nn.Module):
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the input of the first layer, [B, T, D]."""
         a = self.architecture
-        x = _embedding(self, "words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
+        x = self.embedding("words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
         if a.absolute_positions:
-            table = _embedding(self, "places", a.max_position_embeddings, a.embedding_size)
+            table = self.embedding("places", a.max_position_embeddings, a.embedding_size)
             x += table[positions].astype(self.dtype)
         if a.embedding_size != a.hidden_size:
             x = nn.Dense(a.hidden_size, use_bias=False, dtype=self.dtype, name="embed_proj")(x)
-        embed_norm = _norm_params(self, "embed_norm", a.hidden_size)
-        return layer_norm(x, **embed_norm, epsilon=a.norm_epsilon)
+        return self.apply_norm(x, self.norm_params("embed_norm"))
 
 
 def init_deberta_params(model: Deberta, key: jax.Array) -> Params:
