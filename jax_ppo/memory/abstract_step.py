@@ -40,19 +40,12 @@ TOTAL_STEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """A model of a step.
+    """A model of a step."""
 
-    Attributes:
-      net: the model, a `Transformer` or a `Deberta`.
-      params: all parameters that it computes with.
-      trained: its part of the train state; with adapters less than `params`.
-      has_logits: whether it computes logits over the vocabulary.
-    """
-
-    net: Any
-    params: Params
-    trained: Params
-    has_logits: bool
+    net: Any  # a `Transformer` or a `Deberta`
+    params: Params  # all parameters that it computes with
+    trained: Params  # its part of the train state; with adapters less than `params`
+    has_logits: bool  # over the vocabulary
 
     @property
     def architecture(self) -> Any:
@@ -72,29 +65,17 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractStep(ProgramInputs):
-    """A step without arrays: its `ProgramInputs`, and shapes and shardings of all arguments.
-
-    Attributes:
-      state: the train state.
-      prompts: the longest prompts that a step can have.
-      key: the base key of a step's samples.
-      packed: the packing of a rollout.
-      rollout_mesh: the mesh to decode on.
-      decoding_weights: the copy of the weights that decodes.
-      caches: shapes of the slots' cache and of the prefill buffer, for each stage of one queue.
-      constrains_logits: whether some tokens may not be drawn.
-      least: bytes of weights, as the check at the start of a run adds them up.
-    """
+    """A step without arrays: its `ProgramInputs`, and shapes and shardings of all arguments."""
 
     state: TrainState
-    prompts: Prompts
-    key: Any
+    prompts: Prompts  # the longest prompts that a step can have
+    key: Any  # the base key of a step's samples
     packed: RolloutPacking
     rollout_mesh: Mesh
-    decoding_weights: Params
-    caches: Any
-    constrains_logits: bool
-    least: LeastMemory
+    decoding_weights: Params  # the copy of the weights that decodes
+    caches: Any  # shapes of the slots' cache and of the prefill buffer, for each stage of one queue
+    constrains_logits: bool  # some tokens may not be drawn
+    least: LeastMemory  # bytes of weights, as the check at the start of a run adds them up
 
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""

@@ -70,7 +70,6 @@ class _Recorder:
     """Compiles programs and records the memory that they need."""
 
     def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
-        """Create the recorder."""
         self._mesh = mesh
         self._decoding_weights = decoding_weights
         self._programs: list[_CompiledProgram] = []
@@ -133,7 +132,6 @@ def _refused_bytes(message: str, arguments: list[Any]) -> int:
 def _measure_phase(
     step: AbstractStep, name: str, program: _CompiledProgram, counted: set[int]
 ) -> PhaseMemory:
-    """Return the memory while one program runs."""
     batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
     # The decoding copy has a column of its own.
     if find_step_program(name).kind != "resharding":

@@ -35,23 +35,14 @@ _MAX_REMEDIES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastMemory:
-    """Bytes on each device.
+    """Bytes on each device."""
 
-    Attributes:
-      parameters: trained parameters, unless they are in the host's memory.
-      optimizer: optimizer states, unless they are in the host's memory.
-      frozen: reference, base of adapters and reward model, unless they are in the host's memory.
-      gradients: of the phase that needs more; clipping needs a whole gradient at once.
-      decoding: the built-in engine's copy of the actor's weights.
-      fetched: what that phase copies from the host's memory.
-    """
-
-    parameters: int
-    optimizer: int
-    frozen: int = 0
-    gradients: int
-    decoding: int = 0
-    fetched: int = 0
+    parameters: int  # trained parameters, unless they are in the host's memory
+    optimizer: int  # optimizer states, likewise
+    frozen: int = 0  # reference, base of adapters and reward model, likewise
+    gradients: int  # of the phase that needs more; clipping needs a whole gradient at once
+    decoding: int = 0  # the built-in engine's copy of the actor's weights
+    fetched: int = 0  # what that phase copies from the host's memory
 
     @property
     def peak(self) -> int:
@@ -66,19 +57,12 @@ class LeastMemory:
 
 @dataclasses.dataclass(frozen=True)
 class PPOMemory:
-    """The memory of a PPO run.
+    """The memory of a PPO run."""
 
-    Attributes:
-      config: all options, any of which a remedy may change.
-      nets: each role's model.
-      mesh: the run's mesh.
-      folders: each role's checkpoint, for its model after a remedy.
-    """
-
-    config: Config
-    nets: Networks
+    config: Config  # all options, any of which a remedy may change
+    nets: Networks  # each role's model
     mesh: Mesh
-    folders: Folders = dataclasses.field(default_factory=Folders)
+    folders: Folders = dataclasses.field(default_factory=Folders)  # for models after a remedy
 
     def measure(self) -> LeastMemory:
         """Return the bytes on each device that the persistent arrays of the run take."""

@@ -33,29 +33,17 @@ from jax_ppo.types import MiniBatches, Packing
 
 @dataclasses.dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes per device in one phase of a step; the fields add up to its peak.
+    """Bytes per device in one phase of a step; the fields add up to its peak."""
 
-    Attributes:
-      parameters: trained parameters of actor and critic.
-      optimizer: their optimizer states.
-      gradients: the sum of gradients over micro-batches.
-      frozen: parameters of reference and reward model.
-      decoding_copy: the copy of the weights that sampling reads.
-      cache: keys and values of the slots, and of the prompts in the prefill buffer.
-      batch: prompts, rollout, scores and packing, as arguments and results.
-      process: interpreter, libraries and compiled programs, if the device is the run's only CPU.
-      temporaries: everything else, also of a program that runs at the same time.
-    """
-
-    parameters: int = 0
-    optimizer: int = 0
-    gradients: int = 0
-    frozen: int = 0
-    decoding_copy: int = 0
-    cache: int = 0
-    batch: int = 0
-    process: int = 0
-    temporaries: int = 0
+    parameters: int = 0  # trained parameters of actor and critic
+    optimizer: int = 0  # their optimizer states
+    gradients: int = 0  # the sum of gradients over micro-batches
+    frozen: int = 0  # parameters of reference and reward model
+    decoding_copy: int = 0  # the copy of the weights that sampling reads
+    cache: int = 0  # keys and values of the slots, and of the prompts in the prefill buffer
+    batch: int = 0  # prompts, rollout, scores and packing, as arguments and results
+    process: int = 0  # interpreter, libraries and programs, if the device is the only CPU
+    temporaries: int = 0  # everything else, also of a program that runs at the same time
 
     @property
     def peak(self) -> int:
@@ -141,7 +129,6 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
 
 
 def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
-    """Return the bytes of a program's temporary arrays."""
     match program.kind:
         case "resharding":
             return _resharding_temporaries(step)

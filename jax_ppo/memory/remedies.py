@@ -35,17 +35,11 @@ Measure = Callable[[Config, Mesh], int]
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change of options.
+    """A change of options."""
 
-    Attributes:
-      options: the words of the change, as on the command line.
-      needed: bytes that a device needs after it.
-      config: all options after it.
-    """
-
-    options: str
-    needed: int
-    config: Config
+    options: str  # the words of the change, as on the command line
+    needed: int  # bytes that a device needs after it
+    config: Config  # all options after it
 
 
 def rank_remedies(

@@ -27,54 +27,31 @@ from jax_ppo.runtime.topologies import (
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One phase of a step.
+    """One phase of a step."""
 
-    Attributes:
-      name: the program's name, see `ppo.programs.PROGRAMS`.
-      memory: bytes per device; temporaries are the compiler's figures if there is a compiler.
-      estimated_peak: the peak by arithmetic alone.
-      is_refused: whether the compiler refused the program for its memory.
-      bubble: share of the time in the layers in which a pipeline stage waits, 0..1.
-      work: the work of one device.
-      seconds: predicted by the device's peak rates; `None` if they are unknown.
-    """
-
-    name: str
-    memory: PhaseMemory
-    estimated_peak: int
-    work: PhaseWork
-    seconds: float | None
-    is_refused: bool = False
-    bubble: float = 0.0
+    name: str  # the program's name, see `ppo.programs.PROGRAMS`
+    memory: PhaseMemory  # temporaries are the compiler's figures if there is a compiler
+    estimated_peak: int  # the peak by arithmetic alone
+    work: PhaseWork  # of one device
+    seconds: float | None  # predicted by the device's peak rates; `None` if they are unknown
+    is_refused: bool = False  # the compiler refused the program for its memory
+    bubble: float = 0.0  # share of the time in the layers in which a pipeline stage waits, 0..1
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step on a machine.
-
-    Attributes:
-      topology: the machine.
-      mesh: size of each mesh axis.
-      rollout_mesh: size of each axis of the mesh for decoding.
-      available: bytes per device; `None` if unknown.
-      is_compiled: whether the machine's own compiler measured the temporaries.
-      source: origin of the temporaries, for the user.
-      phases: in the order of a step.
-      tokens: prompt and response tokens of a step.
-      response_tokens: tokens of the responses alone.
-      remedies: changes of options, and the estimated bytes per device after each, in ascending
-        order.
-    """
+    """The plan of a step on a machine."""
 
     topology: Topology
-    mesh: dict[str, int]
-    rollout_mesh: dict[str, int]
-    available: float | None
-    is_compiled: bool
-    source: str
-    phases: tuple[Phase, ...]
-    tokens: int
-    response_tokens: int
+    mesh: dict[str, int]  # size of each mesh axis
+    rollout_mesh: dict[str, int]  # size of each axis of the mesh for decoding
+    available: float | None  # bytes per device; `None` if unknown
+    is_compiled: bool  # the machine's own compiler measured the temporaries
+    source: str  # origin of the temporaries, for the user
+    phases: tuple[Phase, ...]  # in the order of a step
+    tokens: int  # prompt and response tokens of a step
+    response_tokens: int  # tokens of the responses alone
+    # Changes of options, and the estimated bytes per device after each, ascending.
     remedies: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -33,19 +33,13 @@ from jax_ppo.types import MiniBatches, Packing, Params
 
 @dataclasses.dataclass(frozen=True)
 class PhaseWork:
-    """Work of one device in one phase of a step, by arithmetic.
+    """Work of one device in one phase of a step, by arithmetic."""
 
-    Attributes:
-      flops: operations of matrix products; recomputed activations count too.
-      memory_bytes: bytes read from and written to the device's memory.
-      link_bytes: bytes that the device sends to others.
-      row_bytes: the part of them that the mesh's axes of rows exchange: gathered weights and
-        gradients, which cross from host to host.
-    """
-
-    flops: float = 0.0
-    memory_bytes: float = 0.0
-    link_bytes: float = 0.0
+    flops: float = 0.0  # operations of matrix products; recomputed activations count too
+    memory_bytes: float = 0.0  # bytes read from and written to the device's memory
+    link_bytes: float = 0.0  # bytes that the device sends to others
+    # The part of them that the mesh's axes of rows exchange: gathered weights and gradients, which
+    # cross from host to host.
     row_bytes: float = 0.0
 
     def __add__(self, other: "PhaseWork") -> "PhaseWork":
@@ -57,15 +51,10 @@ class PhaseWork:
 
 @dataclasses.dataclass(frozen=True)
 class StageSchedule:
-    """The micro-batches of one pass through the layers; a single one without stages.
+    """The micro-batches of one pass through the layers; a single one without stages."""
 
-    Attributes:
-      stages: S.
-      micro_batches: M, each of one row per device.
-    """
-
-    stages: int
-    micro_batches: int
+    stages: int  # S
+    micro_batches: int  # M, each of one row per device
 
     @property
     def ticks(self) -> int:
@@ -509,10 +498,8 @@ def count_forward_flops(
     Attention counts the pairs of tokens that see each other, not those that are masked. Norms,
     activations, biases and a scalar head are left out, and so are the relative terms of DeBERTa.
 
-    Args:
-      architecture: the architecture of a decoder or an encoder.
-      lengths: int [B], tokens of each sequence.
-      num_logits: number of tokens for which logits over the vocabulary are computed.
+    `lengths` are int [B], the tokens of each sequence, and `num_logits` is the number of tokens for
+    which logits over the vocabulary are computed.
     """
     lengths = lengths.astype(np.float64)
     if isinstance(architecture, DebertaArchitecture):
