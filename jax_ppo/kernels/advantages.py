@@ -177,12 +177,8 @@ def length_adaptive_lam(
     bias. The returns of this lam are not the critic's targets: those use a separate lam, 1 in the
     paper (decoupled GAE).
 
-    Args:
-      action_counts: how many tokens of each response the mask selects; 0 counts as 1.
-      alpha: > 0.
-
-    Returns:
-      float32 in [0, 1].
+    `action_counts` says how many tokens of each response the mask selects; 0 counts as 1. alpha is
+    > 0, and the result float32 in [0, 1].
     """
     counts = jnp.maximum(action_counts, 1).astype(jnp.float32)
     return jnp.clip(1.0 - 1.0 / (alpha * counts), 0.0, 1.0)
@@ -217,10 +213,7 @@ def remax(
     token: A_t = score - score of the greedy response. Unbiased: the baseline does not depend on
     the sample. Its variance is low where the greedy response is about as good as the policy's.
 
-    Args:
-      rewards_T: the reward for emitting token t.
-      mask_T: 1 on the tokens that the policy chose, as in `gae`.
-      baseline: the score of the greedy response to the same prompt.
+    `baseline` is the score of the greedy response to the same prompt; the others are as in `gae`.
 
     Returns:
       float32 [T], 0 where mask is 0.
@@ -305,10 +298,7 @@ def gdpo(
     differ in scale, or cancel, would look like one. A reward that is equal throughout a group adds
     nothing. Each part is biased like `grpo`.
 
-    Args:
-      scores_BxK: K rewards of each sample.
-      n: as for `grpo`.
-      weights: w_k.
+    `scores_BxK` holds K rewards of each sample, `weights` the w_k, and n is as for `grpo`.
     """
     parts = [w * grpo(scores_BxK[:, k], n, by_std=True) for k, w in enumerate(weights)]
     return jnp.sum(jnp.stack(parts), axis=0)

@@ -154,10 +154,8 @@ def mismatch(
     is undefined where all p or all q are equal (or too small for float32 to distinguish): it is
     then 1 if p = q throughout, and 0 otherwise.
 
-    Args:
-      logprobs: log-probabilities by one program, finite where mask = 1.
-      sampled_logprobs: those by the other, at the same temperature.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern.
+    Both log-probs, finite where mask = 1, are at the same temperature. The mask is 1 on the tokens
+    that the policy chose and that count, in any pattern.
 
     Returns:
       float32 scalars, constants to differentiation. For an empty mask all are 0, except a

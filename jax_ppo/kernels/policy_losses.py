@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jax_ppo.kernels.kl import absolute
 from jax_ppo.kernels.losses import (
     Clip,
     PolicyBatch,
@@ -246,9 +247,8 @@ def kl_cov(batch: PolicyBatch, clip: Clip, beta: float = 1.0) -> PolicyLoss:
     policy = importance(batch, clip)
     if batch.selected is None:
         return policy
-    # Not jnp.abs, whose gradient at 0 is 1 in JAX.
-    penalty = jax.nn.relu(policy.log_ratio) + jax.nn.relu(-policy.log_ratio)
-    return policy._replace(loss=policy.loss + beta * jnp.where(batch.selected, penalty, 0.0))
+    penalty = beta * jnp.where(batch.selected, absolute(policy.log_ratio), 0.0)
+    return policy._replace(loss=policy.loss + penalty)
 
 
 def clip_cov_tokens(

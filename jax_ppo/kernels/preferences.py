@@ -14,12 +14,8 @@ def bradley_terry(
     Reward models are trained by its mean over pairs (Christiano et al. 2017, arXiv:1706.03741;
     Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
 
-    Args:
-      chosen: scores of the preferred responses.
-      rejected: scores of the others. Only the difference of a pair matters.
-
-    Returns:
-      Losses > 0; log 2 where the two scores are equal.
+    Only the difference of the two scores of a pair matters. Losses are > 0, and log 2 where the
+    scores are equal.
     """
     # log_sigmoid, since the sigmoid of a large negative difference underflows to 0.
     return -jax.nn.log_sigmoid(chosen - rejected)

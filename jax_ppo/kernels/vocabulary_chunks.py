@@ -133,10 +133,8 @@ def keep_tokens(
 ) -> Float32[Array, " G C V"]:
     """Return the logits, with `DROPPED` for tokens that were not kept.
 
-    Args:
-      logits_GxCxV: logits.
-      kept_GxCxW: W = V / 8, rounded up; bit v % 8 of byte v // 8 is 1 if token v was kept. `None`:
-        all were.
+    `kept_GxCxW` has W = V / 8, rounded up; bit v % 8 of byte v // 8 is 1 if token v was kept.
+    `None`: all were.
     """
     if kept_GxCxW is None:
         return logits_GxCxV

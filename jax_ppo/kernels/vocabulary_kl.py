@@ -59,27 +59,10 @@ def full_kl(
 
         dKL / dz_v = p_v (d_v - sum_u p_u d_u)
 
-    and through a soft cap d logits_v / d (hidden @ unembedding.T)_v = 1 - (logits_v / c)^2. It
-    flows to `hidden_GxNxD` and `unembedding_VxD`; the reference and the temperature receive none.
-    The cost follows the mask, and the largest temporaries of either pass are a few arrays of
-    [G, chunk_size, V]. Matrix products are in the dtype of the hidden states with float32 sums,
-    including the sum of the unembedding gradient over chunks, which is kept per group until the
-    last chunk.
-
-    Args:
-      hidden_GxNxD: last hidden states of the actor, in the dtype of the matrix products (logits are
-        always float32).
-      unembedding_VxD: output embedding of the actor, the float32 master copy if there is one.
-      ref_hidden_GxNxE: last hidden states of the reference, likewise.
-      ref_unembedding_VxE: output embedding of the reference, over the same vocabulary.
-      mask_GxN: 1 where the KL is computed, in any pattern. Elsewhere hidden states may hold
-        anything, NaN included.
-      temperature: > 0, the sampling temperature of the tokens, for both.
-      chunk_size: positions of each group per chunk; `default_chunk_size` if None.
-      logit_softcap: c > 0, for both, or None for no soft cap.
-      layout: how unembeddings that are split over devices are gathered.
-      kept_GxNxW: the tokens that could be drawn at each position (`keep_tokens`), to which p and q
-        are restricted; `None`: all.
+    It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
+    receive none. Cost, precision, the gradient of a soft cap and the arguments are as for
+    `logprobs.token_logprobs`; temperature, soft cap and kept tokens are those of both models, and
+    the vocabulary is the same.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and

@@ -25,7 +25,7 @@ from jax_ppo.ppo.objectives import (
 )
 from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
-from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
+from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
@@ -202,7 +202,7 @@ def _train_in_place(
     )
     # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the
     # next call would compile another program for this layout.
-    new_params, new_optimizer = constrain_tree(tuple(trained), TRAIN_RULES)
+    new_params, new_optimizer = constrain_tree(tuple(trained))
     return (
         placement.to_memory_of(new_params, params),
         placement.to_memory_of(new_optimizer, optimizer_state),

@@ -66,17 +66,11 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
 
 @dataclasses.dataclass
 class Compilations:
-    """Counts of the programs compiled so far.
+    """Counts of the programs compiled so far."""
 
-    Attributes:
-      programs: number of programs, compiled or read from the cache.
-      cache_hits: number of them that were read from the cache.
-      seconds: time spent on compiling and reading, summed over threads.
-    """
-
-    programs: int = 0
-    cache_hits: int = 0
-    seconds: float = 0.0
+    programs: int = 0  # compiled or read from the cache
+    cache_hits: int = 0  # read from the cache
+    seconds: float = 0.0  # compiling and reading, summed over threads
 
 
 @contextlib.contextmanager

@@ -67,17 +67,11 @@ def bytes_per_device(tree: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PeakRates:
-    """Peak rates of one JAX device, per second.
+    """Peak rates of one JAX device, per second."""
 
-    Attributes:
-      flops: dense bfloat16 floating point operations.
-      memory_bytes: bytes from and to its memory; 0 if unknown.
-      link_bytes: bytes that it can send to other devices of the same host or slice; 0 if unknown.
-    """
-
-    flops: float
-    memory_bytes: float = 0
-    link_bytes: float = 0
+    flops: float  # dense bfloat16 floating point operations
+    memory_bytes: float = 0  # bytes from and to its memory; 0 if unknown
+    link_bytes: float = 0  # bytes to other devices of the same host or slice; 0 if unknown
 
 
 # TPU: "peak compute per chip", "HBM bandwidth" and "interchip interconnect bandwidth" in

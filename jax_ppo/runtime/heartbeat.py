@@ -19,17 +19,10 @@ _CHECK_SECONDS = 0.5
 
 @dataclasses.dataclass(eq=False)
 class Activity:
-    """Work in progress, from its creation until `end`.
+    """Work in progress, from its creation until `end`."""
 
-    Attributes:
-      name: what is done, such as "loading the actor".
-      detail: how far it has come, such as "12/290 tensors".
-      thread: the thread that does it.
-      started_at: the time of the clock `time.monotonic`.
-    """
-
-    name: str
-    detail: str = ""
+    name: str  # what is done, such as "loading the actor"
+    detail: str = ""  # how far it has come, such as "12/290 tensors"
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     started_at: float = dataclasses.field(default_factory=lambda: time.monotonic())
 

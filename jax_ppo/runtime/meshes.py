@@ -50,7 +50,6 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
-    # The axis of -1 takes the devices that the others leave.
     if free and len(devices) % known == 0:
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes.values()) != len(devices):

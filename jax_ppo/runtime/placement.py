@@ -177,8 +177,7 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     Each row belongs to exactly one process. Devices that hold copies of the same rows, as in tensor
     parallelism, divide these rows among themselves; a process may be left without any.
 
-    Args:
-      array: [B, ...], in the layout of `batch_rows`.
+    The array is [B, ...], in the layout of `batch_rows`.
 
     Returns:
       (indices, int [r]; values, [r, ...]).
@@ -208,5 +207,4 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _first_row(index: tuple[slice, ...]) -> int:
-    """Return the first row of a shard."""
     return index[0].start or 0 if index else 0

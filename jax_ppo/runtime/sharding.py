@@ -18,6 +18,7 @@ Rules = tuple[tuple[str, P], ...]
 # Projections of hidden states and back to them: `model` splits the sides between the two.
 INPUTS = r"(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|in_proj(?:_\w+)?)"
 OUTPUTS = "(o_proj|down_proj|out_proj)"
+NARROW = "(router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|per_layer_input_gate)"
 
 # (path pattern, layout). The first pattern that matches the end of a parameter's path decides; a
 # parameter without a match raises. Parameters below "layers/" have the stacked layers' axis in
@@ -29,16 +30,10 @@ ENCODER_RULES: Rules = (
     (r"layers/.*experts/down_proj/kernel", P(None, "expert", "model", EXPERT_WEIGHTS)),
     (r"layers/.*experts/(gate_proj|up_proj)/bias", P(None, "expert", "model")),
     (r"layers/.*experts/down_proj/bias", P(None, "expert")),
-    (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
-    (r"layers/.*shared_expert_gate/(kernel|lora_a)", P(None, WEIGHTS, None)),
-    (r"layers/.*shared_expert_gate/lora_b", P()),
-    (r"layers/.*(router/bias|correction_bias|sinks|layer_scalar)", P()),
-    # All heads read whole latents.
-    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/(kernel|lora_a)", P(None, WEIGHTS, None)),
-    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/bias", P()),
-    (r"layers/.*(q_a_proj|kv_a_proj_with_mqa)/lora_b", P()),
-    # The sides of further embeddings, which are narrow, are not split over `model`.
-    (r"layers/per_layer_input_gate/kernel", P(None, WEIGHTS, None)),
+    (r"layers/.*(correction_bias|sinks|layer_scalar)", P()),
+    # Whole over `model`: narrow outputs, and latents, which all heads read.
+    (rf"layers/.*{NARROW}/(kernel|lora_a)", P(None, WEIGHTS, None)),
+    (rf"layers/.*{NARROW}/(bias|lora_b)", P()),
     (r"layers/per_layer_projection/kernel", P(None, None, WEIGHTS)),
     (r"per_layer_model_projection/kernel", P(WEIGHTS, None)),
     (r"layers/.*window_filter", P(None, None, None, "model")),
@@ -110,10 +105,7 @@ def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = "/".join(
-            str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
-            for part in path
-        )
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         for pattern, spec in rules:
             if re.search(rf"(^|/){pattern}$", name):
                 return NamedSharding(mesh, spec)
@@ -180,12 +172,12 @@ def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x[:count], layout)
 
 
-def constrain_tree(tree: Any, rules: Rules) -> Any:
-    """Lay out every leaf according to the rules, inside a compiled function.
+def constrain_tree(tree: Any) -> Any:
+    """Lay out every leaf according to `TRAIN_RULES`, inside a compiled function.
 
     Without a mesh in the context, return `tree`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return tree
-    return jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, rules))
+    return jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, TRAIN_RULES))

@@ -18,26 +18,17 @@ EXAMPLES = "v5e:8x8, v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, h100:8, h200:8 or cpu:8"
 
 @dataclasses.dataclass(frozen=True)
 class DeviceType:
-    """A type of device.
+    """A type of device."""
 
-    Attributes:
-      platform: "tpu", "cuda" or "cpu".
-      memory: bytes that each device of JAX has for programs; `None` if unknown.
-      jax_kind: JAX's name of the device (devices.py).
-      dimensions: how many numbers describe the shape of a machine.
-      devices_per_chip: devices of JAX on each chip.
-      chips_per_host: shape of the smallest TPU host with several chips, to which a shape is a
-        multiple; a single chip is one host.
-      most_chips: chips of the largest slice, which a fast network connects.
-    """
-
-    platform: str
-    memory: float | None
-    jax_kind: str = ""
-    dimensions: int = 1
-    devices_per_chip: int = 1
+    platform: str  # "tpu", "cuda" or "cpu"
+    memory: float | None  # bytes that each device of JAX has for programs; `None` if unknown
+    jax_kind: str = ""  # JAX's name of the device (devices.py)
+    dimensions: int = 1  # how many numbers describe the shape of a machine
+    devices_per_chip: int = 1  # devices of JAX on each chip
+    # Shape of the smallest TPU host with several chips, to which a shape is a multiple; a single
+    # chip is one host.
     chips_per_host: tuple[int, ...] = ()
-    most_chips: int | None = None
+    most_chips: int | None = None  # chips of the largest slice, which a fast network connects
 
 
 # TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are

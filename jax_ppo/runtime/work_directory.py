@@ -34,15 +34,10 @@ _Report = Callable[[str], None]
 
 
 class _OpenBucket(NamedTuple):
-    """A work directory in a bucket.
+    """A work directory in a bucket."""
 
-    Attributes:
-      staged: the local folder that stands for it.
-      lock: the lock, which the main process alone has.
-    """
-
-    staged: staging.StagedFolder
-    lock: bucket_lock.BucketLock | None
+    staged: staging.StagedFolder  # the local folder that stands for it
+    lock: bucket_lock.BucketLock | None  # the main process alone has it
 
 
 # The work directories in buckets that this process has open, by their local folders.

@@ -140,10 +140,7 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
 
 
 def _fetch_file(
-    filesystem: Any,
-    file: RemoteFile,
-    target: Path,
-    count_bytes: Callable[[int], object],
+    filesystem: Any, file: RemoteFile, target: Path, count_bytes: Callable[[int], object]
 ) -> None:
     """Write one file, continuing an interrupted download of it."""
     if target.is_file() and target.stat().st_size == file.size:

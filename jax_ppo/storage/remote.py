@@ -24,19 +24,12 @@ _NO_CREDENTIALS = ("invalid credentials", "anonymous caller", "401", "nocredenti
 
 
 class RemoteFile(NamedTuple):
-    """A file in an object store.
+    """A file in an object store."""
 
-    Attributes:
-      path: BUCKET/PATH.
-      size: bytes.
-      version: identifies the contents; it changes when other contents are uploaded.
-      crc32c: base64 of the CRC-32C of the contents, or "" if the store does not have it.
-    """
-
-    path: str
-    size: int
-    version: str
-    crc32c: str
+    path: str  # BUCKET/PATH
+    size: int  # bytes
+    version: str  # identifies the contents; it changes when other contents are uploaded
+    crc32c: str  # base64 of the CRC-32C of the contents, or "" if the store does not have it
 
 
 def is_address(path: str) -> bool:
@@ -141,10 +134,7 @@ def _describe_file(path: str, details: dict[str, Any]) -> RemoteFile:
         crc32c or details.get("ETag") or details.get("etag") or details.get("generation") or ""
     )
     return RemoteFile(
-        path=path,
-        size=int(details["size"]),
-        version=str(version).strip('"'),
-        crc32c=crc32c,
+        path=path, size=int(details["size"]), version=str(version).strip('"'), crc32c=crc32c
     )
 
 

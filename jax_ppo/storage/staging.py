@@ -49,8 +49,7 @@ class StagedFolder:
     def fetch(self, *names: str) -> None:
         """Replace the contents of the local folder with files from the bucket.
 
-        Args:
-          names: folders to fetch in addition to the files directly in the work directory.
+        These are the files directly in the work directory, and those of the folders `names`.
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             files = {

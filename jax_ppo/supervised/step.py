@@ -17,7 +17,7 @@ from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
 from jax_ppo.models.heads import compute_scalars, init_params
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
+from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.learner import Learner, LossAndMetrics, Metric, Metrics, gather_micro_batch
@@ -222,7 +222,7 @@ def train_step(
     )
     # Otherwise the compiler splits what the table replicates, and the next call would compile
     # another program.
-    params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
+    params, optimizer_state = constrain_tree((params, optimizer_state))
     metrics |= {"lr": rate, "tokens": (packed.sample >= 0).sum()}
     return params, optimizer_state, metrics
 

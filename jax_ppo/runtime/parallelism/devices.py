@@ -24,10 +24,8 @@ def remaining_row_axes(mesh: AbstractMesh) -> tuple[str, ...] | None:
 def on_each_device(function: Function, in_specs: Any, out_specs: Any) -> Function:
     """Make each device run `function` on its parts, which the remaining axes split.
 
-    Args:
-      function: takes and returns arrays; it may exchange data along these axes.
-      in_specs: how the axes split each argument.
-      out_specs: how the axes split the results.
+    It takes and returns arrays, as `in_specs` and `out_specs` split them, and may exchange data
+    along these axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(

@@ -72,10 +72,8 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     JAX calls the host only where no axis is left to the compiler. Along the axes that are left,
     which do not split the arguments, the first device calls, and the others get its results.
 
-    Args:
-      function: takes and returns host arrays; it may have side effects.
-      result_shapes: the shapes of its results, a pytree of `jax.ShapeDtypeStruct`.
-      *arguments: passed to it.
+    `function` takes and returns host arrays, and may have side effects. `result_shapes` is a pytree
+    of `jax.ShapeDtypeStruct`.
     """
     call = functools.partial(io_callback, function, result_shapes)
     mesh = jax.sharding.get_abstract_mesh()
