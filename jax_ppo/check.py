@@ -46,11 +46,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
-    """Return the options that the command line selects, and what the data are for.
-
-    Raises:
-      UserError: there is nothing to check, or an option is wrong.
-    """
+    """Return the selected options, and what the data are for; raise `UserError` for wrong ones."""
     program, *given_arguments = arguments
     files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
     own = ("--json", "--for=")

@@ -107,11 +107,7 @@ def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def convert_to_verl_rows(examples: list[Example], name: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set, which `name` is in DATA_SETS, in verl's form.
-
-    Raises:
-      UserError: a row has another form.
-    """
+    """Return the rows of a data set of DATA_SETS in verl's form; raise `UserError` for others."""
     data_set = DATA_SETS[name]
     rows = []
     for index, example in enumerate(examples):

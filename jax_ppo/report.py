@@ -32,11 +32,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_report_arguments(arguments: list[str]) -> tuple[list[Path], Path]:
-    """Return the work directories and the file to write.
-
-    Raises:
-      UserError: an argument is no option, or no run is named.
-    """
+    """Return the work directories and the file to write; raise `UserError` for wrong ones."""
     out = "comparison.html"
     runs = []
     for word in arguments[1:]:

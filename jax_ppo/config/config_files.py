@@ -29,9 +29,7 @@ _SMOKE_RESPONSE = 24
 def shipped_folder() -> Path:
     """Return the folder of the shipped configurations."""
     installed = _PACKAGE / "configs"
-    if installed.is_dir():
-        return installed
-    return _PACKAGE.parent / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def shipped_names() -> list[str]:

@@ -1286,11 +1286,6 @@ class Config:
         return bool(self.teacher.path and self.teacher.reward_coef)
 
     @property
-    def keeps_reference(self) -> bool:
-        """Return whether the train state holds the parameters of a reference."""
-        return self.algorithm.use_reference or self.has_adapters
-
-    @property
     def whitens_advantages(self) -> bool:
         """Return algorithm.whiten_advantages or, if unset, the choice of the estimator's paper."""
         if self.algorithm.whiten_advantages is not None:

@@ -58,11 +58,7 @@ def has_suffix(name: str) -> bool:
 
 
 def find_matching_files(pattern: Path, option: str) -> list[Path]:
-    """Return the files that can be read of a pattern with `*` or `?`, sorted by their paths.
-
-    Raises:
-      UserError: there is none.
-    """
+    """Return the readable files of a pattern, sorted by path; raise `UserError` without any."""
     matches = [Path(name) for name in sorted(glob.glob(str(pattern))) if has_suffix(name)]
     if not matches:
         raise UserError(

@@ -275,7 +275,6 @@ def _clip(row: int, rows: int) -> int:
 
 
 def _group_sizes(path: Path) -> list[int]:
-    """Return the number of rows of each row group."""
     import pyarrow.parquet
 
     try:

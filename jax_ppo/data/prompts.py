@@ -93,16 +93,12 @@ def tokenize_prompts(
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
-    usable_examples: list[Example] = []
-    tokens: list[np.ndarray] = []
-    encoded = encode_prompts(examples, tokenizer, encoding, name)
-    for example, ids in zip(examples, encoded, strict=True):
-        if ids is not None:
-            usable_examples.append(example)
-            tokens.append(ids)
+    encoded = zip(examples, encode_prompts(examples, tokenizer, encoding, name), strict=True)
+    kept = [(example, ids) for example, ids in encoded if ids is not None]
     longest = encoding.max_prompt_length
-    report_long_prompts(len(examples) - len(tokens), len(examples), longest, name)
-    return PromptDataset(tuple(usable_examples), tokens, longest, name)
+    report_long_prompts(len(examples) - len(kept), len(examples), longest, name)
+    usable_examples = tuple(example for example, _ in kept)
+    return PromptDataset(usable_examples, [ids for _, ids in kept], longest, name)
 
 
 def encode_prompts(

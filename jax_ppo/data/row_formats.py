@@ -77,9 +77,7 @@ def parse_row(
     prompt = _add_system_column(prompt, values, location)
     responses = _find_responses(values, pair, readings, location, columns)
     ground_truth, is_gsm8k = _find_ground_truth(values, location, columns)
-    data_source = values.get("data_source") or ""
-    if not isinstance(data_source, str):
-        raise UserError(f"{location}: data_source must be text, got {quote_cell(data_source)}")
+    data_source = _require_text(values.get("data_source") or "", location, "data_source")
     if not data_source and reading.column == "chosen" and isinstance(prompt, str):
         data_source = HH_RLHF
     elif not data_source and is_gsm8k:

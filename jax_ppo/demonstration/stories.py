@@ -43,15 +43,13 @@ def story_names(split: str) -> tuple[str, ...]:
     """Return the names that the openings of "train" or "heldout" use."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
-    wants_held_out = split == "heldout"
-    names = []
-    for group in (GIRLS, BOYS):
-        for index, name in enumerate(group):
-            # Within each group, so that both splits have girls and boys.
-            is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-            if is_held_out == wants_held_out:
-                names.append(name)
-    return tuple(names)
+    # Within each group, so that both splits have girls and boys.
+    return tuple(
+        name
+        for group in (GIRLS, BOYS)
+        for number, name in enumerate(group, 1)
+        if (number % HELD_OUT_EVERY == 0) == (split == "heldout")
+    )
 
 
 def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:

@@ -207,9 +207,7 @@ def train_on_responses(
     last_steps = (create.steps, create.steps + create.habit_steps)
     with heartbeat.activity("supervised warm-up") as activity:
         for step in range(1, last_steps[-1] + 1):
-            batches = careful_batches
-            if step > create.steps:
-                batches = habit_batches
+            batches = careful_batches if step <= create.steps else habit_batches
             batch = packing_lib.split_columns(next(batches), shards, parts)
             rows = placement.place(batch, sharding.rows(mesh, axis=1))
             params, opt_state, metrics = train_step(

@@ -73,11 +73,7 @@ def _format(value: Fraction) -> str:
 
 
 def _evaluate(node: ast.AST) -> Fraction:
-    """Return the value of numbers joined by + - * /; nothing else is evaluated.
-
-    Raises:
-      ValueError: the expression contains anything else.
-    """
+    """Return the value of numbers joined by + - * /; raise `ValueError` for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return Fraction(str(node.value))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -82,11 +82,7 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
 
 
 def _find_registered(name: str) -> Callable[[], Any]:
-    """Return what makes the environment of `gymnasium:ID`.
-
-    Raises:
-      UserError: Gymnasium is not installed, or does not know the ID.
-    """
+    """Return what makes the environment of `gymnasium:ID`; raise `UserError` if nothing does."""
     setting = f"config.{ENVIRONMENT_OPTION}={name!r}"
     try:
         gymnasium = importlib.import_module("gymnasium")

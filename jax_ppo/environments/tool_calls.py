@@ -233,8 +233,6 @@ def _report_fault(name: str, cause: str) -> None:
 
 
 def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
-    """Return the built-in tools by name."""
-
     def calculator(expression: str) -> str:
         if len(expression) >= LONGEST:
             raise ValueError(f"expected fewer than {LONGEST} characters")

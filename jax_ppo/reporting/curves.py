@@ -36,7 +36,7 @@ def plot_curves(
     # pyplot would keep every figure alive, and may look for a display.
     from matplotlib.figure import Figure
 
-    steps = read_metrics_csv(Path(csv_path))
+    steps = read_metrics_csv(csv_path)
     row_count = -(-len(panels) // _PANELS_PER_ROW)
     column_count = -(-len(panels) // row_count)
     figure = Figure(figsize=(4 * column_count, 3.5 * row_count), layout="constrained")
@@ -60,5 +60,5 @@ def plot_curves(
                 axes.plot(*line, label=legend, marker=marker, markersize=4, linewidth=1.2)
         if axes.lines:
             axes.legend(frameon=False)
-    with replace_file(Path(png_path)) as temporary:
+    with replace_file(png_path) as temporary:
         figure.savefig(temporary, dpi=100, format="png")

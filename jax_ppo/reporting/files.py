@@ -46,7 +46,7 @@ def write_summary_file(workdir: Path, summary: dict[str, Any]) -> None:
     """Write WORKDIR/summary.json atomically. NaN and infinities become null."""
     # JSON has no NaN: readers other than Python's would refuse the file.
     text = json.dumps(to_json_value(summary), indent=2, allow_nan=False)
-    with replace_file(Path(workdir) / "summary.json") as temporary:
+    with replace_file(workdir / "summary.json") as temporary:
         temporary.write_text(text + "\n")
 
 

@@ -176,7 +176,6 @@ def write_scores_page(
 def _describe_run(
     workdir: Path, state: dict[str, Any], options: dict[str, Any], samples: RunSamples
 ) -> dict[str, Any]:
-    """Return what the page shows of a run."""
     rows = read_metrics_csv(workdir / "training_metrics.csv")
     return {
         **state,

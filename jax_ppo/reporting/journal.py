@@ -136,11 +136,7 @@ class Journal:
         self._pending = write
 
     def write_pending_report(self) -> None:
-        """Fetch and write the pending metrics, if there are any.
-
-        Raises:
-          FloatingPointError: too many steps in a row had a skipped update.
-        """
+        """Write the pending metrics, if there are any; raises as `write_step` does."""
         write, self._pending = self._pending, None
         if write is not None:
             write()

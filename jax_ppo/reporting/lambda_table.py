@@ -104,8 +104,10 @@ def estimate_gae(tokens: Tokens, lam: float, gamma: float) -> np.ndarray:
 
 def format_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows as the texts of a table's cells."""
-    formatted = []
-    for row in rows:
-        numbers = [f"{row[name]:.4g}" for name in HEADER if name]
-        formatted.append([*numbers, "configured" if row["configured"] else ""])
-    return formatted
+    return [
+        [
+            *(f"{row[name]:.4g}" for name in HEADER if name),
+            "configured" if row["configured"] else "",
+        ]
+        for row in rows
+    ]

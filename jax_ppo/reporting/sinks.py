@@ -101,7 +101,6 @@ class MetricsLog(contextlib.ExitStack):
         self._sinks: list[MetricSink] = []
         if not is_main:
             return
-        workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
         loggers = parse_names(options.logger)

@@ -124,7 +124,6 @@ def _score_samples(
     responses: Sequence[str],
     max_timeouts: int,
 ) -> list[Outcome]:
-    """Return the outcome of each sample, in order."""
     if isinstance(reward_function, BatchFunction):
         return score_whole_batch(reward_function, rows, responses)
     if isinstance(reward_function, RewardWorkers):

@@ -105,11 +105,7 @@ class Judge:
 
 
 def _read_message(reply: Any) -> str:
-    """Return the text of a chat completion.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """Return the text of a chat completion; raise `ValueError` if it has none."""
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

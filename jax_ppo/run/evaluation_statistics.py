@@ -160,7 +160,6 @@ def _describe_group(
     answers_PxN: np.ndarray,
     ranks_PxN: np.ndarray | None,
 ) -> dict[str, float]:
-    """Return the statistics of one group of prompts."""
     # Prompts whose rule does not define correctness have no share in accuracy, pass@k and maj@k.
     graded_P = ~np.isnan(correct_PxN).any(1)
     graded_PxN = correct_PxN[graded_P]

@@ -156,11 +156,7 @@ def _saved_steps(source: Path) -> list[int]:
 
 
 def _find_options(source: Path, wanted: str) -> Options:
-    """Return the options with a hash: the newest of the run, or a checkpoint's.
-
-    Raises:
-      UserError: they are nowhere.
-    """
+    """Return the run's or a checkpoint's options with a hash; raise `UserError` without any."""
     newest: Options = read_json_object(source / "config.json")
     if hash_options(newest) == wanted:
         return newest

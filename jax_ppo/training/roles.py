@@ -135,7 +135,7 @@ ROLES: tuple[ModelRole, ...] = (
     ModelRole(
         name="reference",
         title="reference",
-        is_used=lambda config: config.keeps_reference,
+        is_used=lambda config: config.algorithm.use_reference or config.has_adapters,
         path_option="reference.path",
         read_net=NetworkReader.validate_reference,
         has_actors_net=True,
