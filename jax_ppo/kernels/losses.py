@@ -23,66 +23,50 @@ from jax_ppo.registries import AGGREGATIONS
 
 
 class PolicyBatch(NamedTuple):
-    """Tokens of whole responses. All arrays have one shape, of any rank.
+    """Tokens of whole responses. All arrays have one shape, of any rank."""
 
-    Attributes:
-      logprobs: <= 0, under the policy being trained, the only input meant to receive a gradient.
-      old_logprobs: <= 0, under the policy at the start of the update.
-      advantages: per token.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the
-        three above may hold anything, NaN included.
-
-    The rest is read only by losses of whole responses (gspo, gmpo) and selecting losses:
-      action_counts: at each token, how many tokens of its response the mask selects; may hold
-        anything where mask is 0.
-      sequence_sum: maps x, which is 0 where mask is 0, to the sum of x over the token's response,
-        at each token.
-      selected: True on the tokens that a selecting loss (clip_cov, kl_cov) treats differently,
-        chosen over the whole mini-batch; `None` for all other losses.
-    """
-
+    # <= 0, under the policy being trained, the only input meant to receive a gradient.
     logprobs: Float[Array, " *shape"]
-    old_logprobs: Float[Array, " *shape"]
-    advantages: Float[Array, " *shape"]
+    old_logprobs: Float[Array, " *shape"]  # <= 0, under the policy at the start of the update
+    advantages: Float[Array, " *shape"]  # per token
+    # 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the three
+    # above may hold anything, NaN included.
     mask: Shaped[Array, " *shape"]
+
+    # Read only by losses of whole responses (gspo, gmpo) and selecting losses.
+    # At each token, how many tokens of its response the mask selects; may hold anything where mask
+    # is 0.
     action_counts: Integer[Array, " *shape"]
+    # Maps x, which is 0 where mask is 0, to the sum of x over the token's response, at each token.
     sequence_sum: Callable[[jax.Array], jax.Array]
+    # True on the tokens that a selecting loss (clip_cov, kl_cov) treats differently, chosen over
+    # the whole mini-batch; `None` for all other losses.
     selected: Bool[Array, " *shape"] | None = None
 
 
 class Clip(NamedTuple):
-    """Bounds of the ratio, which is clipped to [1 - low, 1 + high]; gmpo clips log-ratios instead.
+    """Bounds of the ratio, clipped to [1 - low, 1 + high]; gmpo clips log-ratios instead."""
 
-    Attributes:
-      low: > 0, and < 1 except for gmpo.
-      high: > 0.
-      dual: > 1, or None for no dual clip.
-    """
-
-    low: float
-    high: float
-    dual: float | None = None
+    low: float  # > 0, and < 1 except for gmpo
+    high: float  # > 0
+    dual: float | None = None  # > 1, or None for no dual clip
 
 
 class PolicyLoss(NamedTuple):
     """Policy loss per token, float32, in the shape of the inputs.
 
     Where mask is 0: loss 0, ratio 1, log_ratio 0, no flag set.
-
-    Attributes:
-      loss: to be summed with the weights of `loss_weights`.
-      ratio: the ratio that the loss uses, in [exp(-20), exp(20)].
-      log_ratio: present log-prob - old log-prob, in nats, clamped to +-20; |log_ratio| = 20 means
-        that it was clamped.
-      clipped: 1 where the clip leaves the token no gradient (cispo: where it truncates the weight,
-        and the gradient stays).
-      dual_clipped: 1 where the dual clip capped the loss, so that the token has no gradient.
     """
 
-    loss: Float[Array, " *shape"]
-    ratio: Float[Array, " *shape"]
+    loss: Float[Array, " *shape"]  # to be summed with the weights of `loss_weights`
+    ratio: Float[Array, " *shape"]  # the ratio that the loss uses, in [exp(-20), exp(20)]
+    # Present log-prob - old log-prob, in nats, clamped to +-20; |log_ratio| = 20 means that it was
+    # clamped.
     log_ratio: Float[Array, " *shape"]
+    # 1 where the clip leaves the token no gradient (cispo: where it truncates the weight, and the
+    # gradient stays).
     clipped: Float[Array, " *shape"]
+    # 1 where the dual clip capped the loss, so that the token has no gradient.
     dual_clipped: Float[Array, " *shape"]
 
 
@@ -140,14 +124,10 @@ def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]
 
 
 class ValueLoss(NamedTuple):
-    """Value loss per token, float32, in the shape of the inputs, 0 where mask is 0.
+    """Value loss per token, float32, in the shape of the inputs, 0 where mask is 0."""
 
-    Attributes:
-      loss: to be summed with the weights of `loss_weights`.
-      clipped: 1 where the clipped term was the larger loss, so that the token has no gradient.
-    """
-
-    loss: Float[Array, " *shape"]
+    loss: Float[Array, " *shape"]  # to be summed with the weights of `loss_weights`
+    # 1 where the clipped term was the larger loss, so that the token has no gradient.
     clipped: Float[Array, " *shape"]
 
 

@@ -9,17 +9,12 @@ from jax_ppo.kernels.masked import masked_mean, masked_variance
 
 
 class Moments(NamedTuple):
-    """Moments of the numbers seen so far: float32 scalars, a pytree for states and checkpoints.
+    """Moments of the numbers seen so far: float32 scalars, a pytree for states and checkpoints."""
 
-    Attributes:
-      count: how many numbers; float32 represents it to 7 digits.
-      mean: their mean.
-      m2: the sum of squared deviations from the mean.
-    """
-
+    # How many numbers; float32 represents it to 7 digits.
     count: Float[Array, ""]  # type: ignore[assignment]  # shadows tuple.count
     mean: Float[Array, ""]
-    m2: Float[Array, ""]
+    m2: Float[Array, ""]  # the sum of squared deviations from the mean
 
 
 def empty_moments() -> Moments:

@@ -32,14 +32,11 @@ class UnembeddingLayout(NamedTuple):
 
     Both run once per pass, outside the loop over chunks. Use functions that are defined once: a new
     lambda per call would compile another program each time.
-
-    Attributes:
-      gather: maps the weights [V, D], in the dtype of the products, to those that chunks read.
-      sum_groups: maps the float32 gradient [G, V, D] and a dtype to the sum over groups, [V, D], in
-        that dtype.
     """
 
+    # Maps the weights [V, D], in the dtype of the products, to those that chunks read.
     gather: Callable[[jax.Array], jax.Array] = jnp.asarray
+    # Maps the float32 gradient [G, V, D] and a dtype to the sum over groups, [V, D], in that dtype.
     sum_groups: Callable[[jax.Array, DTypeLike], jax.Array] = _sum_groups
 
 

@@ -45,17 +45,12 @@ Keys = Float[Array, "B T K d"]
 
 
 class PrefixedSegments(NamedTuple):
-    """Segments of rows in which several segments continue one copy of a prefix.
+    """Segments of rows in which several segments continue one copy of a prefix."""
 
-    Attributes:
-      own: the segment of each token.
-      prefixes: the segment of the earlier tokens that each token reads besides its own segment.
-      positions: the position of each token in its sequence, which columns are not.
-    """
-
-    own: Int[Array, "B T"]
+    own: Int[Array, "B T"]  # the segment of each token
+    # The segment of the earlier tokens that each token reads besides its own segment.
     prefixes: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
+    positions: Int[Array, "B T"]  # of each token in its sequence, which columns are not
 
 
 Segments = Int[Array, "B T"] | PrefixedSegments | None

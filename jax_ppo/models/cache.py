@@ -40,14 +40,11 @@ class RecurrentState(NamedTuple):
     """The memory of a Gated DeltaNet or a short convolution of the tokens of each row.
 
     It has no columns: a token must be run exactly once.
-
-    Attributes:
-      matrix: float32 [B, H, K, V], the state of each head; a short convolution has no heads.
-      window: [B, W - 1, C], the inputs of the convolution of the last tokens; zeros before the
-        first one.
     """
 
+    # float32 [B, H, K, V], the state of each head; a short convolution has no heads.
     matrix: jax.Array
+    # [B, W - 1, C], the inputs of the convolution of the last tokens; zeros before the first one.
     window: jax.Array
 
 

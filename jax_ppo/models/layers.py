@@ -62,15 +62,10 @@ class LayerKind(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Inputs of a layer besides hidden states: arrays with an entry for each token.
+    """Inputs of a layer besides hidden states: arrays with an entry for each token."""
 
-    Attributes:
-      routed_experts: its recorded experts, [B, T, k] (experts.select_experts).
-      embedding: its embedding for the layer, [B, T, per_layer_size].
-    """
-
-    routed_experts: jax.Array | None = None
-    embedding: jax.Array | None = None
+    routed_experts: jax.Array | None = None  # [B, T, k], recorded (experts.select_experts)
+    embedding: jax.Array | None = None  # for this layer, [B, T, per_layer_size]
 
 
 NO_INPUTS = LayerInputs()

@@ -113,19 +113,14 @@ Shared = dict[Any, Any]
 
 
 class TransformerOutput(NamedTuple):
-    """Result of the decoder.
+    """Result of the decoder."""
 
-    Attributes:
-      hidden: hidden states after the last norm, [B, T, D] in the type of the computation.
-      cache: what each layer with a memory remembers (cache.py) in the unrolled form, `None`
-        otherwise.
-      auxiliary: further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
-        [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
-        [L, B, T, k] (experts.select_experts). Here L counts the layers with experts.
-    """
-
-    hidden: jax.Array
+    hidden: jax.Array  # after the last norm, [B, T, D] in the type of the computation
+    # What each layer with a memory remembers (cache.py) in the unrolled form, `None` otherwise.
     cache: tuple[LayerCache, ...] | None
+    # Further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss" [L, B, T]
+    # (experts.balance_losses), and with `returns_routed_experts` "routed_experts" [L, B, T, k]
+    # (experts.select_experts). Here L counts the layers with experts.
     auxiliary: Auxiliary
 
 

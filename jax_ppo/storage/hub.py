@@ -18,15 +18,10 @@ _KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}
 
 
 class Snapshot(NamedTuple):
-    """A downloaded repository.
+    """A downloaded repository."""
 
-    Attributes:
-      folder: its folder in the hub's cache.
-      names: the names of all files of the repository; without a network, of the cached files.
-    """
-
-    folder: Path
-    names: list[str]
+    folder: Path  # its folder in the hub's cache
+    names: list[str]  # of all files of the repository; without a network, of the cached ones
 
 
 class HubError(UserError):

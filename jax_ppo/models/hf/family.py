@@ -127,17 +127,12 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderFamily:
-    """A family of encoders that serve as reward models.
-
-    Attributes:
-      from_hf_config: reads the contents of config.json.
-      tensor_table: returns the checkpoint tensor of each parameter.
-      unused_tensors: tensors that a checkpoint may hold although the model does not read them, and
-        the values that the model uses in their place.
-    """
+    """A family of encoders that serve as reward models."""
 
     from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
     tensor_table: Callable[[DebertaArchitecture], TensorTable]
+    # Tensors that a checkpoint may hold although the model does not read them, and the values that
+    # the model uses in their place.
     unused_tensors: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = dataclasses.field(
         default_factory=dict
     )
@@ -161,19 +156,15 @@ class Multimodal:
 
     Its config.json describes the decoder in `text_config` or, in old files, in the same place as
     the rest.
-
-    Attributes:
-      text_families: the decoder's `model_type` where it is not one of `FAMILIES`, and the one of
-        these that computes the same.
-      defaults: by that `model_type`, values of fields that are missing.
-      tied: whether the output embedding is the input embedding unless config.json says so.
-      is_text: whether there is nothing but the decoder, under another `model_type`.
     """
 
+    # The decoder's `model_type` where it is not one of `FAMILIES`, and the one of these that
+    # computes the same.
     text_families: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # By that `model_type`, values of fields that are missing.
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    tied: bool = False
-    is_text: bool = False
+    tied: bool = False  # the output embedding is the input's unless config.json says so
+    is_text: bool = False  # there is nothing but the decoder, under another `model_type`
 
     def text_name(self, name: str) -> str:
         """Return a tensor's name in the decoder's own family; "" if it is left out."""

@@ -31,32 +31,18 @@ class Fused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """One of our parameters and the checkpoint tensor (or part of one) that holds it.
+    """One of our parameters and the checkpoint tensor (or part of one) that holds it."""
 
-    Attributes:
-      name: name of the checkpoint's tensor; the first `{}` stands for the layer index, the second
-        one for that of an expert.
-      shape: shape of our parameter in one layer, without the axis of experts.
-      transposed: whether the checkpoint stores the axes reversed, [out, in] where ours are
-        [in, out].
-      stacked: whether the first axis of the shape is that of experts, which is never reversed.
-      layers: number of layers stacked along the first axis of our parameter; `None` if the
-        parameter does not belong to a layer.
-      layer_numbers: the index of each of these layers among all layers of the model; (): they are
-        all of them.
-      fused: where the parameter is in a checkpoint's tensor that holds several of ours.
-      experts: number of experts of a layer, stacked along the axis after that of the layers;
-        the checkpoint has a tensor for each. `None` if the parameter does not belong to an expert.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    layers: int | None = None
-    fused: Fused | None = None
+    name: str  # of the checkpoint's tensor; the first `{}` is the layer's index, then an expert's
+    shape: tuple[int, ...]  # of our parameter in one layer, without the axis of experts
+    transposed: bool = False  # the checkpoint has [out, in] where ours is [in, out]
+    layers: int | None = None  # stacked along our first axis; `None`: it belongs to no layer
+    fused: Fused | None = None  # its place in a tensor that holds several of ours
+    # Stacked along the axis after that of the layers; the checkpoint has a tensor for each. `None`:
+    # it belongs to no expert.
     experts: int | None = None
-    layer_numbers: tuple[int, ...] = ()
-    stacked: bool = False
+    layer_numbers: tuple[int, ...] = ()  # indices of these layers in the model; (): all of them
+    stacked: bool = False  # the first axis of the shape is that of experts, never reversed
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
