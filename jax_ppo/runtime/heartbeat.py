@@ -68,11 +68,9 @@ class Heartbeat:
         now = time.monotonic()
         if now - self.printed_at >= self.quiet_seconds:
             self.printed_at = now
-            self._report(f"... {describe_activities(now) or self._describe_run(now)}")
-
-    def _describe_run(self, now: float) -> str:
-        name = "starting" if self.quiet_seconds == START_SECONDS else "running"
-        return f"{name} ({now - self._started_at:.0f} s)"
+            state = "starting" if self.quiet_seconds == START_SECONDS else "running"
+            idle = f"{state} ({now - self._started_at:.0f} s)"
+            self._report(f"... {describe_activities(now) or idle}")
 
     def _beat(self) -> None:
         while not self._is_over.wait(_CHECK_SECONDS):

@@ -127,7 +127,7 @@ def _read_distances(reader: ConfigReader) -> dict[str, Any]:
 def _read_attention_terms(reader: ConfigReader) -> list[str]:
     """Return ["p2c", "c2p"] for that list or for "p2c|c2p", and [] for `None` or "none"."""
     name = "pos_att_type"
-    if reader.is_string(name):
+    if isinstance(reader.any_value(name), str):
         return _split_words(reader, name, ("c2p", "p2c"))
     words = reader.strings(name) or []
     _refuse_unknown_words(reader, name, words, ("c2p", "p2c"))

@@ -33,7 +33,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         "max_position_embeddings": a.max_position_embeddings,
         "tie_word_embeddings": a.tied,
         "bos_token_id": a.bos_id,
-        "eos_token_id": _write_eos_ids(a.eos_ids),
+        # One number, a list, or null.
+        "eos_token_id": a.eos_ids[0] if len(a.eos_ids) == 1 else list(a.eos_ids) or None,
         "pad_token_id": a.pad_id,
         "dtype": dtype,
     }
@@ -122,13 +123,6 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
     if exported != architecture:
         return ours
     return changed
-
-
-def _write_eos_ids(eos_ids: tuple[int, ...]) -> int | list[int] | None:
-    """Return EOS ids as config.json has them: one number, a list, or null."""
-    if len(eos_ids) == 1:
-        return eos_ids[0]
-    return list(eos_ids) or None
 
 
 def _write_global_heads(a: Architecture) -> Config:

@@ -119,10 +119,6 @@ class ConfigReader:
         """Return the name of a field in the file."""
         return self._names.get(name, name)
 
-    def is_string(self, name: str) -> bool:
-        """Return whether a field holds a string."""
-        return isinstance(self._values.get(self.name(name)), str)
-
     def error(self, message: str) -> UserError:
         """Return an error about these fields."""
         return UserError(self._where + message)

@@ -17,7 +17,7 @@ from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.files import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE, write_safetensors
 from jax_ppo.models.hf.json_files import write_json
-from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
+from jax_ppo.models.hf.tensors import TensorTable
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory
 from jax_ppo.storage import disk_space
@@ -171,7 +171,8 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
         paths_by_name.setdefault((row.name, row.layer_numbers), []).append(path)
     for (name, _), paths in outside.items():
         yield ExportedTensor(name, paths)
-    for number in range(max(map(_num_layers, rows.values()))):
+    last = max(max(row.layer_numbers, default=(row.layers or 0) - 1) for row in rows.values())
+    for number in range(last + 1):
         for paths in stacked.values():
             row = rows[paths[0]]
             layer = number
@@ -182,11 +183,6 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
             for expert, name in enumerate(row.layer_names(layer)):
                 index = (layer,) if row.experts is None else (layer, expert)
                 yield ExportedTensor(name, paths, index)
-
-
-def _num_layers(row: TensorMapping) -> int:
-    """Return the number of layers up to the last one that has this parameter."""
-    return max(row.layer_numbers, default=(row.layers or 0) - 1) + 1
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
