@@ -20,6 +20,7 @@ from jax_ppo.config import schema
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention_programs import round_row_length, select_attention_program
+from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
@@ -338,9 +339,8 @@ class Step:
 
     def random_decode_params(self):
         def build(key):
-            return unroll_params(
-                heads.init_params(self.nets.actor, key, "lm"), dtype=jnp.dtype(self.dtype)
-            )
+            params = heads.init_params(self.nets.actor, key, "lm")
+            return round_parameters(unroll_params(params), jnp.dtype(self.dtype))
 
         return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
 

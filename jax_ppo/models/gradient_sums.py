@@ -43,20 +43,17 @@ def scan_layers(
     gradient_sum: GradientSum | None,
     unroll: int,
 ) -> tuple[jax.Array, Any]:
-    """Run layers one after the other.
+    """Run layers one after the other; return hidden states and their further outputs, [L, ...].
 
     Args:
       run_layer: (a layer's parameters, hidden states, its inputs) -> (hidden states, further
         outputs).
       layers: stacked parameters, [L, ...].
       x: hidden states, the input of the first layer.
-      inputs: the inputs of each layer, [L, ...].
+      inputs: of each layer, [L, ...].
       gradient_sum: what the layers' gradients are added to, for a loss differentiated with respect
         to the slot; `None`: an ordinary loop.
       unroll: layers per iteration of the loop.
-
-    Returns:
-      Hidden states, and the further outputs of all layers, [L, ...].
     """
     if gradient_sum is None:
         return jax.lax.scan(

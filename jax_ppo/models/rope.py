@@ -26,9 +26,6 @@ def inverse_frequencies(
     they hold for sequences no longer than `max_sequence_length`, which the caller must
     enforce, so that cached keys stay valid.
 
-    Returns:
-      The inverse frequencies, float32 [pairs], and the factor.
-
     Raises:
       ValueError: the kind of rotary embedding is not supported.
     """

@@ -49,7 +49,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int, UInt
 
 from jax_ppo.models import rope
@@ -73,7 +72,6 @@ from jax_ppo.models.layers import (
     layer_kinds,
     multiply,
 )
-from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.short_conv import ConvolutionLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
@@ -563,17 +561,11 @@ def _join_dicts(join: Callable[[list[jax.Array]], jax.Array], parts: list[Auxili
     return {name: join([part[name] for part in filled]) for name in (filled or [{}])[0]}
 
 
-def unroll_params(
-    params: Params,
-    dtype: DTypeLike | None = None,
-    partial_stacks: PartialStacks = MappingProxyType({}),
-) -> Params:
+def unroll_params(params: Params, partial_stacks: PartialStacks = MappingProxyType({})) -> Params:
     """Return the parameters of `Transformer(unrolled=True)` for stacked ones; heads are kept.
 
-    `partial_stacks` are the architecture's; with a `dtype` they are rounded to it.
+    `partial_stacks` are the architecture's.
     """
-    if dtype is not None:
-        params = round_parameters(params, dtype)
     layers = params["layers"]
     num_layers = len(next(iter(partial_stacks.values()), jax.tree.leaves(layers)[0]))
     unrolled = {name: value for name, value in params.items() if name != "layers"}

@@ -171,28 +171,8 @@ def share_with_all(folder: Path, name: str) -> None:
     fetch_folder(folder, name)
 
 
-def is_in_bucket(folder: Path) -> bool:
-    """Return whether a folder of a run's files is on its way to a bucket."""
-    return _bucket_of(folder) is not None
-
-
-def remove_from_bucket(folder: Path) -> None:
-    """Remove a folder of a run's files from its bucket, if the run has one, to write it anew."""
-    if (staged := _bucket_of(folder)) is not None:
-        staged.remove(folder.relative_to(staged.folder).as_posix())
-
-
-def move_to_bucket(path: Path, folder: Path) -> None:
-    """Upload a complete file that will belong to a folder, and delete it here.
-
-    A run without a bucket keeps the file.
-    """
-    if (staged := _bucket_of(folder)) is not None:
-        staged.move(path, f"{folder.relative_to(staged.folder).as_posix()}/{path.name}")
-
-
-def _bucket_of(folder: Path) -> staging.StagedFolder | None:
-    """Return the open bucket that a folder of a run's files belongs to, if there is one."""
+def bucket_of(folder: Path) -> staging.StagedFolder | None:
+    """Return the open bucket that a folder of a run's files is on its way to, if there is one."""
     opened = (_open_buckets[above] for above in folder.parents if above in _open_buckets)
     return next((bucket.staged for bucket in opened), None)
 

@@ -98,7 +98,7 @@ class StagedFolder:
                     f"it had not uploaded to {self.address} is lost; run the same command again to "
                     "continue from the last checkpoint"
                 )
-            local = {path.relative_to(self.folder).as_posix(): path for path in self._files()}
+            local = {self.name_of(path): path for path in self._files()}
             # Uploaded last, config.json marks an export as complete.
             for name in sorted(local, key=lambda name: (name.endswith("config.json"), name)):
                 self._upload_file(name, local[name])
@@ -106,6 +106,10 @@ class StagedFolder:
                 if self._is_obsolete(name):
                     self._delete(f"{self._root}/{name}")
                     del self._uploaded[name]
+
+    def name_of(self, path: Path) -> str:
+        """Return the name of a local file or folder in the bucket."""
+        return path.relative_to(self.folder).as_posix()
 
     def move(self, path: Path, name: str) -> None:
         """Upload a file under a name, and delete the local one.

@@ -15,6 +15,7 @@ from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
 from jax_ppo.models import layers as decoder_layers
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import (
     MAX_UNROLLED_LAYERS,
     REMAT_POLICIES,
@@ -112,8 +113,8 @@ def test_unrolled_is_stacked(params, ids):
     np.testing.assert_allclose(unrolled, stacked, atol=1e-5)
 
 
-def test_unroll_casts_and_keeps_the_head(params):
-    flat = unroll_params(params, jnp.bfloat16)
+def test_unroll_keeps_the_head_and_rounding_casts_it(params):
+    flat = round_parameters(unroll_params(params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(flat)} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_array_equal(
         flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16)

@@ -27,7 +27,7 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
-from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.meshes import validate_architecture
@@ -219,7 +219,7 @@ def test_the_correction_is_never_rounded(tmp_path):
     exact = params["layers"]["mlp"]["correction_bias"]
     flat = unroll_params(params, partial_stacks=ARCHITECTURE.partial_stacks)
     for decoded in (
-        unroll_params(params, jnp.bfloat16, ARCHITECTURE.partial_stacks),
+        round_parameters(flat, jnp.bfloat16),
         quantize_kernels(flat, jnp.bfloat16),
     ):
         np.testing.assert_array_equal(decoded["layer_2"]["mlp"]["correction_bias"], exact[1])

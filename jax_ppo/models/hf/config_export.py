@@ -88,12 +88,9 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
 def update_hf_config(source: Config, architecture: Architecture, dtype: str, head: str) -> Config:
     """Return the config.json of a trained model, which is that of its source where possible.
 
-    `source` is config.json of the checkpoint that the model started from, {} if there is none; the
-    others are as in `to_hf_config`.
-
-    Returns:
-      `source` with the fields changed that an export must change, or the result of `to_hf_config`
-      if `source` describes another model.
+    `source` is config.json of the checkpoint that the model started from, {} if there is none. The
+    fields that an export must change are changed; if it describes another model, the result is that
+    of `to_hf_config`, whose other arguments these are.
     """
     ours = to_hf_config(architecture, dtype, head)
     try:

@@ -156,11 +156,8 @@ def load_adapters(
 ) -> dict[str, Any]:
     """Read adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
 
-    `lora` is as returned by `read_adapter_config`. With head "scalar" or "both" a scalar head
-    starts at zero, with "reward" it is read.
-
-    Returns:
-      The adapters in the layout that lora.py describes.
+    They have the layout that lora.py describes, and the shape that `read_adapter_config` returned.
+    With head "scalar" or "both" a scalar head starts at zero, with "reward" it is read.
 
     Raises:
       UserError: A tensor is missing, has another shape or type, or would not be used. The message

@@ -162,14 +162,8 @@ def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable
 def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
-    Every process of a run must call it, and waits on exit until `folder` exists.
-
-    Args:
-      folder: the folder; it may hold an earlier export of the same kind, or nothing.
-      *members: names of files that each such export has.
-
-    Yields:
-      The folder to write to.
+    Every process of a run must call it, and waits on exit until `folder` exists. It may hold an
+    earlier export of the same kind, each of which has the files `members`, or nothing.
 
     Raises:
       UserError: `folder` holds something else.
@@ -179,7 +173,8 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     if distributed.is_main():
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
         temporary.mkdir(parents=True)
-        work_directory.remove_from_bucket(folder)
+        if bucket := work_directory.bucket_of(folder):
+            bucket.remove(bucket.name_of(folder))
     distributed.barrier("export begins")
     # In a run that writes to a bucket, each process has a folder of its own.
     temporary.mkdir(parents=True, exist_ok=True)

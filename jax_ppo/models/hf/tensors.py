@@ -137,12 +137,9 @@ TensorTable = dict[Path, TensorMapping]
 
 
 def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> dict[Path, Any]:
-    """Flatten a nested dict to paths and check that these are the paths of a tensor table.
+    """Return the leaves of a nested dict by path, which must be the paths of a tensor table.
 
     `what` is the name of the tree in error messages.
-
-    Returns:
-      The leaves of `tree` by path.
 
     Raises:
       ValueError: the paths differ from the table's.

@@ -72,12 +72,10 @@ def write_weights(
         for path, row in rows.items()
     )
     temporary = temporary_folder(folder)
-    is_moved = work_directory.is_in_bucket(folder)
-    if distributed.is_main() or is_moved:
+    bucket = work_directory.bucket_of(folder)
+    if distributed.is_main() or bucket:
         # Files that go to a bucket are on this disk one at a time.
-        needed = total_bytes
-        if is_moved:
-            needed = min(total_bytes, max_shard_bytes)
+        needed = min(total_bytes, max_shard_bytes) if bucket else total_bytes
         disk_space.require_free_space(folder.parent, needed, "an export of the weights")
     shards = _split_into_shards(rows, itemsize, max_shard_bytes)
     names = [single_file]
@@ -101,7 +99,8 @@ def write_weights(
         }
         path = temporary / names[first + process]
         write_safetensors(path, header, contents)
-        work_directory.move_to_bucket(path, folder)
+        if bucket:
+            bucket.move(path, f"{bucket.name_of(folder)}/{path.name}")
     if distributed.is_main() and len(shards) > 1:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
