@@ -28,9 +28,9 @@ class Condition:
 class Facts:
     """Everything that is declared about an option besides its name, type and default."""
 
-    doc: str = ""  # the meaning
+    doc: str = ""
     unit: str = ""  # the unit of a number, such as "tokens"
-    choices: tuple[str, ...] | None = None  # the permitted values
+    choices: tuple[str, ...] | None = None
     # Besides the choices, `module:function` or `file.py:function` is permitted.
     is_plugin: bool = False
     # Other names of some choices; the value is replaced by the choice.
@@ -75,7 +75,7 @@ class Option:
     name: str  # dotted name without the leading `config.`
     value_type: type  # `float` for both `float` and `float | None`
     optional: bool  # whether `None` ("not set") is permitted
-    default: Any  # the default value
+    default: Any
     facts: Facts  # the declared and inherited facts
 
     @property

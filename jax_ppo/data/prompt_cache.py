@@ -65,8 +65,8 @@ Validate = functools.partial[None]
 class _Part:
     """Consecutive row groups of a Parquet file, and the rows of them to use."""
 
-    path: Path  # the file
-    row_groups: tuple[int, ...]  # their numbers
+    path: Path
+    row_groups: tuple[int, ...]
     first_row: int  # row of the file that the first group begins with, from 0
     start: int  # the first row to use, counted within these groups
     end: int  # the row after the last one to use

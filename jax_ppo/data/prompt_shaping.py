@@ -19,7 +19,6 @@ PLACEHOLDER = "{prompt}"
 class RowParser:
     """Conversion of rows to examples."""
 
-    # Names of columns that options set.
     columns: Columns = dataclasses.field(default_factory=Columns)
     instruction: str = ""  # text added to the question in rows of some forms
     system_prompt: str = ""  # message in front of every chat; "" adds none

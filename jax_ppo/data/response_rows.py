@@ -146,7 +146,7 @@ class RefusedRow(NamedTuple):
 class ResponseReader:
     """Conversion of rows to tokens."""
 
-    tokenizer: Tokenizer  # a transformers tokenizer
+    tokenizer: Tokenizer
     # Returns the example of a row of texts, given the row and its location.
     parse: Callable[[dict[str, Any], str], Example]
     chat_template: ChatTemplate  # as `encode_prompt` takes it

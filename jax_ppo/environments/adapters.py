@@ -71,7 +71,7 @@ class GymnasiumEnvironment:
     """Makes the `TextEnvironment` of each dialogue."""
 
     name: str  # the value of the option
-    make: Callable[[], Any]  # makes an environment for a dialogue
+    make: Callable[[], Any]
     metric_names: tuple[str, ...]  # the numbers of `info` that are reported
 
     def __str__(self) -> str:

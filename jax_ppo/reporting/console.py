@@ -81,8 +81,8 @@ def make_count_reporter(
     """Return a callback (units done, units in total) that shows the progress of a piece of work.
 
     It shows a progress bar on a terminal, and prints one line at the end of work that took long.
-    `work` is "loading the actor", of which each `unit`, "tensor", counts; `finished_work`, its name
-    at the end, "loaded the actor", or "" for the same.
+    `work` names it, as in "loading the actor", `unit` what is counted, as in "tensor", and
+    `finished_work` the work at its end, as in "loaded the actor"; "" for the same.
     """
     # Carriage returns would fill a log file, so bars are for terminals only.
     bar = tqdm.tqdm(

@@ -288,8 +288,9 @@ def add_gradient(
 
     The gradients of layers are added while they are computed (`models.gradient_sums`), so that no
     second tree of them is in memory; those of adapters, for which `trains_layers` is False, are
-    small. `zero_gradients` starts the total. `loss`: parameters -> (value, auxiliary output), runs
-    the decoder once. `key` is the micro-batch's; `None` if the sum is wider than bfloat16.
+    small. `zero_gradients` starts the total. `loss` maps parameters to a value and an auxiliary
+    output, and runs the decoder once. `key` is the micro-batch's; `None` if the sum is wider than
+    bfloat16.
     """
     # Pipeline stages run several micro-batches at once, and sum their gradients themselves.
     if not trains_layers or num_stages() > 1:
