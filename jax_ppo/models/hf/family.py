@@ -20,8 +20,7 @@ class Family:
     has_token_classifier: bool = True  # there is ...ForTokenClassification with a head `score`
     decoder_class: str = ""  # the language model's class; "": {class_prefix}ForCausalLM
 
-    # Fields of config.json.
-    # Names that differ from Llama's, by Llama's name. All names below are the family's own.
+    # Fields of config.json, by the family's own names: here those that differ, by Llama's name.
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: frozenset[str] = frozenset()  # fields of Llama that the family lacks
     # Fields of `Architecture` that are the same in all models of the family.
