@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import pkgutil
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,7 +186,7 @@ def _run(job: Job) -> None:
 
 def describe_curves(workdir: str | Path) -> str:
     """Return the line that says how to see the curves."""
-    line = f"curves: tensorboard --logdir {workdir}/tensorboard"
+    line = f"curves: tensorboard --logdir {shlex.quote(f'{workdir}/tensorboard')}"
     # Event files are written without it: with its server it takes 50 MB.
     if importlib.util.find_spec("tensorboard") is None:
         line += "  (after: pip install tensorboard)"

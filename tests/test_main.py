@@ -55,6 +55,7 @@ def test_the_curves_line_names_what_is_missing(monkeypatch, installed, remedy):
     line = command.describe_curves("output/run")
     assert line.startswith("curves: tensorboard --logdir output/run/tensorboard")
     assert remedy in line and ("pip" in line) == bool(remedy)
+    assert "--logdir 'my runs/a/tensorboard'" in command.describe_curves("my runs/a")
 
 
 ODD_TEXT = "½ … ⏎ 猫 \U0001f408 \ud83d"

@@ -41,7 +41,7 @@ MEDIA = re.compile(r"(decoded_)?(images?|videos?|audios?)(_\d+)?")
 # Columns that describe a row and change neither prompt nor responses.
 _HARMLESS = re.compile(
     r"ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata"
-    r"|model|num_turns|source|split|style|subject|subset|tags|task|timestamp|title|topic|type"
+    r"|model|num_turns|seed|source|split|style|subject|subset|tags|task|timestamp|title|topic|type"
     r"|url|uuid"
     r"|year|scores?|ratings?|.*_(id|ids|idx|index|uuid|scores?|ratings?|type|source|model|tokens)"
     r"|(score|rating|num|is)_.*"

@@ -309,6 +309,7 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
+    "".join(contents).encode()  # raises for half of a surrogate pair, which no tokenizer takes
     _read_number(reward, "the reward of a turn")
     # Python would read every text but "" as true.
     if ends not in (0, 1):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import datetime
 import operator
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -253,7 +254,8 @@ class Journal:
         """Say where an exported model is, and which option reads it."""
         folder = f"{work_directory.shown_path(self._workdir)}/{path.relative_to(self._workdir)}"
         console.print_on_main(
-            f"trained model: {folder} (for transformers, or --config.{option}={folder})"
+            f"trained model: {folder} (for transformers, or "
+            f"{shlex.quote(f'--config.{option}={folder}')})"
         )
 
     def warn(self, text: str, kind: str = "") -> None:

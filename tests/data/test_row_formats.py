@@ -322,7 +322,10 @@ def test_responses_that_differ_are_refused_only_where_they_are_trained_on():
 
 
 def test_ignored_columns_are_named_once(tmp_path, caplog):
-    rows = [{"prompt": "a", "lang": "en", "id": 1}, {"prompt": "b", "tools_used": 2, "none": None}]
+    rows = [
+        {"prompt": "a", "lang": "en", "id": 1, "seed": 2},
+        {"prompt": "b", "tools_used": 2, "none": None},
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
     read_examples(str(path))

@@ -330,6 +330,7 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
         (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
         (("", 1.0, None), "has ended is None of type NoneType; expected True or False"),
         ((5, 1.0, True), "the observation of a turn is 5 of type int; expected text"),
+        (("a\ud800", 1.0, True), "can't encode character '\\ud800'"),
         (("", 1.0, True, {"move": 1}), "metric 'move'; metric_names declares moves. Did you mean"),
         (("", 1.0, True, {"moves": "1"}), "the metric 'moves' of a turn is '1' of type str"),
         (("", 1.0, True, {"moves": math.nan}), "'moves' of a turn is nan; expected a finite"),

@@ -68,7 +68,8 @@ def resolve_model_folder(
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
         raise UserError(
-            f"{problem}there is no such folder (and it is not a hub name, OWNER/NAME); {remedy}"
+            f"{problem}there is no such folder (looked from {Path.cwd()}; it is no hub name, "
+            f"OWNER/NAME, either); {remedy}"
         )
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
@@ -76,8 +77,8 @@ def resolve_model_folder(
         return hub.download_snapshot(path, files, what, ignore=IGNORED_HUB_FILES)[0]
     except hub.HubError as error:
         raise UserError(
-            f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "
-            f"where the hub can be reached, with `{command}`"
+            f"{problem}there is no such folder (looked from {Path.cwd()}), and {error.reason}. "
+            f"Either {remedy}; or get one, where the hub can be reached, with `{command}`"
         ) from error
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import os
 import socket
 import threading
 import time
@@ -175,7 +176,7 @@ def test_what_the_hub_refuses(online):
 def test_no_network(offline, tmp_path):
     message = refusal("Qwen/Qwen2.5-0.5B-Instruct", "config.critic.path")
     assert message.startswith(
-        "config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder, and "
+        "config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder (looked from "
     )
     assert "cannot be reached (ConnectError" in message
     assert "set config.critic.path to a folder with config.json and model.safetensors" in message
@@ -206,7 +207,7 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     models = f"{tmp_path}/models"
     assert refusal(f"{models}/qwen-05b") == (
         f"config.model.path='{models}/qwen-05b': there is no such folder "
-        "(and it is not a hub name, OWNER/NAME); "
+        f"(looked from {os.getcwd()}; it is no hub name, OWNER/NAME, either); "
         "set config.model.path to a folder with config.json and model.safetensors "
         f"(the nearest one here is {models}/qwen-0.5b)"
     )
