@@ -34,11 +34,6 @@ def estimate_experience(
 ) -> tuple[Experience, Metrics]:
     """Shape rewards and estimate advantages.
 
-        r_t = [t is the last action] * score + step reward - kl_coef * KL_t
-
-    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`. A
-    teacher adds further rewards (`reward_shaping.add_teacher_rewards`).
-
     The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
     two, which differ by rounding, or by older weights of the sampler. `step_rewards` are earned
     within the responses; `None` if there are none. `extra_scores` are what else the estimator
@@ -50,37 +45,19 @@ def estimate_experience(
     """
     algorithm = options.algorithm
     masks = select_tokens(algorithm, sequences)
-    old_logprobs = outputs.old_logprobs
-    if old_logprobs is None:
-        old_logprobs = sampled_logprobs
-    # Running moments include this rollout before they normalize it.
+    old_logprobs = sampled_logprobs if outputs.old_logprobs is None else outputs.old_logprobs
     reward_moments = control.moments.get("rewards")
+    # Running moments include this rollout before they normalize it.
     if options.reward.normalize == "running":
         assert reward_moments is not None, "running moments start with the first step's control"
-        everywhere = jnp.ones(rewards.shape, bool)
-        reward_moments = update_moments(reward_moments, rewards, everywhere)
-
-    # Rewards per token: the score on the last action, step rewards, and the KL penalty.
+        reward_moments = update_moments(reward_moments, rewards, jnp.ones(rewards.shape, bool))
     token_rewards, metrics = reward_shaping.shape_rewards(
         options, reward_moments, sequences, masks, rewards, step_rewards
     )
-    token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
-        options.teacher, token_rewards, old_logprobs, outputs, masks.actions
-    )
     kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, outputs, masks.actions)
-    token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
-        algorithm, control.kl_coef, token_rewards, kl_tokens, masks.actions
+    token_rewards, kl_metrics = add_kl_rewards(
+        options, control.kl_coef, token_rewards, kl_tokens, old_logprobs, outputs, masks.actions
     )
-    if algorithm.whiten_rewards:
-        token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
-
-    if extra_scores is not None and extra_scores.ndim == 1:
-        # Greedy responses' scores are normalized and clipped like the others', without penalties:
-        # as if they had length 0 and were not truncated.
-        zeros = jnp.zeros(len(extra_scores), jnp.int32)
-        extra_scores = reward_shaping.shape_scores(
-            options, reward_moments, extra_scores, zeros, zeros > 0
-        )
     estimates, return_moments, advantage_metrics = advantages.estimate_advantages(
         options,
         token_rewards,
@@ -88,7 +65,7 @@ def estimate_experience(
         masks,
         outputs,
         control.moments.get("returns"),
-        extra_scores,
+        reward_shaping.shape_greedy_scores(options, reward_moments, extra_scores),
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(
@@ -113,8 +90,7 @@ def estimate_experience(
             {"rewards": reward_moments, "returns": return_moments},
         ),
     )
-    metrics |= teacher_metrics | kl_metrics | advantage_metrics | weight_metrics
-    return experience, metrics
+    return experience, metrics | kl_metrics | advantage_metrics | weight_metrics
 
 
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
@@ -135,6 +111,32 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
         starts=starts,
         values=loss & starts if values_turns else loss,
     )
+
+
+def add_kl_rewards(
+    options: ExperienceOptions,
+    kl_coef: Float32[Array, ""],
+    token_rewards: Tokens,
+    kl_tokens: Tokens,
+    old_logprobs: Tokens,
+    outputs: ForwardOutputs,
+    actions: Mask,
+) -> tuple[Tokens, Metrics]:
+    """Subtract the KL to a teacher and to the reference from rewards; scale them, if configured.
+
+        r_t = [t is the last action] * score + step reward - kl_coef * KL_t
+
+    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`.
+    """
+    token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
+        options.teacher, token_rewards, old_logprobs, outputs, actions
+    )
+    token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
+        options.algorithm, kl_coef, token_rewards, kl_tokens, actions
+    )
+    if options.algorithm.whiten_rewards:
+        token_rewards = masked.whiten(token_rewards, actions, shift_mean=False)
+    return token_rewards, teacher_metrics | kl_metrics
 
 
 def weight_by_importance(
