@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Data, Reward
+from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import (
@@ -43,13 +45,25 @@ from jax_ppo.run.run_prompts import (
 )
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
-from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.training.setup import chat_template, count_steps
 from jax_ppo.training.state import StateBuilder, policy_params
 from jax_ppo.types import Example
+
+RunRule = RewardFunction | BatchFunction | RewardWorkers | None  # `None`: a model's score alone
+
+
+class _RunRows(NamedTuple):
+    """The rows that a run reads, what scores them, and what makes their environment."""
+
+    examples: list[Example]
+    held_out: list[Example]
+    rule: RunRule
+    model_weight: float
+    environment_class: Callable[..., Any] | None
 
 
 def build_run(
@@ -68,41 +82,14 @@ def build_run(
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
-    # 1. Data, rules and plugins: nothing of a model is read yet.
-    with heartbeat.activity("reading data"):
-        examples, held_out_examples = load_run_examples(
-            config.data, config.seed, trains and given is None
-        )
-    if given is not None:
-        # Rules are resolved for one row of each source.
-        examples = list({row.data_source: row for row in given.examples}.values())
     roles = resolve_roles(config)
-    if trains:
-        for note in notes.train_notes(config):
-            report(f"note: {note}")
-        _reject_weights_with_curriculum(config.data)
-    _report_idle_offloads(roles, mesh, report)
-    model_weight = registry.model_weight(config.reward)
-    # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
-    ruled = [*(() if given is not None and given.has_rewards else examples), *held_out_examples]
-    rule = None
-    if ruled and not config.rewards_by_environment_alone:
-        rule = _resolve_rule(config.reward, ruled)
-    if rule is not None and trains and given is None:
-        for line in try_first_rows(examples, config.reward):
-            report(f"warning: {line}")
-    # Plugins that cannot be loaded, or fail, raise here.
-    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
-    environment_class = load_environment_class(config.rollout.multi_turn)
-    if note := try_first_reset(environment_class, (examples or held_out_examples)[0]):
-        report(f"note: {note}")
-    examples = describe_tools(environment_class, examples)
-    held_out_examples = describe_tools(environment_class, held_out_examples)
+    # 1. Data, rules and plugins: nothing of a model is read yet.
+    rows = _read_rows(config, roles, mesh, report, trains, given)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
     # 2. Folders, architectures and tokenizers of the roles.
-    prompts_are_chats = not isinstance((examples or held_out_examples)[0].prompt, str)
+    prompts_are_chats = not isinstance((rows.examples or rows.held_out)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
         models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
     validate_run_models(roles, models, config.sequence_length, mesh, rollout_mesh)
@@ -111,46 +98,17 @@ def build_run(
         validate_memory(memory)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    data = config.data
-    with heartbeat.activity("tokenizing prompts"):
-        training, held_out = tokenize_run_prompts(
-            data,
-            models.tokenizer,
-            config.model.tokenizer_path or str(models.folders.actor),
-            make_row_validation(config.reward, config.rewards_by_environment_alone),
-            examples if given is None else [],
-            held_out_examples,
-        )
-    if given is not None:
-        training = given
-    environment = None
-    if environment_class is not None:
-        training, held_out, environment = build_environment(
-            environment_class,
-            config.rollout.multi_turn,
-            models.tokenizer,
-            training,
-            held_out,
-            chat_template(data),
-            max_response_length=data.max_response_length,
-        )
+    training, held_out, environment = _build_prompts(memory, models, rows, given)
     total_steps = 0
     if trains:
-        steps_per_epoch = batches_in_order(data, config.seed, training).steps_per_epoch
+        steps_per_epoch = batches_in_order(config.data, config.seed, training).steps_per_epoch
         total_steps = count_steps(config.trainer, steps_per_epoch)
 
     # 4. How the engine samples.
     sampling, held_out_sampling = _sampling_options(
         memory, rollout_mesh, models, environment, report
     )
-    if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
-        folder, length = models.folders.actor, config.sequence_length
-        engine_class = functools.partial(
-            engine_class, options=config.rollout, folder=folder, max_length=length
-        )
-    # The engine gets shapes only; `update_weights` brings the weights at each step.
     states = StateBuilder.from_config(config, models.nets, mesh)
-    sampled_params = policy_params(models.nets, states.shapes())
     run = PPORun(
         step_options=StepOptions.from_config(config),
         config=config,
@@ -162,7 +120,9 @@ def build_run(
         training=training,
         held_out=held_out,
         total_steps=total_steps,
-        engine=make_engine(engine_class, models.nets.actor, sampled_params, mesh, rollout_mesh),
+        engine=_build_engine(
+            engine_class, config.rollout, config.sequence_length, models, states, rollout_mesh
+        ),
         sampling=sampling,
         reads_rollout=models.reward_inputs is None,
         held_out_sampling=held_out_sampling,
@@ -177,8 +137,8 @@ def build_run(
             mesh=mesh,
             tokenizer=models.tokenizer,
             options=config.reward,
-            rule=rule,
-            model_weight=model_weight,
+            rule=rows.rule,
+            model_weight=rows.model_weight,
             reward_inputs=models.reward_inputs,
             environment=environment,
         ),
@@ -186,6 +146,91 @@ def build_run(
     if trains:
         _report_size(run, report)
     return run
+
+
+def _read_rows(
+    config: Config,
+    roles: Sequence[RunRole],
+    mesh: Mesh,
+    report: Report,
+    trains: bool,
+    given: GivenResponses | None,
+) -> _RunRows:
+    """Read the rows, and try the rule and the plugins on them."""
+    samples_data = trains and given is None
+    with heartbeat.activity("reading data"):
+        examples, held_out = load_run_examples(config.data, config.seed, samples_data)
+    if given is not None:
+        # Rules are resolved for one row of each source.
+        examples = list({row.data_source: row for row in given.examples}.values())
+    if trains:
+        for note in notes.train_notes(config):
+            report(f"note: {note}")
+        _reject_weights_with_curriculum(config.data)
+    _report_idle_offloads(roles, mesh, report)
+    model_weight = registry.model_weight(config.reward)
+    # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
+    ruled = [*(() if given is not None and given.has_rewards else examples), *held_out]
+    rule = None
+    if ruled and not config.rewards_by_environment_alone:
+        rule = _resolve_rule(config.reward, ruled)
+    if rule is not None and samples_data:
+        for line in try_first_rows(examples, config.reward):
+            report(f"warning: {line}")
+    # Plugins that cannot be loaded, or fail, raise here.
+    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
+    environment_class = load_environment_class(config.rollout.multi_turn)
+    if note := try_first_reset(environment_class, (examples or held_out)[0]):
+        report(f"note: {note}")
+    examples = describe_tools(environment_class, examples)
+    held_out = describe_tools(environment_class, held_out)
+    return _RunRows(examples, held_out, rule, model_weight, environment_class)
+
+
+def _build_prompts(
+    memory: PPOMemory, models: RunModels, rows: _RunRows, given: GivenResponses | None
+) -> tuple[PromptDataset, PromptDataset | None, Environment | None]:
+    """Return training prompts or `given` responses, held-out prompts, and their environment."""
+    config = memory.config
+    with heartbeat.activity("tokenizing prompts"):
+        training, held_out = tokenize_run_prompts(
+            config.data,
+            models.tokenizer,
+            config.model.tokenizer_path or str(models.folders.actor),
+            make_row_validation(config.reward, config.rewards_by_environment_alone),
+            rows.examples if given is None else [],
+            rows.held_out,
+        )
+    if given is not None:
+        training = given
+    if rows.environment_class is None:
+        return training, held_out, None
+    return build_environment(
+        rows.environment_class,
+        config.rollout.multi_turn,
+        models.tokenizer,
+        training,
+        held_out,
+        chat_template(config.data),
+        max_response_length=config.data.max_response_length,
+    )
+
+
+def _build_engine(
+    engine_class: Callable[..., RolloutEngine],
+    options: RolloutOptions,
+    max_length: int,
+    models: RunModels,
+    states: StateBuilder,
+    rollout_mesh: Mesh,
+) -> RolloutEngine:
+    """Return the engine of a run; it gets shapes, `update_weights` brings weights at each step."""
+    if ROLLOUT_ENGINES.lookup(options.engine).is_external:
+        engine_class = functools.partial(
+            engine_class, options=options, folder=models.folders.actor, max_length=max_length
+        )
+    params = policy_params(models.nets, states.shapes())
+    return make_engine(engine_class, models.nets.actor, params, states.mesh, rollout_mesh)
 
 
 def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) -> None:
@@ -206,9 +251,7 @@ def _reject_weights_with_curriculum(data: Data) -> None:
         )
 
 
-def _resolve_rule(
-    options: Reward, examples: list[Example]
-) -> RewardFunction | BatchFunction | RewardWorkers | None:
+def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
     """Return the reward function or the worker processes that apply it.
 
     Returns `None` if all of the reward is a reward model's.
