@@ -57,6 +57,8 @@ class VocabularyShards:
 
 
 WHOLE = VocabularyShards()
+# Blocks in which top-p looks first: the likeliest 256 tokens are in them, and most that follow.
+_TOP_P_BLOCKS = 256
 
 
 class Draws(NamedTuple):
@@ -126,15 +128,16 @@ def sample_tokens(
     preferred_BxV = logits_BxV
     if added_BxV is not None:
         preferred_BxV = logits_BxV + added_BxV / temperature
-    filtered_BxV = keep_top_p(keep_top_k(preferred_BxV, top_k, shards), top_p, shards)
-    filtered_BxV = keep_min_p(filtered_BxV, min_p, shards)
-    tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2, shards)
+    weights_BxV = _unnormalized_probs(preferred_BxV, shards)
+    kept_BxV = keep_top_p(keep_top_k(weights_BxV, top_k, shards), top_p, shards)
+    kept_BxV = keep_min_p(kept_BxV, min_p)
+    tokens_B, sums_B = draw_tokens(kept_BxV, uniforms_Bx2, shards)
     if returns_kept:
-        logprobs_B = token_logprob(filtered_BxV, tokens_B, sums_B, shards)
-        is_kept_BxV = shards.gather(filtered_BxV > -jnp.inf)
+        logprobs_B = token_logprob(preferred_BxV, tokens_B, sums_B, shards)
+        is_kept_BxV = shards.gather(kept_BxV > 0)
         return Draws(tokens_B, logprobs_B, jnp.packbits(is_kept_BxV, axis=-1, bitorder="little"))
-    # Without a filter the draw has summed these very logits.
-    known_sums_B = sums_B if filtered_BxV is logits_BxV else None
+    # Without a filter the draw has summed the weights of these very logits.
+    known_sums_B = sums_B if kept_BxV is weights_BxV and added_BxV is None else None
     return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards))
 
 
@@ -160,7 +163,8 @@ def token_logprob(
 ) -> jax.Array:
     """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
 
-    `sums_B`, which `draw_tokens` returned for these logits, save one pass through them.
+    `sums_B`, which `draw_tokens` returned for their weights, save one pass through them. They may
+    be those of a part of the tokens that holds the likeliest: it is then the only one drawn from.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
     drawn_B = shards.sum(_take_local(logits_BxV, index_B))
@@ -178,89 +182,135 @@ def _take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
     return jnp.where(is_local_B[expand], taken_Bx1x, 0)[:, 0]
 
 
-def keep_top_k(logits_BxV: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
-    """Replace all logits by -inf but the k largest and those equal to the k-th."""
-    if not 0 < k < shards.total(logits_BxV.shape[-1]):
-        return logits_BxV
-    weights_BxV = _unnormalized_probs(logits_BxV, shards)
+def keep_top_k(weights_BxV: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
+    """Replace all weights by 0 but the k largest and those equal to the k-th.
+
+    Weights are relative to the largest, as `_unnormalized_probs` returns them.
+    """
+    if not 0 < k < shards.total(weights_BxV.shape[-1]):
+        return weights_BxV
+    # The k-th largest is in these blocks, or equal to the largest of the last of them.
+    top_BxM, _ = _heaviest_blocks(weights_BxV, k)
     # Each token measures 1, so that k of them are kept.
-    return _keep_likeliest(logits_BxV, weights_BxV, jnp.ones_like(weights_BxV), k, shards)
+    least_B = _find_least_kept(top_BxM, jnp.ones_like(top_BxM), k, shards)
+    return _keep_from(least_B, weights_BxV)
 
 
-def keep_top_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
-    """Replace all logits by -inf but the likeliest, as few as together hold probability p.
+def keep_top_p(weights_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
+    """Replace all weights by 0 but the largest, as few as together hold a share p of the sum.
 
     Those equal to the last one kept are kept, too.
     """
     if p >= 1:
-        return logits_BxV
-    # Tokens measure their own weight; p is relative to the sum of all.
-    weights_BxV = _unnormalized_probs(logits_BxV, shards)
+        return weights_BxV
+    # Tokens measure their own weight.
     needed_B = p * shards.sum(weights_BxV.sum(-1))
-    return _keep_likeliest(logits_BxV, weights_BxV, weights_BxV, needed_B, shards)
+    top_BxM, rest_B = _heaviest_blocks(weights_BxV, _TOP_P_BLOCKS)
+    least_B = _find_least_kept(top_BxM, top_BxM, needed_B, shards)
+    if rest_B is None:
+        return _keep_from(least_B, weights_BxV)
+    B = len(least_B)
+
+    # Flat distributions reach tokens of other blocks: an eighth of the rows at a time looks
+    # everywhere. What is found for a row does not depend on the others.
+    def search_rows(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        least_B, is_left_B = state
+        (rows_R,) = jnp.nonzero(is_left_B, size=-(-B // 8), fill_value=B)
+        weights_RxV = weights_BxV.at[rows_R].get(mode="clip")
+        needed_R = needed_B.at[rows_R].get(mode="clip")
+        least_R = _find_least_kept(weights_RxV, weights_RxV, needed_R, shards)
+        least_B = least_B.at[rows_R].set(least_R, mode="drop")
+        return least_B, is_left_B.at[rows_R].set(False, mode="drop")
+
+    is_left_B = least_B < _float_bits(shards.max(rest_B))
+    least_B, _ = jax.lax.while_loop(lambda state: state[1].any(), search_rows, (least_B, is_left_B))
+    return _keep_from(least_B, weights_BxV)
 
 
-def keep_min_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
-    """Replace the logits of tokens less than p times as likely as the likeliest by -inf.
+def keep_min_p(weights_BxV: jax.Array, p: float) -> jax.Array:
+    """Replace the weights of tokens less than p times as likely as the likeliest by 0.
 
     Nguyen et al. 2024, "Turning up the heat: min-p sampling", arXiv:2407.01082.
     """
-    if p <= 0:
-        return logits_BxV
     # Weights are relative to the largest one.
-    return jnp.where(_unnormalized_probs(logits_BxV, shards) >= p, logits_BxV, -jnp.inf)
+    return weights_BxV if p <= 0 else jnp.where(weights_BxV >= p, weights_BxV, 0)
 
 
-def _keep_likeliest(
-    logits_BxV: jax.Array,
-    weights_BxV: jax.Array,
-    measures_BxV: jax.Array,
+def _heaviest_blocks(weights_BxV: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return the weights of the `count` blocks with the largest ones, so that all need one pass.
+
+    Blocks have about sqrt(V / count) tokens: there are as many blocks as tokens in those returned.
+
+    Returns:
+      (weights, [B, M]; a weight of each row, [B]: all larger ones are among the former, of which
+      `count` reach it; `None` if all weights are).
+    """
+    B, V = weights_BxV.shape
+    if V < 64 * count:  # not worth a sort
+        return weights_BxV, None
+    size = 1 << (V // count).bit_length() // 2
+    _, weights_BxNxW = _split_into_blocks(weights_BxV, 0, size)
+    largest_BxC, blocks_BxC = jax.lax.top_k(weights_BxNxW.max(-1), count)
+    top_BxCxW = jnp.take_along_axis(weights_BxNxW, blocks_BxC[:, :, None], axis=1)
+    # Not `[:, -1]`: XLA would merge it with `top_k`'s own slice, and sort all blocks on a CPU.
+    return top_BxCxW.reshape(B, -1), largest_BxC.min(-1)
+
+
+def _find_least_kept(
+    weights_BxM: jax.Array,
+    measures_BxM: jax.Array,
     needed_B: jax.Array | int,
     shards: VocabularyShards,
 ) -> jax.Array:
-    """Keep the logits of the heaviest tokens, as few as measure `needed` together; others are -inf.
+    """Return the bits of the least of the heaviest weights, as few as measure `needed` together.
 
-    The least weight kept is found by bisection: non-negative floats have the order of their bits,
-    so that 30 sums over the row find it exactly. On a CPU that takes a thirtieth of the time of a
-    sort, and `jax.lax.top_k` is a sort there, whatever its k.
+    Found by bisection: non-negative floats have the order of their bits, so that 30 sums over the
+    row find it exactly. If all measure less, it is 0.
     """
-    bits_BxV = jax.lax.bitcast_convert_type(weights_BxV, jnp.int32)
+    bits_BxM = _float_bits(weights_BxM)
 
     # The tokens from `low` on measure enough, those from `high` on do not.
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
         middle_B = (low_B + high_B) >> 1
-        measured_B = jnp.where(bits_BxV >= middle_B[:, None], measures_BxV, 0).sum(-1)
+        measured_B = jnp.where(bits_BxM >= middle_B[:, None], measures_BxM, 0).sum(-1)
         enough_B = shards.sum(measured_B) >= needed_B
         return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
 
-    low_B = jnp.zeros_like(bits_BxV[:, 0])
+    low_B = jnp.zeros_like(bits_BxM[:, 0])
     # The bits of 1, the largest weight, plus one: less than 2^30.
     high_B = low_B + 0x3F800001
-    least_B, _ = jax.lax.fori_loop(0, 30, halve, (low_B, high_B))
-    return jnp.where(bits_BxV >= least_B[:, None], logits_BxV, -jnp.inf)
+    return jax.lax.fori_loop(0, 30, halve, (low_B, high_B))[0]
+
+
+def _keep_from(least_B: jax.Array, weights_BxV: jax.Array) -> jax.Array:
+    """Replace the weights whose bits are less than `least` by 0."""
+    return jnp.where(_float_bits(weights_BxV) >= least_B[:, None], weights_BxV, 0)
+
+
+def _float_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def draw_tokens(
-    logits_BxV: jax.Array, uniforms_Bx2: jax.Array, shards: VocabularyShards = WHOLE
+    weights_BxV: jax.Array, uniforms_Bx2: jax.Array, shards: VocabularyShards = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token per row from softmax(logits) by inverting its distribution function.
+    """Draw one token per row with probability weight / sum by inverting the distribution function.
 
     In two steps, because a running sum over a large vocabulary is slow and coarse: the first
     uniform picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. A token
-    of probability 0 is never drawn, be it filtered (-inf) or padding of the last block.
+    of weight 0 is never drawn, be it filtered or padding of the last block.
 
     Blocks divide the whole vocabulary, however many devices split it, so that the draw is the
     same up to the rounding of a block that two devices share.
 
     Returns:
-      (tokens, int32 [B]; the sum of exp(logits - the largest) of each row, float32 [B]).
+      (tokens, int32 [B]; the sum of each row, float32 [B]).
     """
-    width = logits_BxV.shape[-1]
+    width = weights_BxV.shape[-1]
     V = shards.total(width)
     # A power of two near the square root of V, so that both steps are short.
     size = 1 << ((V - 1).bit_length() + 1) // 2
-    weights_BxV = _unnormalized_probs(logits_BxV, shards)
     first, weights_BxMxW = _split_into_blocks(weights_BxV, shards.start(width), size)
     # First a block by its total weight, then a token within the block.
     sums_BxN = shards.sum(_place_blocks(weights_BxMxW.sum(-1), first, -(-V // size)))

@@ -11,12 +11,17 @@ from jax_ppo.sampler import sampling
 
 # jax.random.uniform stays below it, draw need not rely on that.
 LAST = np.nextafter(np.float32(1), np.float32(0))
-draw_tokens = jax.jit(sampling.draw_tokens)
+draw_tokens = jax.jit(lambda logits, uniforms: sampling.draw_tokens(weigh(logits), uniforms))
 sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
 keep_top_k, keep_top_p, keep_min_p = (
     jax.jit(f, static_argnums=1)
     for f in (sampling.keep_top_k, sampling.keep_top_p, sampling.keep_min_p)
 )
+
+
+def weigh(logits):
+    """Return the weights that filters take: softmax, relative to the largest."""
+    return jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -34,8 +39,8 @@ def random_logits(B, V, scale=3.0, seed=0):
     return np.random.default_rng(seed).normal(0, scale, (B, V)).astype(np.float32)
 
 
-def is_finite(logits):
-    return np.isfinite(np.asarray(logits))
+def is_kept(weights):
+    return np.asarray(weights) > 0
 
 
 @pytest.mark.parametrize("V", [50, 1000])
@@ -121,14 +126,15 @@ def test_the_address_alone_makes_the_uniforms():
 def test_top_k_by_hand():
     logits = jnp.array([[1.0, 4.0, 2.0, 3.0, -jnp.inf], [0.0, 0.0, 1.0, 0.0, -1.0]])
     expected = [[0, 1, 0, 1, 0], [1, 1, 1, 1, 0]]  # all ties with the second largest remain
-    np.testing.assert_array_equal(is_finite(keep_top_k(logits, 2)), np.array(expected, bool))
+    weights = weigh(logits)
+    np.testing.assert_array_equal(is_kept(keep_top_k(weights, 2)), np.array(expected, bool))
     for everything in (-1, 0, 5, 99):
-        np.testing.assert_array_equal(keep_top_k(logits, everything), logits)
+        np.testing.assert_array_equal(keep_top_k(weights, everything), weights)
 
 
 def test_top_p_by_hand():
     probability = np.array([0.125, 0.5, 0.05, 0.25, 0.075])
-    logits = jnp.log(jnp.array(probability, jnp.float32))[None]
+    weights = jnp.array(probability, jnp.float32)[None] / 0.5
     for p, expected in [
         (1e-6, [1]),
         (0.49, [1]),
@@ -138,10 +144,10 @@ def test_top_p_by_hand():
         (0.90, [1, 3, 0, 4]),
         (0.96, [0, 1, 2, 3, 4]),
     ]:
-        assert set(np.flatnonzero(is_finite(keep_top_p(logits, p))[0])) == set(expected), p
+        assert set(np.flatnonzero(is_kept(keep_top_p(weights, p))[0])) == set(expected), p
     # All are equally likely: none comes before another.
-    assert is_finite(keep_top_p(jnp.zeros((1, 4)), 0.5)).all()
-    np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
+    assert is_kept(keep_top_p(jnp.ones((1, 4)), 0.5)).all()
+    np.testing.assert_array_equal(keep_top_p(weights, 1.0), weights)
 
 
 def test_filters_keep_the_exact_sets():
@@ -149,11 +155,11 @@ def test_filters_keep_the_exact_sets():
     order = np.argsort(-logits, axis=-1)
     ranks = np.argsort(order, axis=-1)
     for k in (1, 50, 998):
-        np.testing.assert_array_equal(is_finite(keep_top_k(logits, k)), ranks < k)
+        np.testing.assert_array_equal(is_kept(keep_top_k(weigh(logits), k)), ranks < k)
     probability = np.asarray(jax.nn.softmax(logits, -1), np.float64)
     sums = np.take_along_axis(np.cumsum(np.take_along_axis(probability, order, 1), 1), ranks, 1)
     for p in (0.5, 0.9, 0.999):
-        np.testing.assert_array_equal(is_finite(keep_top_p(logits, p)), sums - probability < p)
+        np.testing.assert_array_equal(is_kept(keep_top_p(weigh(logits), p)), sums - probability < p)
 
 
 @pytest.mark.parametrize("temperature, k, p", [(1.0, 7, 1.0), (0.6, 50, 0.95), (1.7, 999, 0.3)])
@@ -165,13 +171,13 @@ def test_filters_agree_with_transformers(temperature, k, p):
         from transformers.generation import logits_process as process
 
         scores = process.TemperatureLogitsWarper(temperature)(None, torch.tensor(logits))
-        return is_finite(
+        return np.isfinite(
             process.TopPLogitsWarper(p)(None, process.TopKLogitsWarper(k)(None, scores))
         )
 
     expected = recorded.value("kept", theirs, logits, k, p)
-    ours = keep_top_p(keep_top_k(jnp.array(logits / temperature), k), p)
-    np.testing.assert_array_equal(is_finite(ours), expected)
+    ours = keep_top_p(keep_top_k(weigh(logits / temperature), k), p)
+    np.testing.assert_array_equal(is_kept(ours), expected)
 
 
 def test_log_prob_is_from_before_the_filters():
@@ -185,11 +191,11 @@ def test_log_prob_is_from_before_the_filters():
 
 
 def test_min_p_keeps_what_is_a_fraction_as_likely_as_the_likeliest():
-    logits = np.log([[0.5, 0.25, 0.2, 0.05], [0.1, 0.2, 0.3, 0.4]]).astype(np.float32)
+    weights = np.array([[0.5, 0.25, 0.2, 0.05], [0.1, 0.2, 0.3, 0.4]]) / [[0.5], [0.4]]
     # At least 0.195 and at least 0.156.
-    kept = is_finite(keep_min_p(logits, 0.39))
+    kept = is_kept(keep_min_p(weights, 0.39))
     assert kept.tolist() == [[True, True, True, False], [False, True, True, True]]
-    assert is_finite(keep_min_p(logits, 0.0)).all()
+    assert is_kept(keep_min_p(weights, 0.0)).all()
 
 
 def test_kept_tokens_and_log_probs_are_of_the_distribution_drawn_from():
@@ -200,13 +206,14 @@ def test_kept_tokens_and_log_probs_are_of_the_distribution_drawn_from():
     tokens, logprobs, bits = sampling.sample_tokens(
         logits, uniforms, 0.7, 20, 0.9, added_BxV=added, min_p=0.02, returns_kept=True
     )
-    filtered = keep_min_p(keep_top_p(keep_top_k((logits + added) / 0.7, 20), 0.9), 0.02)
+    weights = weigh((logits + added) / 0.7)
+    filtered = keep_min_p(keep_top_p(keep_top_k(weights, 20), 0.9), 0.02)
     kept = np.unpackbits(np.asarray(bits), axis=1, count=50, bitorder="little").astype(bool)
-    np.testing.assert_array_equal(kept, is_finite(filtered))
+    np.testing.assert_array_equal(kept, is_kept(filtered))
     assert bits.shape == (64, 7) and 1 < kept.sum(1).mean() < 20 and not kept[:, 7].any()
     rows = np.arange(64)
     assert kept[rows, tokens].all()
-    expected = jax.nn.log_softmax(filtered)[rows, tokens]
+    expected = jnp.log(filtered / filtered.sum(-1, keepdims=True))[rows, tokens]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -225,3 +232,34 @@ def test_plain_sampling_neither_sorts_nor_bisects():
 
     assert not has_a_loop_or_sort(0.7) and not has_a_loop_or_sort(0.7, 50, 1.0)
     assert has_a_loop_or_sort(0.7, 49) and has_a_loop_or_sort(0.7, -1, 0.9)
+
+
+def kept_by_sorting(logits, k=0, p=1.0):
+    """Return what top-k or top-p keeps, found with a sort; equal logits stay together."""
+    kept = []
+    for row in np.asarray(logits, np.float64):
+        descending = np.sort(row)[::-1]
+        probability = np.exp(descending - descending[0])
+        last = k - 1 if k else np.searchsorted(np.cumsum(probability) / probability.sum(), p)
+        kept.append(row >= descending[last])
+    return np.array(kept)
+
+
+def test_filters_find_the_last_token_in_or_outside_of_the_heaviest_blocks():
+    """V = 20,011 has blocks of 8 tokens, the heaviest 256 of which top-p reads first."""
+    V = 20_011
+    peaked, flat = random_logits(12, V, scale=4.0), random_logits(12, V, scale=0.5, seed=1)
+    # Ties over all blocks, and the likeliest tokens in one block, in the last one, or one each.
+    tied = np.where(random_logits(3, V, seed=2) > 5, 1.0, 0.0).astype(np.float32)
+    together = np.tile(np.linspace(0, -20, V, dtype=np.float32), (2, 1))
+    together[1] = together[1, ::-1]
+    logits = np.concatenate([peaked, flat, tied, together])
+    weights = weigh(logits)
+    for k in (1, 37, 256):
+        np.testing.assert_array_equal(is_kept(keep_top_k(weights, k)), kept_by_sorting(logits, k))
+    for p in (0.3, 0.9):
+        kept = is_kept(keep_top_p(weights, p))
+        np.testing.assert_array_equal(kept, kept_by_sorting(logits, p=p))
+        # A row alone is kept as among others, of which more than an eighth reads everything.
+        assert (kept[12:24].sum(1) > 256).all() and (kept[:12].sum(1) < 256).any()
+        np.testing.assert_array_equal(is_kept(keep_top_p(weights[12:13], p)), kept[12:13])

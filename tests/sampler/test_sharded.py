@@ -169,6 +169,28 @@ def test_devices_that_split_the_vocabulary_keep_the_tokens_of_one():
     np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=2e-6)
 
 
+def test_some_devices_search_all_of_their_tokens_while_others_need_not():
+    """Rows of the first two devices are flat; of 16,500 tokens each has 256 blocks of 8 tokens."""
+    rng = np.random.default_rng(0)
+    scales = np.where(np.arange(8) < 2, 0.5, 5.0)[:, None]
+    logits, uniforms = scales * rng.normal(0, 1, (8, 33_000)), rng.random((8, 2))
+
+    def draw(logits, uniforms, axis):
+        shards = sampling.VocabularyShards(axis)
+        return sampling.sample_tokens(logits, uniforms, 1.0, 15_000, 0.8, shards, returns_kept=True)
+
+    arguments = jnp.float32(logits), jnp.float32(uniforms)
+    whole = jax.jit(functools.partial(draw, axis=None))(*arguments)
+    with jax.set_mesh(meshes.make_mesh(MeshShape(data=4, model=2))):
+        layout = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(meshes.ROWS, "model"))
+        logits = jax.device_put(arguments[0], layout)
+        split = jax.jit(split_vocabulary(draw))(logits, arguments[1])
+    np.testing.assert_array_equal(split.kept, whole.kept)
+    np.testing.assert_array_equal(split.tokens, whole.tokens)
+    counts = np.unpackbits(np.asarray(whole.kept), axis=1).sum(1)
+    assert (counts[:2] > 2 * 256).all() and (counts[2:] < 256).all()
+
+
 def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
     logits = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
     logits[0, 7] = np.nan
