@@ -80,6 +80,7 @@ class Journal:
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
             lost_run += f", after step {rows[-1]['step']}"
         options = dataclasses.asdict(config)
+        self._versions = collect_versions()  # slow: it reads files
         self._log = MetricsLog(
             workdir=workdir,
             options=config.trainer,
@@ -96,6 +97,7 @@ class Journal:
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
             files.drop_samples_after(workdir, progress.step)
             self._hashes = HashLog(workdir, progress.step)
+            self._options_hash = hash_options(options)
             self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._pending: Callable[[], object] | None = None
@@ -201,8 +203,7 @@ class Journal:
     def write_hashes(self, step: int, command: str, hashes: dict[str, str]) -> None:
         """Write the hashes of a step, numbered from 1, and what computed it."""
         if hashes and distributed.is_main():
-            options = hash_options(dataclasses.asdict(self._config))
-            self._hashes.write(step, command, hashes, options, collect_versions())
+            self._hashes.write(step, command, hashes, self._options_hash, self._versions)
 
     def _count_skipped_update(self, step: int, skipped: bool) -> None:
         """Raise `FloatingPointError` after too many steps in a row that were skipped.
@@ -309,7 +310,7 @@ class Journal:
             "devices": np.prod(list(mesh.shape.values())).item(),
             "mesh": dict(mesh.shape),
             "compilations": dataclasses.asdict(self._compiled),
-            "versions": collect_versions(),
+            "versions": self._versions,
         }
         self._plot(steps_done, always=True)
         if distributed.is_main():
