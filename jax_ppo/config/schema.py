@@ -789,7 +789,7 @@ class MultiTurn:
         unit="seconds", above=0, requires=(ENVIRONMENT_IS_SERVER,))
     url_retries: int = option(2,
         "how often a call is repeated that the environment's server refused (429, 503) or did not "
-        "accept; a `reset` also after other faults of the server",
+        "accept; a `reset`, and a `step` of a server that allows it, also after other faults",
         at_least=0, requires=(ENVIRONMENT_IS_SERVER,))
     max_faults: int = option(64,
         "consecutive calls of the environment's server that fail, repetitions included, after "
