@@ -54,8 +54,7 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
     for number in _steps(source, step):
         if number not in recorded:
             raise UserError(
-                f"--step={number}: the run has recorded the steps {min(recorded)} to "
-                f"{max(recorded)}"
+                f"--step={step}: the run has recorded the steps {min(recorded)} to {max(recorded)}"
             )
         if recorded[number]["options"] != recorded.get(step, recorded[number])["options"]:
             raise UserError(

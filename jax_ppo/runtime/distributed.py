@@ -163,6 +163,8 @@ def run_on_main(function: Callable[[], object]) -> None:
             function()
         except (UserError, OSError) as error:
             message = str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.filename:
+                message = f"{error.filename}: cannot be written or read: {error.strerror}"
     # An error of the main process must end every process, so all of them learn of it.
     if jax.process_count() > 1:
         encoded = message.encode()[:_MESSAGE_BYTES]

@@ -33,7 +33,7 @@ def workdir(tmp_path):
         (["--workdir={}", "--step=1", "--verify=yes"], "--verify=yes: expected"),
         (["--workdir={}", "--step=1", "--config.seed=1"], "seed=1: a step is computed with the op"),
         (["--workdir={}", "--step=1", "--config.mesh.data=x"], "config.mesh.data='x': expected in"),
-        (["--workdir={}", "--step=4"], "--step=4: the run has recorded the steps 1 to 3"),
+        (["--workdir={}", "--step=9"], "--step=9: the run has recorded the steps 1 to 3"),
         (["--workdir={}/none", "--step=1"], "none: holds no run: there is no config.json"),
         (["--workdir=gs://bucket/run", "--step=1"], "gs:/.*: expected a folder of this machine"),
     ],

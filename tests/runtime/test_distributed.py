@@ -306,6 +306,12 @@ def test_a_number_of_processes_that_is_none_is_named(environ):
         distributed._cluster_size(environ)
 
 
+def test_a_file_that_the_main_process_cannot_write_is_named(tmp_path):
+    """Regression: "[Errno 2] No such file or directory: ..." was all that a user saw."""
+    with pytest.raises(UserError, match="/x/y: cannot be written or read: No such file or direct"):
+        distributed.run_on_main((tmp_path / "x" / "y").touch)
+
+
 @pytest.mark.parametrize("error", [OSError(), UserError("no room"), OSError(28, "No space left")])
 def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
     def fail() -> None:
