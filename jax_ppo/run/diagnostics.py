@@ -45,6 +45,11 @@ class LastSteps:
         return len(self.metrics)
 
     @property
+    def span(self) -> str:
+        """Return "last step", "last 2 steps"."""
+        return "last step" if self.count == 1 else f"last {self.count} steps"
+
+    @property
     def is_solved(self) -> bool:
         """Return whether nearly all answers are right, where correctness is defined."""
         known = [row["reward/accuracy"] for row in self.metrics if "reward/accuracy" in row]
@@ -153,13 +158,21 @@ def _check_reward_size(run: LastSteps) -> Iterator[str]:
 @_diagnostic(steps=10, shows_misses=True, in_short_runs=True)
 def _check_constant_reward(run: LastSteps) -> Iterator[str]:
     values = {*run["reward/min"], *run["reward/max"]}
-    if len(values) == 1:
-        yield (
-            f"every response of the last {run.count} steps had the reward {values.pop():g}: there "
-            "is nothing to learn from. Compare the responses in report.html with what the rule "
-            "looks for; an instruction (config.data.instruction), a few demonstrations first "
-            "(python -m jax_ppo.sft) or longer responses (config.data.max_response_length) may help"
-        )
+    if len(values) != 1:
+        return
+    finding = (
+        f"every response of the {run.span} had the reward {values.pop():g}: there is nothing to "
+        "learn from. "
+    )
+    samples = run.options.data.train_batch_size * run.options.rollout.n
+    if all(row.get("reward/rule_failures", 0) >= samples for row in run.metrics):
+        yield finding + "The reward failed on each of them: the first traceback was logged"
+        return
+    yield (
+        f"{finding}Compare the responses in report.html with what the rule looks for; an "
+        "instruction (config.data.instruction), a few demonstrations first (python -m jax_ppo.sft) "
+        "or longer responses (config.data.max_response_length) may help"
+    )
 
 
 @_diagnostic(steps=10, in_short_runs=True)
@@ -171,7 +184,7 @@ def _check_equal_groups(run: LastSteps) -> Iterator[str]:
     compares = ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups
     if share > 0.9 and compares and differ and not run.is_solved:
         yield (
-            f"{share:.0%} of the prompts of the last {run.count} steps had responses of equal "
+            f"{share:.0%} of the prompts of the {run.span} had responses of equal "
             f"rewards, from which config.algorithm.adv_estimator={estimator} "
             "learns nothing: prompts are too hard or too easy. "
             "config.algorithm.filter_groups.enable=True draws others, config.data.curriculum="
@@ -188,7 +201,7 @@ def _check_duplicates(run: LastSteps) -> Iterator[str]:
         if common > 0.75:
             finding = f"{common:.0%} of all responses are the same one"
         yield (
-            f"{finding}, over the last {run.count} steps: the policy hardly explores. A higher "
+            f"{finding}, over the {run.span}: the policy hardly explores. A higher "
             "config.rollout.temperature, config.actor.entropy_coeff or a larger KL penalty may help"
         )
 
@@ -203,7 +216,7 @@ def _check_truncation(run: LastSteps) -> Iterator[str]:
         limit += f" or config.rollout.multi_turn.max_contexts={contexts}"
     if share > 0.5:
         yield (
-            f"{share:.0%} of the responses of the last {run.count} steps were cut off at {limit} "
+            f"{share:.0%} of the responses of the {run.span} were cut off at {limit} "
             "before they ended: their answers are missing; allow longer ones, or penalize length "
             "(config.reward.overlong_buffer_len)"
         )
@@ -228,7 +241,7 @@ def _check_mismatch(run: LastSteps) -> Iterator[str]:
     if difference > 0.05:
         yield (
             f"sampler and trainer disagree by {difference:.2g} nats per token on average over the "
-            f"last {run.count} steps: the update learns from another policy's samples. "
+            f"{run.span}: the update learns from another policy's samples. "
             "config.algorithm.rollout_is=token corrects for it; without "
             "config.rollout.quantization, with config.model.dtype=float32, and for a mixture of "
             "experts with config.actor.router_replay.mode=R3 it gets smaller"
@@ -305,7 +318,7 @@ def _check_idle_slots(run: LastSteps) -> Iterator[str]:
     use = run["rollout/slot_use"].mean()
     if use < 0.25:
         yield (
-            f"only {use:.0%} of the decoding slots drew a token over the last {run.count} steps: a "
+            f"only {use:.0%} of the decoding slots drew a token over the {run.span}: a "
             "few long responses occupy a device. A smaller config.rollout.max_num_seqs refills "
             "slots earlier, and config.rollout.max_staleness=1 fills the time"
         )
@@ -346,7 +359,7 @@ def _check_padding(run: LastSteps) -> Iterator[str]:
         )
     if share > 0.5:
         yield (
-            f"{share:.0%} of what the actor's update computed over the last {run.count} steps was "
+            f"{share:.0%} of what the actor's update computed over the {run.span} was "
             f"padding: {remedy}"
         )
 

@@ -152,6 +152,18 @@ def test_a_run_of_few_steps_is_told_of_a_constant_reward():
     assert set(diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"])) == {"constant_reward"}
 
 
+def test_a_reward_that_failed_everywhere_is_said_to_have_failed():
+    """Regression: a bug in the function was answered by advice about answers and demonstrations."""
+    config = tiny.config()
+    samples = config.data.train_batch_size * config.rollout.n
+    row = HEALTHY | PROBLEMS["constant_reward"] | {"reward/rule_failures": samples}
+    text = Diagnosis(config, total_steps=1).observe(row)["constant_reward"]
+    assert text.startswith("every response of the last step had the reward 0: ")
+    assert text.endswith("The reward failed on each of them: the first traceback was logged")
+    some = Diagnosis(config, total_steps=1).observe(row | {"reward/rule_failures": samples - 1})
+    assert some["constant_reward"].endswith("may help")
+
+
 def test_one_step_of_ratios_off_1_is_no_pattern():
     """Regression: the message says "in each of the last 3 steps"."""
     assert observe([{"actor/first_log_ratio": 0.7}, *[{}] * 5]) == []
