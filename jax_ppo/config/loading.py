@@ -158,7 +158,7 @@ def _train_critic_alone(config: Config) -> Config:
         config,
         data=dataclasses.replace(config.data, train_files="", cache_dir="", curriculum="none"),
         rollout=dataclasses.replace(
-            config.rollout, n=1, keep=None, max_staleness=0, verify_drafts=False
+            config.rollout, n=1, keep=None, max_staleness=0, verify_drafts=False, exact=False
         ),
         algorithm=dataclasses.replace(
             algorithm,

@@ -897,6 +897,11 @@ class RolloutOptions(Sampling):
         "(ratios then start at 1 up to rounding, percents in bfloat16); never; auto: only where "
         "rounding cannot bias the update",
         choices=("auto", "always", "never"), read_by=PPO)
+    exact: bool = option(False,
+        "draw each token again from a forward pass over the rows of the update, so that the "
+        "log-probs of rollout and first optimizer step have the same bits "
+        "(docs/reproducibility.md)",
+        requires=(HAS_DATA_AXIS_ALONE,), read_by=PPO)
     max_staleness: int = option(0,
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "

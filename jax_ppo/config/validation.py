@@ -295,7 +295,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     components = config.reward.components
     _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
     _apply(COMPARISON_RULES, config)
-    if rollout.max_staleness > 1 or rollout.verify_drafts:
+    if rollout.max_staleness > 1 or rollout.verify_drafts or rollout.exact:
         _require_responses_that_continue(value_of)
     if config.reward.url:
         _require_address("config.reward.url", config.reward.url, "JAX_PPO_REWARD_KEY", True)
@@ -451,11 +451,25 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     """Validate the options, by name, of responses that continue from step to step."""
     setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
     remedy = "config.rollout.max_staleness to 0 or 1"
+    does = "whose responses continue from step to step"
     length = value_of("rollout.stage_length")
     longest = value_of("data.max_response_length")
     assert isinstance(longest, int)
-    if value_of("rollout.verify_drafts"):
-        setting, remedy = "config.rollout.verify_drafts=True", "config.rollout.verify_drafts=False"
+    further: dict[str, object] = {}
+    if value_of("rollout.verify_drafts") or value_of("rollout.exact"):
+        name = "exact" if value_of("rollout.exact") else "verify_drafts"
+        setting, remedy = f"config.rollout.{name}=True", f"config.rollout.{name}=False"
+        if name == "exact":
+            does = "which draws each token again"
+            further = {
+                "rollout.max_staleness": 0,
+                "rollout.keep": None,
+                "rollout.reuse_logprobs": "auto",
+                "rollout.logprob_micro_batch_size_per_device": None,
+                "algorithm.rollout_is": "none",
+                "algorithm.filter_groups.enable": False,
+                "score.file": "",
+            }
         if longest == 1:
             raise UserError(
                 f"{setting}: expected config.data.max_response_length of at least 2, got 1: a "
@@ -476,8 +490,8 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     }
     _require_values(
         value_of,
-        expected,
-        f"{setting}, whose responses continue from step to step; or set {remedy}",
+        expected | further,
+        f"{setting}, {does}; or set {remedy}",
     )
 
 

@@ -86,10 +86,11 @@ def queue_cache_shapes(
     """
     count, width = data.train_batch_size, data.max_prompt_length
     queues = [] if rollout.max_staleness > 1 else [(count, width, sampling)]
-    if rollout.max_staleness > 1 or rollout.verify_drafts:
+    has_drafts = rollout.verify_drafts or rollout.exact
+    if rollout.max_staleness > 1 or has_drafts:
         # Each sample has its own prompt, of all tokens of prompt and response but the last.
         batches = BATCHES_IN_POOL if rollout.max_staleness > 1 else 1
-        continued = continuation_options(sampling, width) if rollout.verify_drafts else sampling
+        continued = continuation_options(sampling, width) if has_drafts else sampling
         continued = dataclasses.replace(continued, n=1, stage_length=None, max_response_length=1)
         longest = width + data.max_response_length - 1
         queues.append((count * batches * sampling.n, longest, continued))

@@ -11,12 +11,18 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import target_platform
+from jax_ppo.kernels.vocabulary_chunks import MaskedChunks, default_chunk_size
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
 from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
+from jax_ppo.runtime.parallelism.vocabulary import split_by_device
+from jax_ppo.sampler.continuation import DrawStates
+from jax_ppo.sampler.drawing import draw_next_tokens
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
@@ -42,6 +48,7 @@ class ForwardOptions:
       last_values: compute the values of final states, for bootstrapping.
       teacher: compute the teacher's log-probs.
       shared_trunk: the critic is a head of the actor's.
+      sampling: draw each token again, as these options say; `None`: draw none.
     """
 
     temperature: float
@@ -54,6 +61,7 @@ class ForwardOptions:
     teacher: bool
     shared_trunk: bool
     entropy: bool = False
+    sampling: SamplingOptions | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> "ForwardOptions":
@@ -106,6 +114,7 @@ class ForwardOptions:
         computed = {
             "old_logprobs": is_policy and self.old_logprobs,
             "entropy": is_policy and self.entropy,
+            "drawn": is_policy and self.sampling is not None,
             "ref_logprobs": is_policy and self.reference,
             "kl": is_policy and self.full_kl,
             "values": has_values,
@@ -128,6 +137,8 @@ class ForwardOutputs:
       last_values: the critic's output for the final state; `None` without bootstrapping.
       teacher_logprobs: log-probs under the teacher; `None` if it gives no rewards.
       entropy: the policy's, at the sampling temperature; `None` unless it is asked for.
+      drawn: the tokens that the policy's logits and the tokens' addressed random numbers give;
+        `None` unless they are asked for.
     """
 
     old_logprobs: Float32[Array, "B T"] | None = None
@@ -137,6 +148,7 @@ class ForwardOutputs:
     last_values: Float32[Array, " B"] | None = None
     teacher_logprobs: Float32[Array, "B T"] | None = None
     entropy: Float32[Array, "B T"] | None = None
+    drawn: Int32[Array, "B T"] | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -183,6 +195,8 @@ def reuses_logprobs(config: Config) -> bool:
     as the old ones (a ratio of 1), and the sampler's are only reported, unless the reward
     contains a KL, to reference or teacher, or a controller follows it.
     """
+    if config.rollout.exact:
+        return True  # they are a forward pass's
     if config.algorithm.rollout_is != "none":
         return False  # importance weights compare the two
     if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
@@ -241,18 +255,24 @@ def forward_part(
     sequences: Sequences,
     packed: Packing,
     micro_batches: Int32[Array, ""],
+    draws: DrawStates | None = None,
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
 
     `part` is "policy" for actor and reference, and for the values if they share the actor's trunk;
-    "critic" for the values otherwise; "teacher" for the teacher's log-probs. Takes the other
+    "critic" for the values otherwise; "teacher" for the teacher's log-probs. `draws` are the states
+    before each token [B, T] if tokens are drawn again, with a key per sample. Takes the other
     arguments of `run_forward_passes`.
     """
     samples = len(sequences.lengths)
     shapes = {"last_values": (samples,)}
+    types = {"drawn": jnp.int32}
     empty = ForwardOutputs(
         **{
-            name: jnp.zeros(shapes.get(name, (samples, options.max_response_length)), jnp.float32)
+            name: jnp.zeros(
+                shapes.get(name, (samples, options.max_response_length)),
+                types.get(name, jnp.float32),
+            )
             for name in options.fields(part)
         }
     )
@@ -263,7 +283,7 @@ def forward_part(
         def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
             rows = gather_micro_batch(sequences, packed, i)
             written: dict[str, jax.Array] = {}
-            for name, values in _compute_rows(options, nets, part, state, rows):
+            for name, values in _compute_rows(options, nets, part, state, rows, draws):
                 written[name] = packing.to_samples(values, rows, getattr(outputs, name))
                 if name == "values" and outputs.last_values is not None:
                     # The last token may not be an action: read by position, not by mask.
@@ -281,8 +301,16 @@ def forward_part(
     return sum_over_replicas(run_rows, parts_of_replicas(packed))
 
 
+forward_part_exactly = jit_rounded_alike(forward_part, static_argnames=("options", "nets", "part"))
+
+
 def _compute_rows(
-    options: ForwardOptions, nets: Networks, part: Part, state: TrainState, rows: Rows
+    options: ForwardOptions,
+    nets: Networks,
+    part: Part,
+    state: TrainState,
+    rows: Rows,
+    draws: DrawStates | None,
 ) -> Iterator[tuple[str, Float[Array, "R L"]]]:
     """Yield what a part computes for the tokens of some rows, with its field of the outputs."""
 
@@ -313,6 +341,9 @@ def _compute_rows(
         yield "old_logprobs", old_logprobs
         if entropy is not None:
             yield "entropy", entropy
+    if options.sampling is not None:
+        assert draws is not None, "draws need their random numbers"
+        yield "drawn", _draw_again(net, options.sampling, actor, hidden, rows, draws)
     if options.reference:
         ref_net, reference = reference_policy(nets, state)
         # The frozen reference routes by itself: no routing is replayed.
@@ -325,6 +356,32 @@ def _compute_rows(
         yield "kl", kl
     if options.shared_trunk:
         yield "values", compute_scalars(actor, hidden)
+
+
+def _draw_again(
+    net: Transformer,
+    sampling: SamplingOptions,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    rows: Rows,
+    draws: DrawStates,
+) -> Int32[Array, "R L"]:
+    """Return the token drawn at each action token of some rows; see `forward_part`."""
+    forbidden = draws.forbidden_states[rows.samples, rows.steps]
+    inputs = (hidden, draws.keys[rows.samples], rows.steps, forbidden)
+    mask = split_by_device(rows.mask)
+    size = default_chunk_size(net.architecture.vocab_size, target_platform())
+    chunks = MaskedChunks(mask, min(size, mask.shape[1]))
+
+    def draw_chunk(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        parts = [chunks.gather(split_by_device(x), i) for x in inputs]
+        hidden, keys, steps, forbidden = (x.reshape(-1, *x.shape[2:]) for x in parts)
+        keys = jax.random.wrap_key_data(keys)
+        drawn = draw_next_tokens(net.architecture, sampling, params, hidden, keys, steps, forbidden)
+        return chunks.write(buffer, drawn.tokens.reshape(len(mask), -1), i)
+
+    buffer = jax.lax.fori_loop(0, chunks.count, draw_chunk, chunks.buffer(jnp.int32))
+    return chunks.scatter(buffer).reshape(rows.mask.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "position"))

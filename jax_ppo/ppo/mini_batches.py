@@ -80,6 +80,8 @@ class RolloutPacker:
       responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
         each sample has its own copy of its prompt.
       has_reward_model: whether a reward model reads the sampled tokens, where nothing is shared.
+      reads_as_updated: whether forward passes read the rows of the actor's first epoch, in the
+        micro-batches of its update.
       place: puts the host arrays of a packing on the mesh, or returns their shapes and shardings.
     """
 
@@ -93,6 +95,7 @@ class RolloutPacker:
     replicas: int = 0
     responses_per_row: int = 0
     has_reward_model: bool = False
+    reads_as_updated: bool = False
     place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
         default_factory=lambda: placement.place
     )
@@ -114,7 +117,10 @@ class RolloutPacker:
         divide = functools.cache(lambda x: self._mini_batches(step, lengths, x, shared))
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
         _, places, rows = divided["actor"]
-        forward, scored = self._pack_all(lengths, shared)
+        if self.reads_as_updated:
+            forward, scored = self._first_epoch(rows)
+        else:
+            forward, scored = self._pack_all(lengths, shared)
         whole, whole_prompts = forward, None
         if shared is not None:
             plans = {role: packed for role, (_, _, packed) in divided.items()}
@@ -145,6 +151,19 @@ class RolloutPacker:
         rows = jax.tree.map(lambda x: x[0], packed)
         placed = self.place(rows, sharding.rows(self.mesh, axis=1))
         return (placed, self._replicate(counts[0])), rows
+
+    def _first_epoch(self, packed: Packing) -> tuple[PackedRows, Packing]:
+        """Return the micro-batches of the actor's first epoch, the empty ones last."""
+        mini_batches = len(packed.sample) // self.partitions["actor"].epochs
+
+        def join(x: np.ndarray) -> np.ndarray:
+            return x[:mini_batches].reshape(-1, *x.shape[2:])
+
+        is_used = (join(packed.sample) >= 0).any(axis=(1, 2))
+        order = np.argsort(~is_used, kind="stable")
+        rows = jax.tree.map(lambda x: join(x)[order], packed)
+        placed = self.place(rows, sharding.rows(self.mesh, axis=1))
+        return (placed, self._replicate(np.asarray(is_used.sum(), np.int32))), rows
 
     def _mini_batches(
         self, step: int, lengths: np.ndarray, partition: Partition, shared: SharedPrompts | None
@@ -240,6 +259,7 @@ def make_packer(
         row_length=row_length,
         responses_per_row=responses_per_row,
         has_reward_model=has_reward_model,
+        reads_as_updated=config.rollout.exact,
         packed=config.packing.enabled,
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device

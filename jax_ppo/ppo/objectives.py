@@ -48,6 +48,7 @@ ACTOR_METRICS: Mapping[str, Metric] = {
 # What the actor's update adds to the metrics of its loss.
 UPDATE_METRICS = (
     "actor/router_loss",
+    "actor/inexact_logprobs",
     "actor/grad_norm",
     "actor/skipped",
     "actor/steps_taken",
@@ -78,6 +79,7 @@ class UpdateOptions:
         the same scale.
       rounding_seed: the run's seed if either role rounds to bfloat16, else 0.
       logs_optimizer_steps: see `Learner`.
+      is_exact: whether to count log-probs whose bits are not those of the rollout.
     """
 
     actor: Actor
@@ -90,6 +92,7 @@ class UpdateOptions:
     loss_scale: float
     rounding_seed: int
     logs_optimizer_steps: bool
+    is_exact: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
@@ -100,12 +103,15 @@ class UpdateOptions:
             critic=critic,
             temperature=config.rollout.temperature,
             teacher_coef=config.teacher.loss_coef if config.teacher.path else 0.0,
-            is_on_policy=config.updates_once and reuses_logprobs(config),
+            is_on_policy=(
+                config.updates_once and reuses_logprobs(config) and not config.rollout.exact
+            ),
             shares_trunk=config.shares_trunk,
             warmup_steps=config.trainer.critic_warmup,
             loss_scale=actor.loss_scale_factor or config.data.max_response_length,
             rounding_seed=rounding_seed(actor.optim, seed) or rounding_seed(critic.optim, seed),
             logs_optimizer_steps=config.trainer.log_optimizer_steps,
+            is_exact=config.rollout.exact,
         )
 
 
@@ -268,6 +274,9 @@ class ActorObjective(RolloutObjective):
         for name, per_token in plugin_metrics.items():
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
         metrics |= _policy_metrics(policy, entropy_RxL, token_weights)
+        if options.is_exact:
+            differs_RxL = _bits(batch.logprobs) != _bits(batch.old_logprobs)
+            metrics["actor/inexact_logprobs"] = jnp.sum(rows.mask & differs_RxL, dtype=jnp.float32)
         if options.shares_trunk:
             value_part, critic_metrics = weighted_value_loss(
                 options.critic,
@@ -440,6 +449,10 @@ def _validated_plugin(name: str, clip: Clip) -> Callable[[PolicyBatch], tuple[Po
         return policy, metrics
 
     return compute
+
+
+def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Weights) -> Metrics:

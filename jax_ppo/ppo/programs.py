@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ppo.config import parsing
 from jax_ppo.ppo import forward_passes, update
+from jax_ppo.ppo.exact_rollouts import compile_exact_sampling
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
@@ -108,6 +109,11 @@ def compile_programs(
                 params, shapes.rollout, key, step.sampling
             )
             yield "verify"
+        if step.step_options.rollout.exact:
+            shapes.rollout = compile_exact_sampling(
+                step, state, params, shapes.rollout, packed.forward, key
+            )
+            yield "draw_again"
         if step.step_options.needs_greedy:
             greedy = greedy_sampling(step.sampling)
             for name in step.engine.precompile(params, prompts, key, greedy):
@@ -194,7 +200,8 @@ def _join_sequences(step: ProgramInputs, shapes: StepShapes) -> Sequences:
 def _compile_update(role: str, step: ProgramInputs, shapes: StepShapes) -> None:
     """Compile the update of the actor, or of a separate critic."""
     assert shapes.experience is not None, "advantages come first"
-    function = {"actor": update.update_actor, "critic": update.update_critic}[role]
+    actor_program = update.actor_program(step.step_options.update)
+    function = {"actor": actor_program, "critic": update.update_critic}[role]
     arguments = update.update_arguments(
         step.step_options.update,
         step.nets,
@@ -237,6 +244,13 @@ PROGRAMS: tuple[StepProgram, ...] = (
         passes=lambda options, nets: int(
             options.rollout.verify_drafts and not options.reads_responses
         ),
+    ),
+    StepProgram(
+        name="draw_again",
+        label="drawing again",
+        kind="forward pass",
+        role="actor",
+        passes=lambda options, nets: int(options.rollout.exact),
     ),
     StepProgram(
         name="select",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.ppo.exact_rollouts import draw_exactly
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
@@ -80,6 +81,8 @@ def take_ppo_step(
 
     # 1. Sample responses.
     sampled = sample_responses(parts, state, batches, step, observer, carried_over)
+    if options.rollout.exact:
+        sampled = draw_exactly(parts, state, sampled, step, observer)
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)

@@ -24,6 +24,7 @@ from jax_ppo.ppo.objectives import (
     UpdateOptions,
 )
 from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
 from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
@@ -59,7 +60,9 @@ def update_state(
     arguments = update_arguments(options, nets, total_steps, state, experience, batches)
     models, optimizers = dict(state.models), {}
     if "actor" in arguments:
-        step, models["actor"], optimizers["actor"], metrics = update_actor(*arguments["actor"])
+        step, models["actor"], optimizers["actor"], metrics = actor_program(options)(
+            *arguments["actor"]
+        )
     else:
         step, metrics = next_step(state.step), {}
     if "critic" in arguments:
@@ -106,11 +109,16 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state.
-_compiled = functools.partial(
-    jax.jit,
-    static_argnames=("options", "nets", "total_steps"),
-    donate_argnames=("params", "optimizer_state"),
-)
+_JIT = {
+    "static_argnames": ("options", "nets", "total_steps"),
+    "donate_argnames": ("params", "optimizer_state"),
+}
+_compiled = functools.partial(jax.jit, **_JIT)
+
+
+def actor_program(options: UpdateOptions) -> Any:
+    """Return `update_actor`, rounded as the forward pass of an exact rollout if there is one."""
+    return _update_actor_exactly if options.is_exact else update_actor
 
 
 @_compiled
@@ -157,6 +165,9 @@ def update_actor(
     # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
     return step + 1, params, optimizer_state, metrics
+
+
+_update_actor_exactly = jit_rounded_alike(update_actor, **_JIT)
 
 
 @_compiled
@@ -226,6 +237,8 @@ def actor_learner(
         metrics["actor/router_loss"] = Metric.MEAN
     if teacher is not None:
         metrics["actor/teacher_kl"] = Metric.MEAN
+    if options.is_exact:
+        metrics["actor/inexact_logprobs"] = Metric.FIRST_SUM
     if options.shares_trunk:
         metrics |= CRITIC_METRICS
     early_stop = None

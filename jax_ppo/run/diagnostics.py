@@ -235,6 +235,16 @@ def _check_first_ratio(run: LastSteps) -> Iterator[str]:
         )
 
 
+@_diagnostic(steps=1)
+def _check_inexact(run: LastSteps) -> Iterator[str]:
+    count = run["actor/inexact_logprobs"][-1]
+    if count > 0:
+        yield (
+            f"config.rollout.exact=True did not hold: {count:.0f} log-probs of the first "
+            "mini-batch differ in their bits from those of the rollout"
+        )
+
+
 @_diagnostic(steps=3)
 def _check_mismatch(run: LastSteps) -> Iterator[str]:
     difference = run["rollout/logprob_difference"].mean()

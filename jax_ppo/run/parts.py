@@ -51,7 +51,7 @@ class PPORun(StepParts):
         )
 
     def run_forward_passes(
-        self, state: TrainState, batch: PromptBatch, rollout: Rollout, **changes: bool
+        self, state: TrainState, batch: PromptBatch, rollout: Rollout, **changes: Any
     ) -> tuple[Sequences, ForwardOutputs]:
         """Return the sequences of a batch and their outputs; `changes` replace `ForwardOptions`."""
         options = self.step_options

@@ -96,6 +96,15 @@ def count_compilations() -> Iterator[Compilations]:
         jax.monitoring.unregister_event_listener(add_hit)
 
 
+def jit_rounded_alike(function: Any, **options: Any) -> Any:
+    """Return a jitted function compiled so that programs round what they have in common alike.
+
+    By default XLA rounds a bfloat16 where a program stores it, not where it is only passed on.
+    """
+    rounded = {"xla_allow_excess_precision": False}
+    return jax.jit(function.__wrapped__, compiler_options=rounded, **options)
+
+
 def compile_ahead(function: Any, *arguments: Any, **named: Any) -> Any:
     """Compile a jitted function for these arguments without running it.
 

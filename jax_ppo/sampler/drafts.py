@@ -81,19 +81,7 @@ def accept_drafts(
     read = append_responses(
         drafts.prompts, drafts.responses, jnp.maximum(drafts.lengths - 1, 0), T - 1
     )
-
-    def advance(
-        states: tuple[jax.Array, jax.Array], drawn: tuple[jax.Array, jax.Array]
-    ) -> tuple[Any, Any]:
-        tokens_N, position = drawn
-        after = advance_searches(options, *states, tokens_N, position + 1)
-        return after, (*states, finishes_responses(options, tokens_N, after[0]))
-
-    # The states before each token, and whether it finishes the response.
-    _, walk = jax.lax.scan(
-        advance, (draws.stop_states, draws.forbidden_states), (drafts.responses.T, jnp.arange(T))
-    )
-    stop_NxT, forbidden_NxT, finishes_NxT = (x.T for x in walk)
+    forbidden_NxT = search_tokens(options, drafts.responses, draws)[1]
     group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
 
     def draw_group(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -126,6 +114,59 @@ def accept_drafts(
 
     rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys, forbidden_NxT)
     tokens_NxT, logprobs_NxT = _map_parts(draw_group, rows, group)
+    return cut_drafts(options, drafts, tokens_NxT, logprobs_NxT, draws)
+
+
+def search_tokens(
+    options: SamplingOptions, responses_NxT: jax.Array, draws: DrawStates
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return both states of the searches before each token, and whether it finishes the response.
+
+    `draws` are the states before the first token. Each result is [N, T].
+    """
+
+    def advance(
+        states: tuple[jax.Array, jax.Array], drawn: tuple[jax.Array, jax.Array]
+    ) -> tuple[Any, Any]:
+        tokens_N, position = drawn
+        after = advance_searches(options, *states, tokens_N, position + 1)
+        return after, (*states, finishes_responses(options, tokens_N, after[0]))
+
+    begun = (draws.stop_states, draws.forbidden_states)
+    _, walk = jax.lax.scan(advance, begun, (responses_NxT.T, jnp.arange(responses_NxT.shape[1])))
+    stop_NxT, forbidden_NxT, finishes_NxT = (x.T for x in walk)
+    return stop_NxT, forbidden_NxT, finishes_NxT
+
+
+def replace_tokens(
+    options: SamplingOptions, rollout: Rollout, tokens_NxT: jax.Array, draws: DrawStates
+) -> tuple[Rollout, DrawStates, jax.Array]:
+    """End each response with the first token that differs from the one drawn there again. Pure.
+
+    `tokens_NxT` were drawn again, and `draws` are the states before the first token.
+
+    Returns:
+      (the responses, of which those that this changed may continue; the states of the draws after
+      them; the number of responses that it changed).
+    """
+    differs_NxT = rollout.action_mask & (tokens_NxT != rollout.responses)
+    differs_N = differs_NxT.any(1)
+    lengths_N = jnp.where(differs_N, differs_NxT.argmax(1).astype(jnp.int32) + 1, rollout.lengths)
+    replaced = dataclasses.replace(rollout, responses=tokens_NxT, lengths=lengths_N)
+    cut, draws = cut_drafts(options, replaced, tokens_NxT, rollout.logprobs, draws)
+    return cut, draws, differs_N.sum()
+
+
+def cut_drafts(
+    options: SamplingOptions,
+    drafts: Rollout,
+    tokens_NxT: jax.Array,
+    logprobs_NxT: jax.Array,
+    draws: DrawStates,
+) -> tuple[Rollout, DrawStates]:
+    """Return what `accept_drafts` does, from the tokens that the newest weights draw. Pure."""
+    T = options.max_response_length
+    stop_NxT, forbidden_NxT, finishes_NxT = search_tokens(options, drafts.responses, draws)
     is_drawn_NxT = jnp.arange(T) < drafts.lengths[:, None]
     agrees_NxT = is_drawn_NxT & (tokens_NxT == drafts.responses)
     # All tokens before an accepted one are accepted, and none of them finishes the response.

@@ -50,6 +50,7 @@ class Metric(enum.Enum):
     SUM: shares add up; the sum over steps, 0 if there were none.
     MIN, MAX: the extreme of all shares of all steps.
     FIRST_MAX: the maximum over rows, of the first optimizer step that was run.
+    FIRST_SUM: the sum over rows, likewise.
     """
 
     MEAN = enum.auto()
@@ -57,11 +58,12 @@ class Metric(enum.Enum):
     MIN = enum.auto()
     MAX = enum.auto()
     FIRST_MAX = enum.auto()
+    FIRST_SUM = enum.auto()
 
     @property
     def start(self) -> float:
         """Return the value that the first share is combined with."""
-        if self in (Metric.MEAN, Metric.SUM):
+        if self in (Metric.MEAN, Metric.SUM, Metric.FIRST_SUM):
             return 0.0
         return math.inf if self is Metric.MIN else -math.inf
 
@@ -81,7 +83,7 @@ class Metric(enum.Enum):
             value = jnp.min(values_U, where=was_run_U, initial=self.start)
         elif self is Metric.MAX:
             value = jnp.max(values_U, where=was_run_U, initial=self.start)
-        elif self is Metric.FIRST_MAX:
+        elif self in (Metric.FIRST_MAX, Metric.FIRST_SUM):
             value = values_U[jnp.argmax(was_run_U)]
         else:
             value = jnp.sum(values_U, where=was_run_U) / jnp.sum(was_run_U)

@@ -104,6 +104,18 @@ def test_every_option_has_a_meaning():
             r"verify_drafts=True: expected config\.data\.max_response_length of at least 2",
         ),
         (
+            {"rollout__exact": True, "rollout__exact_filters": True, "rollout__top_p": 0.9},
+            r"exact_filters=True: expected False with config\.rollout\.exact=True, which draws",
+        ),
+        (
+            {"rollout__exact": True, "rollout__keep": 1, "rollout__n": 2},
+            r"rollout\.keep=1: expected None with config\.rollout\.exact=True",
+        ),
+        (
+            {"rollout__exact": True, "mesh__fsdp": 2},
+            r"rollout\.exact=True: sums over other axes depend on their sizes",
+        ),
+        (
             {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
             r"config\.rollout\.reuse_logprobs='always'",
         ),

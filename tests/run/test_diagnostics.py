@@ -14,6 +14,7 @@ from jax_ppo.training.progress import Progress
 HEALTHY = {
     "actor/entropy": 1.0,
     "actor/first_log_ratio": 1e-6,
+    "actor/inexact_logprobs": 0.0,
     "actor/grad_norm": 2.0,
     "actor/ratio_mean": 1.01,
     "critic/explained_variance": 0.3,
@@ -50,6 +51,7 @@ PROBLEMS = {
     "constant_reward": {"reward/min": 0.0, "reward/max": 0.0},
     "truncation": {"response_length/truncated_share": 0.7},
     "first_ratio": {"actor/first_log_ratio": 0.7},
+    "inexact": {"actor/inexact_logprobs": 2.0},
     "mismatch": {"rollout/logprob_difference": 0.2},
     "explained_variance": {"critic/explained_variance": -0.2},
     "flat_critic": {"critic/values_std": 1e-4},

@@ -1,0 +1,140 @@
+"""Responses that the update's own forward pass draws, bit for bit (`rollout.exact`).
+
+The sampler decodes with a cache: its matrix products have other shapes than those of packed rows,
+and round differently. So its responses are drafts here. A forward pass over the rows and
+micro-batches of the update's first epoch computes the log-prob of each token, and draws it again
+with its addressed random numbers. Where another token is drawn, it takes the place of the first,
+the response continues from there, and all are read again, until no token differs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
+from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
+from jax_ppo.ppo.response_sampling import newest_weights
+from jax_ppo.ppo.step_parts import ProgramInputs, SampledBatch, StepObserver, StepParts
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.continuation import DrawStates, begin_draws
+from jax_ppo.sampler.drafts import continuation_options, replace_tokens, search_tokens
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.training.random_streams import training_stream
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Params, Rollout
+
+
+def draw_exactly(
+    parts: StepParts, state: TrainState, sampled: SampledBatch, step: int, observer: StepObserver
+) -> SampledBatch:
+    """Return sampled responses as the update's forward pass draws them, with its log-probs."""
+    rollout, slot_steps = sampled.rollout, sampled.rollout.slot_steps
+    assert slot_steps is not None, "the built-in engine counts them"
+    key = parts.sample_keys(training_stream(0), step)
+    version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
+    metrics = {"rollout/exact_passes": 0.0, "rollout/redrawn_tokens": 0.0}
+    while True:
+        rollout = dataclasses.replace(rollout, slot_steps=None)
+        with observer.phase("rollout"):
+            lengths = sample_lengths(sampled.batch, rollout)
+            packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
+        with observer.phase("score"):
+            rollout, replaced, draws, changed = _draw_again(
+                parts, state, rollout, packed.forward, key
+            )
+            count = int(placement.to_host(changed))
+        metrics["rollout/exact_passes"] += 1
+        metrics["rollout/redrawn_tokens"] += count
+        if not count:
+            rollout = dataclasses.replace(rollout, slot_steps=slot_steps)
+            return sampled._replace(rollout=rollout, metrics={**sampled.metrics, **metrics})
+        with newest_weights(parts, state, observer) as engine:
+            assert isinstance(engine, BuiltInEngine), "the options require it"
+            rollout, _, taken = engine.continue_responses(
+                replaced, draws, version, _continuation(parts, rollout)
+            )
+            slot_steps = slot_steps + taken
+
+
+def compile_exact_sampling(
+    step: ProgramInputs,
+    state: TrainState,
+    params: Params,
+    rollout: Rollout,
+    packed: PackedRows,
+    key: jax.Array,
+) -> Rollout:
+    """Compile what `draw_exactly` runs for the shapes of a rollout; return those of the result."""
+    without_steps = dataclasses.replace(rollout, slot_steps=None)
+    drawn, replaced, draws, _ = _draw_again(step, state, without_steps, packed, key, compile_ahead)
+    assert isinstance(step.engine, BuiltInEngine), "the options require it"
+    list(step.engine.precompile_continuation(params, replaced, draws, _continuation(step, rollout)))
+    return dataclasses.replace(drawn, slot_steps=rollout.slot_steps)
+
+
+def _draw_again(
+    step: ProgramInputs,
+    state: TrainState,
+    rollout: Rollout,
+    packed: PackedRows,
+    key: jax.Array,
+    run: Callable[..., Any] = lambda program, *arguments: program(*arguments),
+) -> tuple[Any, ...]:
+    """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
+    layout = sharding.batch_rows(step.mesh, len(rollout.lengths))
+    sequences = run(join_sequences, rollout, step.step_options.sequence_length)
+    draws = run(_states_before_tokens, step.sampling, rollout.responses, key, layout)
+    options = dataclasses.replace(
+        step.step_options.forward,
+        old_logprobs=True,
+        # Without it, the compiler fuses log-probs otherwise than in the update.
+        entropy=True,
+        reference=False,
+        full_kl=False,
+        shared_trunk=False,
+        sampling=step.sampling,
+    )
+    outputs = run(
+        forward_part_exactly, options, step.nets, "policy", state, sequences, *packed, draws
+    )
+    rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
+    return rollout, *run(_replace_tokens, step.sampling, rollout, outputs.drawn, key, layout)
+
+
+def _continuation(step: ProgramInputs, rollout: Rollout) -> SamplingOptions:
+    return continuation_options(step.sampling, rollout.prompts.tokens.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames=("options", "layout"))
+def _states_before_tokens(
+    options: SamplingOptions, responses: jax.Array, key: jax.Array, layout: NamedSharding
+) -> DrawStates:
+    begun = _begin_draws(responses, key)
+    stop, forbidden, _ = search_tokens(options, responses, begun)
+    return jax.lax.with_sharding_constraint(DrawStates(begun.keys, stop, forbidden), layout)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "layout"))
+def _replace_tokens(
+    options: SamplingOptions,
+    rollout: Rollout,
+    tokens: jax.Array,
+    key: jax.Array,
+    layout: NamedSharding,
+) -> tuple[Rollout, DrawStates, jax.Array]:
+    begun = _begin_draws(rollout.responses, key)
+    replaced, draws, changed = replace_tokens(options, rollout, tokens, begun)
+    return *jax.lax.with_sharding_constraint((replaced, draws), layout), changed
+
+
+def _begin_draws(responses: jax.Array, key: jax.Array) -> DrawStates:
+    return begin_draws(sample_keys(key, jnp.arange(len(responses))))
