@@ -6,7 +6,7 @@ kept, so that nothing depends on the order of a sort (Hugging Face does so for t
 
 Where several devices split the vocabulary, each keeps its own logits. They exchange the largest
 logit of a row, the weights of blocks of about sqrt(V) tokens and of the tokens of one block, and
-one number per bisection of a filter: never the logits themselves.
+one number per bisection of a filter and one more for top-p: never the logits themselves.
 
 Randomness is addressed: the token at position t of sample b has the key
 fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
