@@ -67,6 +67,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         elif value == loading.UNSET and name in loading.OPTIONAL:
             unset[name] = None
         else:
+            unset.pop(name, None)  # the last one counts, as for flags
             other_arguments.append(argument)
     if problems:
         # All are reported at once, so that one more start is enough.

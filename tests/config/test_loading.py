@@ -515,6 +515,8 @@ def test_an_option_of_the_file_can_be_unset():
     assert note.startswith("config.trainer.total_epochs=2 has no effect with the other options")
     config, _ = command_line.read_command_line([*command, f"{steps}=unset"])
     assert config.trainer.total_training_steps is None and train_notes(config) == []
+    both = command_line.read_command_line([*command, f"{steps}=unset", f"{steps}=7"])
+    assert both[0].trainer.total_training_steps == 7, "the last one counts"
     with pytest.raises(UserError, match="total_epochs='unset': expected int"):
         command_line.read_command_line([*command[:2], "--config.trainer.total_epochs=unset"])
 
