@@ -101,8 +101,8 @@ def is_known(program: Program, framework: str, name: str) -> bool:
 def _read_script(framework: str, text: str) -> str:
     """Return the shell script that the text names, up to the command, or the text itself."""
     name = re.sub(r"^(ba)?sh\s+", "", text)
-    # A name of thousands of letters is refused by the file system.
-    if not text or len(text) > 255:
+    # A name of more bytes is refused by the file system.
+    if not text or len(text.encode(errors="replace")) > 255:
         return text
     path = Path(name)
     if not path.is_file() and (len(name.split()) > 1 or "=" in text or text.startswith("-")):

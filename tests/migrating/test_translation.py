@@ -494,6 +494,7 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
         ("verl", "tr\\ ainer.x=1 ", "tr ainer.x=1: there is no such option"),
         ("verl", "hybrid_engin=1", "hybrid_engin=1: there is no such option"),
         ("verl", "hybrid_engine", "hybrid_engine: not an option, and not read"),
+        ("verl", "trainer.x=" + "猫" * 150, "trainer.x=猫"),  # no name of a file has its bytes
         ("verl", '"$@"', "$@: what the shell puts in its place is not seen"),
         ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
         ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
