@@ -222,7 +222,7 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
     if trial["tried"] and trial["failed"] == trial["tried"]:
         problems.append(
             f"the reward failed on each of {trial['tried']} responses: "
-            f"{trial['first_failure'].splitlines()[-1]} (its traceback is logged)"
+            f"{trial['first_failure'].rstrip().splitlines()[-1]} (all of it is logged)"
         )
     empty = [row for row, e in enumerate(training, 1) if not join_contents(e.prompt).strip()]
     if empty:

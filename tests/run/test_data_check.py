@@ -139,7 +139,7 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': 1 / (solution_str != 'four'), 'acc': 1}\n"
         "def broken(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return extra_info['absent']\n"
+        "    raise ValueError('absent\\n\\n')\n"
     )
     options = ("--config=gsm8k", "--config.data.val_files=", f"--config.model.path={model}")
     options += ("--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1")
@@ -151,7 +151,7 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
         assert rule["perfect"] == {"tried": 0, "right": 0, "impossible": [function]}
         assert code == (name == "broken")
     assert "failed on each of 2 responses" in report["problems"][0]
-    assert report["problems"][0].endswith(": KeyError: 'absent' (its traceback is logged)")
+    assert report["problems"][0].endswith(": ValueError: absent (all of it is logged)")
 
 
 @pytest.mark.parametrize(
