@@ -101,6 +101,8 @@ def score_batch(
         )
     for name in sorted({name for result in results for name in result.ignored}):
         _report_ignored_name(name)
+    if missing := sum(result.is_missing for result in results):
+        _report_missing_rewards("all" if missing == len(results) else "some")
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
@@ -142,6 +144,15 @@ def _report_ignored_name(name: str) -> None:
     """Name an entry once in a run."""
     log.warning(
         "the reward function returned %r, which is no number: it is not reported (said once)", name
+    )
+
+
+@functools.cache
+def _report_missing_rewards(which: str) -> None:
+    """Say once in a run that responses, "all" of a batch or "some", have no reward."""
+    log.warning(
+        "the reward function returned None for %s responses of a batch: they score 0 (said once)",
+        which,
     )
 
 

@@ -226,9 +226,8 @@ def score_whole_batch(
 
 
 def _parse(value: Any, response: str) -> Outcome:
-    # TRL's functions return None for samples that they do not apply to.
     if value is None:
-        return RewardResult(score=0.0)
+        return RewardResult(score=0.0, is_missing=True)
     try:
         return validate_result(parse_reward_output(value), response)
     except Exception as error:

@@ -45,6 +45,8 @@ class RewardResult:
     answer: str | None = None
     # Names of what else a user-defined function returned, which cannot be reported.
     ignored: tuple[str, ...] = ()
+    # Whether a user-defined function returned None, as TRL's do where they do not apply.
+    is_missing: bool = False
 
 
 def after_thinking(response: str) -> str:

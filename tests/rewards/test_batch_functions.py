@@ -5,7 +5,7 @@ import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards.batch import score_batch
+from jax_ppo.rewards.batch import _report_missing_rewards, score_batch
 from jax_ppo.rewards.custom import validate_columns
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -33,6 +33,9 @@ def trl(prompts, completions, level, split, **kwargs):
     assert level == [1, None] and split == [None, "train"]
     assert kwargs["ground_truth"] == ["3", ""] and kwargs["data_source"] == ["mine", "mine"]
     return [0.25, None]
+
+def none(completions, **kwargs):
+    return [None] * len(completions)
 
 def too_few(completions, **kwargs):
     return [1.0]
@@ -82,7 +85,7 @@ def module(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_whole_batches_are_scored_in_one_call(module, workers):
+def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
     def score(name):
         function = f"{module}:{name}"
         if not workers:
@@ -92,10 +95,15 @@ def test_whole_batches_are_scored_in_one_call(module, workers):
         with RewardWorkers(Reward(function=function), 1, takes_batches=True) as pool:
             return score_batch(pool, EXAMPLES, RESPONSES)
 
+    _report_missing_rewards.cache_clear()  # which says so once in a process
     scored = score("verl")
     assert scored.scores.tolist() == scored.correct.tolist() == [1, 0]
     assert scored.extra["n"].tolist() == [2, 2] and scored.failures == 0
     assert score("trl").scores.tolist() == [0.25, 0]
+    assert score("none").scores.tolist() == score("none").scores.tolist() == [0, 0]
+    assert [line.split(" responses")[0] for line in caplog.messages] == [
+        f"the reward function returned None for {which}" for which in ("some", "all")
+    ], "never silent, and said once each"
 
 
 @pytest.mark.parametrize(
