@@ -176,9 +176,11 @@ class Step:
         return StateBuilder.from_config(self.config, self.nets, self.mesh).shapes()
 
     def decode_params(self):
-        form = functools.partial(unroll_params, dtype=jnp.dtype(self.dtype))
-        shapes = jax.eval_shape(form, self.state().actor)
+        shapes = jax.eval_shape(self._to_decoding_form, self.state().actor)
         return self._with(shapes, sharding.tree_shardings(self.mesh, shapes, sharding.DECODE_RULES))
+
+    def _to_decoding_form(self, params):
+        return round_parameters(unroll_params(params), jnp.dtype(self.dtype))
 
     def prompts(self) -> Prompts:
         return Prompts(
@@ -339,8 +341,7 @@ class Step:
 
     def random_decode_params(self):
         def build(key):
-            params = heads.init_params(self.nets.actor, key, "lm")
-            return round_parameters(unroll_params(params), jnp.dtype(self.dtype))
+            return self._to_decoding_form(heads.init_params(self.nets.actor, key, "lm"))
 
         return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
 
