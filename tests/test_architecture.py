@@ -93,7 +93,7 @@ PRIVATE_PARTS = {
 }
 # Names that are public in spite of their underscore.
 PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
-MOST_TAKERS_OF_CONFIG = 41
+MOST_TAKERS_OF_CONFIG = 40
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: a section of the options and what it configures,
 # the two implementations of models and of caches, PPO and supervised runs, and `main` of commands.

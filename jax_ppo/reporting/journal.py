@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jax_ppo.config import command_line
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.reporting import console, files
 from jax_ppo.reporting.curves import Panel, plot_curves
@@ -61,16 +61,21 @@ class Journal:
     def __init__(
         self,
         *,
-        config: Config,
+        trainer: Trainer,
+        options: dict[str, Any],
         total_steps: int,
         layout: ReportLayout,
         workdir: Path,
         progress: Progress,
         compiled: compilation.Compilations,
     ) -> None:
-        """Open the logs, which continue after the step that the progress has reached."""
+        """Open the logs, which continue after the step that the progress has reached.
+
+        `options` are all options of the run, by section.
+        """
         self.progress = progress
-        self._config = config
+        self._trainer = trainer
+        self._experiment_name = options["experiment_name"]
         self._total_steps = total_steps
         self._layout = layout
         self._workdir = workdir
@@ -79,12 +84,11 @@ class Journal:
         # Before the log drops the rows that the run repeats.
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
             lost_run += f", after step {rows[-1]['step']}"
-        options = dataclasses.asdict(config)
         self._versions = collect_versions()  # slow: it reads files
         self._log = MetricsLog(
             workdir=workdir,
-            options=config.trainer,
-            experiment_name=config.experiment_name,
+            options=trainer,
+            experiment_name=self._experiment_name,
             config_dict=options,
             first_step=progress.step,
             is_main=distributed.is_main(),
@@ -194,7 +198,7 @@ class Journal:
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns),
             metrics["perf/seconds_left"],
         )
-        plot_freq = self._config.trainer.plot_freq
+        plot_freq = self._trainer.plot_freq
         if plot_freq and step % plot_freq == 0 and step < self._total_steps:
             self._plot(step)
         self._count_skipped_update(step, skipped)
@@ -214,7 +218,7 @@ class Journal:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row == self._config.trainer.max_skipped_updates:
+        if self._skipped_in_a_row == self._trainer.max_skipped_updates:
             raise FloatingPointError(
                 f"step {step}: the gradient was not finite for {self._skipped_in_a_row} steps in a "
                 "row (config.trainer.max_skipped_updates); a smaller "
@@ -299,7 +303,7 @@ class Journal:
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """Write the curves and summary.json, and return the contents of summary.json."""
         summary = {
-            "experiment_name": self._config.experiment_name,
+            "experiment_name": self._experiment_name,
             "steps": steps_done,
             "total_steps": self._total_steps,
             "evaluations": self.progress.evaluations,

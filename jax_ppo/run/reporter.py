@@ -1,6 +1,7 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +93,8 @@ class Reporter(journal.Journal):
     ) -> None:
         """Open the logs."""
         super().__init__(
-            config=run.config,
+            trainer=run.config.trainer,
+            options=dataclasses.asdict(run.config),
             total_steps=run.total_steps,
             layout=LAYOUT,
             workdir=workdir,

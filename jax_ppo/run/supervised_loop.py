@@ -120,7 +120,8 @@ class SupervisedTraining:
     ) -> Journal:
         """Return the reports of the run."""
         return Journal(
-            config=self.config,
+            trainer=self.config.trainer,
+            options=dataclasses.asdict(self.config),
             total_steps=self.total_steps,
             layout=self.task.layout,
             workdir=workdir,
