@@ -209,9 +209,10 @@ def cache_prompts(
 ) -> CachedPrompts:
     """Return the prompts of Parquet files from a cache, after adding the missing ones to it.
 
-    Of the sources, the first `max_samples` rows are used, by default all. `workers` processes call
-    `validate` with all examples; 0 uses this process, `None` one for each core. `on_progress` is
-    called with the rows read so far and in total; it may end the work by raising.
+    Its folder is created if necessary. Of the sources, the first `max_samples` rows are used, by
+    default all. `workers` processes call `validate` with all examples; 0 uses this process, `None`
+    one for each core. `on_progress` is called with the rows read so far and in total; it may end
+    the work by raising.
 
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.

@@ -98,7 +98,8 @@ class Architecture:
     # The score of an expert is the sigmoid of its logit, and a bias, which no gradient changes, is
     # added to select experts; otherwise it is the softmax over all.
     sigmoid_router: bool = False
-    router_groups: int = 1  # of consecutive experts, of which a token selects some first
+    # Of consecutive experts, of which a token selects some first (experts.limit_to_groups).
+    router_groups: int = 1
     groups_per_token: int = 1  # number of groups that each token selects its experts from
     normalized_expert_weights: bool = False  # a token's weights are divided by their sum
     routed_scale: float = 1.0  # factor on these weights

@@ -31,7 +31,8 @@ class DebertaArchitecture:
     max_position_embeddings: int = 512  # longest sequence that the model was made for, in tokens
     absolute_positions: bool = True  # they are embedded, and added to the word embeddings
     relative_span: int = 512  # S; each relative distance from -S to S - 1 has an embedding
-    # Distant positions share embeddings, in buckets of geometrically growing width.
+    # Distant positions share embeddings, in buckets of geometrically growing width
+    # (position_buckets > 0 in config.json).
     log_buckets: bool = False
     max_relative_distance: int = 512  # with `log_buckets`, the distance where the last bucket ends
     content_to_position: bool = False  # attention has the term of a query and a relative position
