@@ -148,10 +148,12 @@ def prepared_run(
                 yield resolved, folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
-        written = Path(error.filename).name if error.filename else "a file of the run"
+        # It may be bytes, or the number of an open file, in functions of the user.
+        path = Path(error.filename if isinstance(error.filename, str | os.PathLike) else "")
+        written = path.name or "a file of the run"
         if disk_space.is_disk_full(error):
             raise disk_space.disk_full_error(folder, written, cause=error) from error
-        if folder not in Path(error.filename or "").parents:
+        if folder not in path.parents:
             raise
         raise UserError(
             f"--workdir={workdir}: {written} cannot be written or read: {error.strerror}; restore "

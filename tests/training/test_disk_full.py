@@ -104,8 +104,9 @@ def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
     with pytest.raises(UserError, match=gone), command.prepared_run(tiny.config(), tmp_path):
         shutil.rmtree(tmp_path)
         (tmp_path / "y").write_text("")
-    with pytest.raises(FileNotFoundError), command.prepared_run(tiny.config(), tmp_path):
-        raise FileNotFoundError
+    for arguments in ((), (errno.ENOENT, "", 7), (errno.ENOENT, "", b"x")):
+        with pytest.raises(FileNotFoundError), command.prepared_run(tiny.config(), tmp_path):
+            raise FileNotFoundError(*arguments)
 
 
 def test_a_cause_is_looked_for():
