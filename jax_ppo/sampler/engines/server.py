@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
@@ -47,6 +48,12 @@ class ServerEngine(ExternalEngine):
         if not url:
             self._python = str(Path(self.options.vllm.python).expanduser())
             _require_vllm(self._python)
+            # On a CPU vLLM (0.32.0) keeps its packed copy of a tied head when it loads weights. It
+            # has no other head for some of the families that are tied by default.
+            defaults = FAMILIES[self.actor.architecture.family].defaults
+            self.unties_head = jax.default_backend() == "cpu" and not defaults.get(
+                "tie_word_embeddings"
+            )
             self._port = free_port()
             url = f"http://127.0.0.1:{self._port}"
         self._client = Client(url, self.options.url_timeout)

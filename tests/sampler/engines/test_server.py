@@ -1,6 +1,7 @@
 """A server samples: what it is asked, what is refused, and what happens when it fails."""
 
 import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import fake_rollout_server
 import tiny_actor
@@ -243,6 +245,28 @@ class TestFaults:
         engine = make_engine(actor, folder, engine="vllm", vllm=VLLM(python=python))
         with running(engine), pytest.raises(UserError, match="vLLM ended: OSError: no such thing"):
             generate(engine, actor, prompts)
+
+    @pytest.mark.parametrize(("family", "unties"), [("qwen2", True), ("gemma", False)])
+    def test_a_head_is_untied_where_vllm_would_keep_the_old_one(
+        self, python, tmp_path, monkeypatch, family, unties
+    ):
+        """On a CPU vLLM does not renew its copy of a tied head (test_vllm.py)."""
+        architecture = dataclasses.replace(
+            tiny_actor.ARCHITECTURE, family=family, qkv_bias=family == "qwen2", tied=True
+        )
+        actor = tiny_actor.Actor(architecture)
+        save.export_checkpoint(actor.stacked, architecture, tmp_path / "model")
+        engine = make_engine(actor, tmp_path / "model", engine="vllm", vllm=VLLM(python=python))
+        monkeypatch.setattr(engine, "load_weights", lambda: None)
+        monkeypatch.setattr(engine, "_compare", lambda params: None)
+        with running(engine):
+            engine.update_weights(actor.stacked)
+            config = json.loads((engine.weights / "config.json").read_text())
+            tensors = safetensors.numpy.load_file(engine.weights / "model.safetensors")
+        assert config.get("tie_word_embeddings", True) is not unties
+        assert ("lm_head.weight" in tensors) is unties
+        if unties:
+            assert (tensors["lm_head.weight"] == tensors["model.embed_tokens.weight"]).all()
 
     def test_an_interpreter_without_vllm_is_refused(self, actor, folder):
         for python, message in ((sys.executable, "has no vLLM"), ("/none", "No such file")):

@@ -28,11 +28,13 @@ ARCHITECTURE = dataclasses.replace(
 ARGUMENTS = "--skip-tokenizer-init --enforce-eager --no-enable-chunked-prefill"
 
 
-def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path, tied):
     """The log-probs are ours, before and after an update, and after vLLM was killed."""
-    actor = tiny_actor.Actor(ARCHITECTURE)
+    architecture = dataclasses.replace(ARCHITECTURE, tied=tied)
+    actor = tiny_actor.Actor(architecture)
     prompts = tiny_actor.make_prompts()
-    save.export_checkpoint(actor.stacked, ARCHITECTURE, tmp_path / "model")
+    save.export_checkpoint(actor.stacked, architecture, tmp_path / "model")
     options = RolloutOptions(
         engine="vllm", temperature=0.7, vllm=VLLM(python=PYTHON, arguments=ARGUMENTS)
     )
@@ -45,7 +47,7 @@ def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path):
         return jax.tree.map(np.asarray, rollout)
 
     def difference(rollout, params):
-        trainer = tiny_actor.Actor(ARCHITECTURE)
+        trainer = tiny_actor.Actor(architecture)
         trainer.stacked = params
         logits = trainer.full_logits(rollout.prompts, rollout.responses)
         ours = np.asarray(jax.nn.log_softmax(logits / 0.7))
