@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import io
 import logging
 import os
@@ -66,7 +67,8 @@ def print_any_text() -> None:
     """Let nothing that this process prints end it.
 
     Print "?" for a character that the encoding of the output lacks, as under LC_ALL=C; print no
-    more if its reader has gone (`| head`), and drop what a full disk has no room for.
+    more if its reader has gone (`| head`), and drop what a full disk has no room for, with a line
+    on the standard error.
     """
     for stream in (sys.stdout, sys.stderr):
         # Notebooks have other streams.
@@ -89,11 +91,18 @@ def _without_error(
             return method(*arguments)
         except BrokenPipeError:  # also at exit, when Python flushes
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except OSError:
-            pass
+        except OSError as error:
+            if stream is not sys.stderr:
+                _report_lost_output(str(error))
         return None
 
     return call
+
+
+@functools.cache
+def _report_lost_output(cause: str) -> None:
+    """Say once that what is printed is lost."""
+    print(f"warning: the standard output is lost: {cause}", file=sys.stderr)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
