@@ -344,7 +344,7 @@ def test_wrong_options_are_told(files, command, override, message):
         ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
         (
             "--config.data.train_batch_size=64",
-            "has 32 prompts, and config.data.train_batch_size=64",
+            "has 32 prompts, fewer than a step's config.data.train_batch_size=64",
         ),
     ],
 )

@@ -1261,7 +1261,7 @@ def load_config(files, *overrides):
         ("--config.data.max_response_length=100", "the actor takes 128 tokens at most"),
         (
             "--config.data.train_files=arithmetic:4",
-            "has 4 prompts, and config.data.train_batch_size=8",
+            "has 4 prompts, fewer than a step's config.data.train_batch_size=8",
         ),
         ("--config.model.path=/nowhere/model", "config.model.path"),
         ("--config.reward.function=jax_ppo.nothing:reward", "config.reward.function"),
