@@ -210,7 +210,7 @@ def test_a_saved_position_holds_for_another_batch_size():
 def test_fewer_rows_than_a_batch_are_refused():
     """The alternative would be an endless loop that yields nothing."""
     with pytest.raises(
-        UserError, match="data.train_files has 3 prompts, fewer than a step.s config.data.train_batch_size=4;"
+        UserError, match="has 3 prompts, fewer than a step.s config.data.train_batch_size=4;"
     ):
         PromptBatches(dataset(3), 4)
 
