@@ -33,7 +33,8 @@ ENCODER_RULES: Rules = (
     (r"layers/.*(correction_bias|sinks|layer_scalar)", P()),
     # Whole over `model`: narrow outputs, and latents, which all heads read.
     (rf"layers/.*{NARROW}/(kernel|lora_a)", P(None, WEIGHTS, None)),
-    (rf"layers/.*{NARROW}/(bias|lora_b)", P()),
+    (rf"layers/.*{NARROW}/lora_b", P()),
+    (rf"layers/.*{NARROW}/bias", P()),
     (r"layers/per_layer_projection/kernel", P(None, None, WEIGHTS)),
     (r"per_layer_model_projection/kernel", P(WEIGHTS, None)),
     (r"layers/.*window_filter", P(None, None, None, "model")),

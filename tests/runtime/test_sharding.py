@@ -23,3 +23,9 @@ def test_parameters_are_split():
     assert kernel.addressable_shards[0].data.shape == (1, 8, 16)  # [1, 16, 32] over fsdp 2, model 2
     moment = state.optimizers["actor"][1].mu["layers"]["mlp"]["up_proj"]["kernel"]
     assert moment.sharding == kernel.sharding
+
+
+@pytest.mark.parametrize("name", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
+def test_scales_of_quantized_kernels_have_a_rule(name):
+    scales = {"layer_0": {"attention": {name: {"kernel_scale": jnp.zeros(4)}}}}
+    sharding.tree_shardings(tiny.make_mesh(), scales, sharding.DECODE_RULES)
