@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jax_ppo.errors import UserError
 from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
 from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
 from jax_ppo.ppo.response_sampling import newest_weights
@@ -36,7 +37,11 @@ from jax_ppo.types import Params, Rollout
 def draw_exactly(
     parts: StepParts, state: TrainState, sampled: SampledBatch, step: int, observer: StepObserver
 ) -> SampledBatch:
-    """Return sampled responses as the update's forward pass draws them, with its log-probs."""
+    """Return sampled responses as the update's forward pass draws them, with its log-probs.
+
+    Raises:
+      UserError: responses still change after a pass for each of their tokens.
+    """
     rollout, slot_steps = sampled.rollout, sampled.rollout.slot_steps
     assert slot_steps is not None, "the built-in engine counts them"
     key = parts.sample_keys(training_stream(0), step)
@@ -57,6 +62,12 @@ def draw_exactly(
         if not count:
             rollout = dataclasses.replace(rollout, slot_steps=slot_steps)
             return sampled._replace(rollout=rollout, metrics={**sampled.metrics, **metrics})
+        # Other lengths are packed in other rows, where tokens may round otherwise, without end.
+        if metrics["rollout/exact_passes"] > parts.sampling.max_response_length:
+            raise UserError(
+                f"config.rollout.exact=True: {count} responses still change after "
+                f"{metrics['rollout/exact_passes']:.0f} passes; set it to False"
+            )
         with newest_weights(parts, state, observer) as engine:
             assert isinstance(engine, BuiltInEngine), "the options require it"
             rollout, _, taken = engine.continue_responses(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import exact_rollouts, forward_passes
 from jax_ppo.ppo.mini_batches import Partition, RolloutPacker, make_packer
@@ -220,3 +221,17 @@ def test_the_update_finds_the_bits_of_the_rollout(name, dtype, monkeypatch):
             monkeypatch.setattr(exact_rollouts, "forward_part_exactly", forward_passes.forward_part)
             sampled = parts.draw_exactly(parts.sample(26), 26)
             assert parts.learn(sampled, 26)["actor/inexact_logprobs"] > 10
+
+
+@pytest.mark.slow
+def test_responses_that_never_settle_end_the_run(monkeypatch):
+    parts = Step(LLAMA, "float32", monkeypatch)
+    draw_again = exact_rollouts._draw_again
+    monkeypatch.setattr(
+        exact_rollouts,
+        "_draw_again",
+        lambda *arguments: (*draw_again(*arguments)[:3], jnp.int32(1)),
+    )
+    message = f"1 responses still change after {tiny.T + 1} passes"
+    with jax.set_mesh(parts.mesh), pytest.raises(UserError, match=message):
+        parts.draw_exactly(parts.sample(0), 0)
