@@ -1,6 +1,7 @@
 """The engines `vllm` and `openai`: a server samples, which is sent token ids over HTTP."""
 
 import concurrent.futures
+import logging
 import math
 import os
 import shlex
@@ -21,6 +22,8 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.client import Client, ServerFault, ServerProcess, free_port
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
 from jax_ppo.sampler.engines.protocols import Reply, ServerProtocol, choose_protocol
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # in a row without any new response
 _START_SECONDS = 1800.0  # a large model takes minutes to load
@@ -48,17 +51,26 @@ class ServerEngine(ExternalEngine):
         if not url:
             self._python = str(Path(self.options.vllm.python).expanduser())
             _require_vllm(self._python)
-            # On a CPU vLLM (0.32.0) keeps its packed copy of a tied head when it loads weights. It
-            # has no other head for some of the families that are tied by default.
-            defaults = FAMILIES[self.actor.architecture.family].defaults
-            self.unties_head = jax.default_backend() == "cpu" and not defaults.get(
-                "tie_word_embeddings"
-            )
+            if jax.default_backend() == "cpu" and self.actor.architecture.tied:
+                self._renew_tied_head()
             self._port = free_port()
             url = f"http://127.0.0.1:{self._port}"
         self._client = Client(url, self.options.url_timeout)
         if not self._python:
             self._wait_for_server(_CONNECT_SECONDS)
+
+    def _renew_tied_head(self) -> None:
+        """Untie the head for vLLM (0.32.0), which on a CPU keeps its own copy of a tied one."""
+        # It has no other head for some of the families that are tied by default.
+        family = self.actor.architecture.family
+        self.unties_head = not FAMILIES[family].defaults.get("tie_word_embeddings")
+        if not self.unties_head:
+            log.warning(
+                "%s: on a CPU vLLM may keep the old output embedding of a %s when it loads new "
+                "weights; watch rollout/logprob_difference, or use another engine",
+                self.setting,
+                family,
+            )
 
     def stop(self) -> None:
         """End a server that this engine has started."""

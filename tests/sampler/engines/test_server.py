@@ -248,7 +248,7 @@ class TestFaults:
 
     @pytest.mark.parametrize(("family", "unties"), [("qwen2", True), ("gemma", False)])
     def test_a_head_is_untied_where_vllm_would_keep_the_old_one(
-        self, python, tmp_path, monkeypatch, family, unties
+        self, python, tmp_path, monkeypatch, caplog, family, unties
     ):
         """On a CPU vLLM does not renew its copy of a tied head (test_vllm.py)."""
         architecture = dataclasses.replace(
@@ -265,6 +265,7 @@ class TestFaults:
             tensors = safetensors.numpy.load_file(engine.weights / "model.safetensors")
         assert config.get("tie_word_embeddings", True) is not unties
         assert ("lm_head.weight" in tensors) is unties
+        assert ("may keep the old output embedding of a gemma" in caplog.text) is not unties
         if unties:
             assert (tensors["lm_head.weight"] == tensors["model.embed_tokens.weight"]).all()
 
