@@ -81,7 +81,7 @@ def accept_drafts(
     read = append_responses(
         drafts.prompts, drafts.responses, jnp.maximum(drafts.lengths - 1, 0), T - 1
     )
-    forbidden_NxT = search_tokens(options, drafts.responses, draws)[1]
+    searched = search_tokens(options, drafts.responses, draws)
     group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
 
     def draw_group(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -112,9 +112,9 @@ def accept_drafts(
         tokens, logprobs = _map_parts(draw, each, min(options.slots or N, N))
         return tokens.reshape(before_GxT.shape), logprobs.reshape(before_GxT.shape)
 
-    rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys, forbidden_NxT)
+    rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys, searched[1])
     tokens_NxT, logprobs_NxT = _map_parts(draw_group, rows, group)
-    return cut_drafts(options, drafts, tokens_NxT, logprobs_NxT, draws)
+    return _cut_drafts(drafts, tokens_NxT, logprobs_NxT, draws.keys, searched)
 
 
 def search_tokens(
@@ -153,20 +153,24 @@ def replace_tokens(
     differs_N = differs_NxT.any(1)
     lengths_N = jnp.where(differs_N, differs_NxT.argmax(1).astype(jnp.int32) + 1, rollout.lengths)
     replaced = dataclasses.replace(rollout, responses=tokens_NxT, lengths=lengths_N)
-    cut, draws = cut_drafts(options, replaced, tokens_NxT, rollout.logprobs, draws)
+    searched = search_tokens(options, tokens_NxT, draws)
+    cut, draws = _cut_drafts(replaced, tokens_NxT, rollout.logprobs, draws.keys, searched)
     return cut, draws, differs_N.sum()
 
 
-def cut_drafts(
-    options: SamplingOptions,
+def _cut_drafts(
     drafts: Rollout,
     tokens_NxT: jax.Array,
     logprobs_NxT: jax.Array,
-    draws: DrawStates,
+    keys: jax.Array,
+    searched: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[Rollout, DrawStates]:
-    """Return what `accept_drafts` does, from the tokens that the newest weights draw. Pure."""
-    T = options.max_response_length
-    stop_NxT, forbidden_NxT, finishes_NxT = search_tokens(options, drafts.responses, draws)
+    """Return what `accept_drafts` does, from the tokens that the newest weights draw.
+
+    `searched` is what `search_tokens` returned for the drafts.
+    """
+    T = drafts.responses.shape[1]
+    stop_NxT, forbidden_NxT, finishes_NxT = searched
     is_drawn_NxT = jnp.arange(T) < drafts.lengths[:, None]
     agrees_NxT = is_drawn_NxT & (tokens_NxT == drafts.responses)
     # All tokens before an accepted one are accepted, and none of them finishes the response.
@@ -189,7 +193,7 @@ def cut_drafts(
     stop_N, forbidden_N = (
         jnp.take_along_axis(x, next_Nx1, axis=1)[:, 0] for x in (stop_NxT, forbidden_NxT)
     )
-    return accepted, DrawStates(draws.keys, stop_N, forbidden_N)
+    return accepted, DrawStates(keys, stop_N, forbidden_N)
 
 
 def _map_parts(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
