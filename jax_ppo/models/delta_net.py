@@ -41,7 +41,7 @@ class GatedNorm(nn.Module):
 
 
 class RecurrentMixer(DecoderModule):
-    """What takes the place of attention in a layer, with a short convolution of its inputs."""
+    """A substitute for attention that begins with a short convolution of its inputs."""
 
     def convolve_tokens(
         self,

@@ -39,7 +39,7 @@ Auxiliary = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """What the layers of a decoder compute, and how. Hashable."""
+    """The computation of a decoder's layers. Hashable."""
 
     architecture: Architecture
     dtype: DTypeLike = jnp.float32  # of the computation; parameters may have any type

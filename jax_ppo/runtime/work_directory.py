@@ -222,7 +222,7 @@ def _describe_lost_run(workdir: Path, lock: list[str]) -> str:
     if not lock:
         return ""
     written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
-    last = bucket_lock.words_of_time(written)
+    last = bucket_lock.format_time(written)
     reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
     return f"the run before, {lock[0]}, ended: {reason}; it last wrote at {last}"
 

@@ -46,7 +46,7 @@ class _LockObject(NamedTuple):
         renewed = self.contents.get("renewed")
         last = ""
         if isinstance(renewed, int | float):
-            last = f"; it last renewed its lock at {words_of_time(renewed)}"
+            last = f"; it last renewed its lock at {format_time(renewed)}"
         return (
             f"the run before, {self.holder}, ended: without a word (killed?){last}; what it had "
             "not uploaded to the bucket by then is lost"
@@ -192,10 +192,10 @@ class BucketLock:
 
 def describe_process() -> str:
     """Return this process in words, for the lock that it holds from now on."""
-    return f"process {os.getpid()} on {socket.gethostname()}, started {words_of_time(time.time())}"
+    return f"process {os.getpid()} on {socket.gethostname()}, started {format_time(time.time())}"
 
 
-def words_of_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return a time since the epoch as date, time and zone of this machine."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 

@@ -68,8 +68,8 @@ def resolve_model_folder(
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
         raise UserError(
-            f"{problem}there is no such folder (looked from {Path.cwd()}; it is no hub name, "
-            f"OWNER/NAME, either); {remedy}"
+            f"{problem}there is no such folder (looked from {Path.cwd()}), and the path "
+            f"is not a hub name, OWNER/NAME; {remedy}"
         )
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"

@@ -207,7 +207,7 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     models = f"{tmp_path}/models"
     assert refusal(f"{models}/qwen-05b") == (
         f"config.model.path='{models}/qwen-05b': there is no such folder "
-        f"(looked from {os.getcwd()}; it is no hub name, OWNER/NAME, either); "
+        f"(looked from {os.getcwd()}), and the path is not a hub name, OWNER/NAME; "
         "set config.model.path to a folder with config.json and model.safetensors "
         f"(the nearest one here is {models}/qwen-0.5b)"
     )
