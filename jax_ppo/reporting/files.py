@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, work_directory
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def drop_samples_after(workdir: Path, step: int) -> None:
     """Delete the files of later steps, which a resumed run computes again."""
     for path in (workdir / SAMPLES_FOLDER).glob("*_*.jsonl"):
         if _step_and_kind(path)[0] > step:
-            path.unlink()
+            work_directory.remove_file(path)
 
 
 def _step_and_kind(path: Path) -> tuple[int, str]:

@@ -162,6 +162,14 @@ def fetch_folder(folder: Path, name: str) -> None:
         _open_buckets[folder].staged.fetch_folder(name)
 
 
+def remove_file(path: Path) -> None:
+    """Delete a file of a run, in its bucket too; nothing else is deleted there."""
+    if bucket := bucket_of(path):
+        bucket.remove_file(path)
+    else:
+        path.unlink()
+
+
 def share_with_all(folder: Path, name: str) -> None:
     """Let every process read a folder of a run's files; all of them call it.
 

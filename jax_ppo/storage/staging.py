@@ -18,8 +18,6 @@ from jax_ppo.storage.bucket_lock import LOCK_OBJECT, RENEW_SECONDS, BucketLock
 
 UPLOAD_SECONDS = 30.0
 CHECKPOINTS = "checkpoints"
-# Folders to which a resumed run adds files beside the ones that earlier processes wrote.
-GROWING = ("tensorboard", "rollouts")
 EXPORTED = ("config.json", ".safetensors")
 _OPTION = "--workdir"
 # Larger files do not grow, and are not read at once.
@@ -42,8 +40,8 @@ class StagedFolder:
         self._filesystem = remote.open_filesystem(address)
         self._root = remote.bucket_path(address)
         self._inode: int | None = None  # of the folder that `fetch` made
-        # The uploaded state of each file in the bucket, `None` if an earlier process wrote it.
-        self._uploaded: dict[str, tuple[int, int] | None] = {}
+        self._uploaded: dict[str, tuple[int, int]] = {}  # states of files that are in the bucket
+        self._removed: set[str] = set()  # files that the run has deleted, but not the bucket's
         self._uploading = threading.Lock()
 
     def fetch(self, *names: str) -> None:
@@ -52,22 +50,16 @@ class StagedFolder:
         These are the files directly in the work directory, and those of the folders `names`.
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
-            files = {
-                name: file
-                for name, file in remote.list_files(self.address, _OPTION).items()
-                if name.partition("/")[0] not in (CHECKPOINTS, LOCK_OBJECT)
-            }
             fetched = {
                 name: file
-                for name, file in files.items()
-                if "/" not in name or name.partition("/")[0] in names
+                for name, file in remote.list_files(self.address, _OPTION).items()
+                if name != LOCK_OBJECT and ("/" not in name or name.partition("/")[0] in names)
             }
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             self._inode = self.folder.stat().st_ino
             downloads.fetch_files(self.address, fetched, self.folder)
-            self._uploaded = dict.fromkeys(files)
-            self._uploaded |= {name: _state(self.folder / name) for name in fetched}
+            self._uploaded = {name: _state(self.folder / name) for name in fetched}
 
     def fetch_folder(self, name: str) -> None:
         """Replace one local folder with the bucket's.
@@ -82,7 +74,7 @@ class StagedFolder:
             self._uploaded |= {path: _state(self.folder / path) for path in files}
 
     def upload(self) -> None:
-        """Upload the files that have changed, and delete those that were removed or replaced.
+        """Upload the files that have changed, and delete those that the run has removed.
 
         Raises:
           UserError: the bucket cannot be written to, or the local folder is gone.
@@ -102,10 +94,11 @@ class StagedFolder:
             # Uploaded last, config.json marks an export as complete.
             for name in sorted(local, key=lambda name: (name.endswith("config.json"), name)):
                 self._upload_file(name, local[name])
-            for name in self._uploaded.keys() - local.keys():
-                if self._is_obsolete(name):
-                    self._delete(f"{self._root}/{name}")
-                    del self._uploaded[name]
+            # A file that is only missing here may be the last copy of it.
+            for name in sorted(self._removed - local.keys()):
+                self._delete(f"{self._root}/{name}")
+                self._uploaded.pop(name, None)
+            self._removed.clear()
 
     def name_of(self, path: Path) -> str:
         """Return the name of a local file or folder in the bucket."""
@@ -119,6 +112,12 @@ class StagedFolder:
         with remote.reported_errors(self.address, _OPTION):
             self._filesystem.put_file(str(path), f"{self._root}/{name}")
         path.unlink()
+
+    def remove_file(self, path: Path) -> None:
+        """Delete a local file, and with the next upload the bucket's."""
+        with self._uploading:
+            path.unlink()
+            self._removed.add(self.name_of(path))
 
     def remove(self, name: str) -> None:
         """Remove an earlier export from the bucket: first config.json, which marks it complete."""
@@ -140,15 +139,6 @@ class StagedFolder:
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # the user may have deleted it
             self._filesystem.rm_file(path)
-
-    def _is_obsolete(self, name: str) -> bool:
-        """Return whether a file of the bucket that is missing in the local folder is obsolete."""
-        if self._uploaded[name] is not None:
-            return True
-        # An export replaces the one of an earlier process.
-        folder, _, _ = name.rpartition("/")
-        is_here = bool(folder) and (self.folder / folder).is_dir()
-        return is_here and name.partition("/")[0] not in GROWING
 
     def _files(self) -> Iterator[Path]:
         """Yield the files to upload; hidden and temporary ones are still being written."""

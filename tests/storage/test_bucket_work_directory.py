@@ -20,6 +20,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.reporting import files
 from jax_ppo.runtime import work_directory
 from jax_ppo.storage import bucket_lock, remote, staging
 from jax_ppo.training.checkpoint import Checkpointer
@@ -127,6 +128,21 @@ def test_a_run_whose_local_folder_is_deleted_keeps_its_files_in_the_bucket(serve
     assert bucket_server.names(server, bucket) == ["training_metrics.csv"]
 
 
+def test_only_what_the_run_removes_is_removed_from_the_bucket(server, bucket):
+    """Regression: a file that was deleted from the local folder alone was lost in the bucket."""
+    names = ("rollouts/training_000001.jsonl", "rollouts/training_000002.jsonl")
+    for name in (*names, "training_metrics.csv"):
+        bucket_server.put(server, f"{bucket}/{name}", "{}\n")
+    with work_directory.open_work_directory(bucket, print) as folder:
+        work_directory.fetch_folder(folder, "rollouts")
+        (folder / "notes.txt").write_text("mine")
+        work_directory.publish(folder)
+        for name in ("training_metrics.csv", "notes.txt", names[0]):
+            (folder / name).unlink()
+        files.drop_samples_after(folder, 1)
+    assert bucket_server.names(server, bucket) == ["notes.txt", names[0], "training_metrics.csv"]
+
+
 def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):
     address = f"{bucket}/runs/a"
     with command.prepared_run(tiny.config(), address) as (_, folder):
@@ -164,6 +180,7 @@ def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
         assert (folder / "training_metrics.csv").read_text() == "training_metrics.csv"
         assert (folder / "model" / "config.json").exists()
         assert not (folder / "checkpoints").exists() and not (folder / "actor").exists()
+        work_directory.bucket_of(folder / "actor").remove("actor")  # as an export does first
         for name in ("tensorboard/new", "actor/config.json", "actor/model.safetensors"):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text("new")
