@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 # Longer messages, which quote a long input, are cut in the middle.
 LONGEST_MESSAGE = 2000
 
+# Outputs whose reader has gone, until a run reports it.
+closed_outputs: list[str] = []
+
 
 class UserError(ValueError):
     """Invalid input.
@@ -91,6 +94,7 @@ def _without_error(
             return method(*arguments)
         except BrokenPipeError:  # also at exit, when Python flushes
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            closed_outputs.append(str(stream.name))
         except OSError as error:
             if stream is not sys.stderr:
                 _report_lost_output(str(error))

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import jax_ppo
+from jax_ppo import errors
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes
 
@@ -113,12 +114,14 @@ def test_train_returns_the_summary_and_its_folder_is_a_policy(
         trainer__compilation_cache="off",
         algorithm__adv_estimator="reinforce_plus_plus",
     )
+    errors.closed_outputs.append("<stdout>")  # as after `| head`
     try:
         summary = jax_ppo.train(config, tmp_path)
     finally:
         # Switched off for the run; the other tests of this process keep programs on disk.
         jax.config.update("jax_enable_compilation_cache", True)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert any("the reader of <stdout> has gone" in text for text in summary["warnings"])
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
     trained = jax_ppo.load_policy(tmp_path)
     assert trained.folder == tmp_path / "actor"

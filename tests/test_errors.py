@@ -1,9 +1,12 @@
 """Messages for users are one line of printable characters, whatever input they quote."""
 
 import copy
+import os
+import sys
 
 import pytest
 
+from jax_ppo import errors
 from jax_ppo.errors import LONGEST_MESSAGE, UserError, exit_on_user_error
 
 
@@ -21,6 +24,19 @@ def test_details_keep_their_lines_below_the_message():
     error = UserError("it failed", details="line 1\n  line\x07 2")
     assert str(error) == "it failed\nline 1\n  line· 2"
     assert str(copy.copy(error)) == str(error)  # as on the way between processes
+
+
+def test_an_output_whose_reader_has_gone_ends_nothing_and_is_noted(monkeypatch):
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(errors, "closed_outputs", [])
+    errors.print_any_text()
+    os.close(reader)
+    for _ in range(2):
+        print("a step", flush=True)
+    assert errors.closed_outputs == [str(writer)]
+    stream.close()
 
 
 def test_a_command_that_is_interrupted_ends_in_one_line(capsys):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Trainer
-from jax_ppo.errors import printable_lines, shorten
+from jax_ppo.errors import closed_outputs, printable_lines, shorten
 from jax_ppo.reporting import console, files
 from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
@@ -165,6 +165,7 @@ class Journal:
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
         """
+        self._report_closed_outputs()
         # The seconds of a step are the wall-clock time since the row before.
         phases = self._bar.take_seconds()
         metrics = metrics | measure_device_memory() | phases
@@ -271,6 +272,14 @@ class Journal:
         if self.progress.warn(kind or text, text, self._last_step):
             self._bar.print_line(f"warning: {text}")
 
+    def _report_closed_outputs(self) -> None:
+        """Tell the report what no console can show: that nobody reads an output any more."""
+        while closed_outputs:
+            self.warn(
+                f"the reader of {closed_outputs.pop()} has gone (`| head`?): the run continues; "
+                "its lines are in the files of its work directory alone"
+            )
+
     def write_samples(self, kind: str, step: int, records: list[dict[str, Any]]) -> None:
         """Write sampled responses to a file and to the report; see `files.write_samples`."""
         if distributed.is_main():
@@ -302,6 +311,7 @@ class Journal:
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """Write the curves and summary.json, and return the contents of summary.json."""
+        self._report_closed_outputs()
         summary = {
             "experiment_name": self._experiment_name,
             "steps": steps_done,
