@@ -11,6 +11,7 @@
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,3 +46,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error that ends a command: of Ctrl-C one line, as its modules may still load."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("stopped by SIGINT", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+# The package is imported for a command: `python -m jax_ppo...` (Python looks for it under this
+# name), or the console script.
+if sys.argv[:1] == ["-m"] or "".join(sys.argv[:1]).endswith("jax-ppo"):
+    sys.excepthook = _print_error

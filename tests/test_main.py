@@ -6,7 +6,9 @@ import io
 import json
 import logging
 import os
+import pathlib
 import pkgutil
+import signal
 import subprocess
 import sys
 
@@ -26,6 +28,22 @@ def test_without_arguments_the_commands_are_listed():
         assert f"\n  {name} " in output
     assert f"jax_ppo {jax_ppo.__version__}" in output
     assert "python -m jax_ppo train --config=arithmetic" in output
+
+
+@pytest.mark.parametrize("name", ["train", "check", ""])
+def test_ctrl_c_while_modules_are_loaded_is_one_line(name, tmp_path):
+    """Regression: in the first half of a second it was a traceback."""
+    for module in ("ml_collections", "tqdm", "difflib"):
+        (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    module = f"jax_ppo.{name}".rstrip(".")
+    result = subprocess.run(
+        [sys.executable, "-m", module],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        cwd=pathlib.Path(jax_ppo.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == -signal.SIGINT and result.stderr == "stopped by SIGINT\n"
 
 
 def test_a_command_gets_its_options(capsys):
