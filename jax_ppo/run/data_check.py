@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     by_environment = config.rewards_by_environment_alone
+    # Options of supervised training say that the rows are meant for it.
+    is_known = bool(command) or config.supervised != Config().supervised
     command = command or _tell_command(training, config.reward, by_environment)
     tokenizer = _load_tokenizer(config.model)
     obstacles: list[str] = []
@@ -79,9 +81,12 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            f"{name} data: {line}"
-            for name, part in zip(("training", "held-out"), parts, strict=True)
-            for line in (part["rule"]["warnings"] if part else ())
+            *_describe_other_command(training, "" if is_known else command, config.reward),
+            *(
+                f"{name} data: {line}"
+                for name, part in zip(("training", "held-out"), parts, strict=True)
+                for line in (part["rule"]["warnings"] if part else ())
+            ),
         ],
     }
 
@@ -132,6 +137,17 @@ def _tell_command(examples: Sequence[Example], options: Reward, by_environment: 
     if all(example.response is not None for example in examples):
         return "sft"
     return "train"
+
+
+def _describe_other_command(
+    examples: Sequence[Example], told: str, options: Reward
+) -> Iterator[str]:
+    """Yield a line if rows that were `told` to be for another command lack PPO's reward."""
+    if told in ("sft", "reward_model"):
+        yield (
+            f"told from the rows, which have responses and no rule; for `train` (--for=train), "
+            f"{_find_obstacles(examples, options)[0]}"
+        )
 
 
 def _describe(

@@ -170,6 +170,10 @@ def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, rows, 
     assert all(word in str(report["problems"]) for word in words)
     if not words:
         assert report["training"]["rule"]["not_run"] == f"{command} reads no rewards"
+    # Both readings are named: these may be the rows of a PPO run that lacks a reward.
+    readings = [line for line in report["warnings"] if line.startswith("told from the rows")]
+    assert len(readings) == (command != "train")
+    assert all("--for=train" in line and "has no built-in rule" in line for line in readings)
     # What they are for can be said.
     report, code = run_check(capsys, path, "--for=reward_model")
     assert code == ("rejected" not in rows[0])
@@ -186,6 +190,7 @@ def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
     options = (f"--config.model.path={model}", "--config.data.val_files=")
     report, code = run_check(capsys, path, "--config=hh_rlhf_reward", *options)
     assert (report["command"], code, report["problems"]) == ("reward_model", 0, [])
+    assert not report["warnings"]
     report, code = run_check(capsys, path, "--config=hh_rlhf_sft", "--for=sft", *options)
     assert (report["command"], code, report["problems"]) == ("sft", 0, [])
 
