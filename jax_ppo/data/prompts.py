@@ -20,7 +20,7 @@ from jax_ppo.data.tokenizer import (
     template_variables,
     validate_chat_template,
 )
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -179,12 +179,22 @@ def _render_example(
     if not any(text.strip() for text in prompt_texts(example.prompt)):
         raise UserError(f"{location}: the prompt is empty")
     try:
-        return render_prompt(tokenizer, example.prompt, chat_template, example.tools)
+        text, special = render_prompt(tokenizer, example.prompt, chat_template, example.tools)
     except Exception as error:
         raise UserError(
             f"{location}: the prompt cannot be encoded "
             f"(config.data.chat_template={chat_template}): {error}"
         ) from error
+    # Of what tools and assistants said before, templates may write another form or nothing.
+    for message in () if isinstance(example.prompt, str) else example.prompt:
+        is_rewritten = message["role"] in ("assistant", "tool", "function", "ipython")
+        if not is_rewritten and message["content"].strip() not in text:
+            raise UserError(
+                f"{location}: the chat template leaves out the message of the role "
+                f"{message['role']!r}, {shorten(message['content'])!r}; give it a role that the "
+                "template renders, or set config.data.chat_template=False"
+            )
+    return text, special
 
 
 def _encode_rendered(

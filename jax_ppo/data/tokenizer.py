@@ -18,6 +18,7 @@ EOS = "<eos>"
 UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
+_OPENED_TAG = re.compile(r"(<\w+>)\s*\Z")
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
@@ -275,12 +276,21 @@ def _render_response(
         return _apply_template(tokenizer, add_response(prompt, answer), chat_template, tools)
 
     whole = render(response)
-    if whole.startswith(text):
+    # A thought that the prompt has opened is not opened again.
+    opened = _OPENED_TAG.search(text)
+    if opened and response.lstrip().startswith(opened[1]):
+        response = response.lstrip().removeprefix(opened[1]).lstrip()
+    if whole.startswith(text) and _squeeze(response) in _squeeze(whole[len(text) :]):
         return whole[len(text) :]
-    # Templates that begin the assistant's turn with more than they keep in a finished one, such as
-    # an opened thought: the response follows it, as when it is sampled.
+    # Templates that begin the assistant's turn with more than they keep in a finished one, or drop
+    # the thoughts of a finished one: the response follows the prompt, as when it is sampled.
     mark = "response-mark"
     return response + render(mark).rpartition(mark)[2]
+
+
+def _squeeze(text: str) -> str:
+    """Return a text without white space, in which templates differ from what was said."""
+    return "".join(text.split())
 
 
 def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:

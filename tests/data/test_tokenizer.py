@@ -185,6 +185,22 @@ def test_a_trained_turn_is_what_the_template_renders(with_specials, opening, bri
     )
 
 
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("content", ["m.content.split('</think>')[-1]", "m.content"])
+def test_a_thought_is_trained_once_whatever_the_template_keeps_of_it(
+    with_specials, opening, content
+):
+    """Regression: templates like R1's dropped it, and one that opens it had it opened twice."""
+    made = chat_ml(with_specials, opening=opening)
+    made.chat_template = made.chat_template.replace("m.content", content)
+    for thought in ("<think>\n3 or 4</think> 3", "<think>3 or 4</think>3"):
+        (ids,) = encode_responses(made, ASKED, [thought])
+        prompt = made.decode(encode_prompt(made, ASKED))
+        trained = f"{prompt}{made.decode(ids)}"
+        assert trained.count("<think>") == 1 and trained.endswith("3<|im_end|>")
+        assert "3 or 4</think>" in trained
+
+
 def test_responses_end_where_an_exported_model_stops(with_specials):
     made = chat_ml(with_specials)
     rows = [Example(ASKED, "x", response="has"), Example("Tom", "x", response=" has")]
@@ -222,6 +238,20 @@ def test_tools_that_no_template_reads_are_named_once(with_specials, caplog):
             made.chat_template = TEMPLATE
         tokenize_prompts(rows, made, PromptEncoding(max_prompt_length=64))
         assert f"ignored the tools of {ignored} prompts" in caplog.text
+
+
+def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
+    """As Qwen's templates do with the role of developers."""
+    with_specials.chat_template = (
+        "{% for m in messages if m.role != 'developer' %}[{{ m.role }}] {{ m.content|trim }}"
+        "{% endfor %}[assistant]"
+    )
+    user = {"role": "user", "content": " Tom\n"}
+    tokenize_prompts([Example((user,), "x")], with_specials, PromptEncoding(max_prompt_length=64))
+    rows = [Example(({"role": "developer", "content": "Be brief."}, user), "x")]
+    with pytest.raises(UserError, match="example 1: the chat template leaves out .*'developer'"):
+        tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
+    tokenize_prompts(rows, with_specials, PromptEncoding(64, chat_template=False))
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
