@@ -7,6 +7,7 @@ ground_truth and data_source, and returns a number or an object with `score`.
 A call blocks, so the rule runs in worker processes: `reward.workers` calls are made at a time.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -33,6 +34,8 @@ _NUMBER = re.compile(
     # The end of the scale is not the score.
     r"(?:\W{0,4}(?:/|\bout\s+of\b)\W{0,4}\d+(?:\.\d+)?)?"
 )
+# The JSON object in which models state the score; its other numbers are none.
+_SCORE_OBJECT = re.compile(r'\{[^{}]*"score"[^{}]*\}')
 # A reply that is one block of code, as models write JSON.
 _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
@@ -117,7 +120,7 @@ def _read_message(reply: Any) -> str:
 
 
 def _read_score(text: str) -> Any:
-    """Return the score that a reply holds as JSON, or else its last number."""
+    """Return the score that a reply holds as JSON, alone or within text, or its last number."""
     if block := _CODE_BLOCK.fullmatch(text):
         text = block[1]
     try:
@@ -126,6 +129,9 @@ def _read_score(text: str) -> Any:
         value = None
     if isinstance(value, (dict, int, float)):
         return value
+    for stated in _SCORE_OBJECT.findall(text)[-1:]:
+        with contextlib.suppress(ValueError):
+            return json.loads(stated)
     numbers = _NUMBER.findall(text)
     if not numbers:
         raise ValueError(f"the judge's reply has no number: {shorten(text)!r}")

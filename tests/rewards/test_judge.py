@@ -105,6 +105,9 @@ def test_equal_requests_are_sent_once(server):
         ("As GPT-4", 4),
         ("Score=\u22122.5", -2.5),
         ('```json\n{"score": 4, "of": 10}\n```', 4),
+        ('Two errors.\n```json\n{"score": 4, "of": 10}\n```\nThat is 4 of 10.', 4),
+        ('First {"score": 1}, rather {"score": 4, "confidence": 0.9}.', 4),
+        ('{"score": 4,} of 10', 10),
     ],
 )
 def test_a_model_judges_in_words(server, reply, expected):
