@@ -52,6 +52,8 @@ class Rule:
 def _alternatives(ground_truth: Any) -> list[Any]:
     """Return the right answers of a row, numbers as text."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    # Data frames store integers as floats if a value is missing.
+    truths = [int(x) if isinstance(x, float) and x.is_integer() else x for x in truths]
     return [str(truth) if isinstance(truth, (int, float)) else truth for truth in truths]
 
 
@@ -125,17 +127,21 @@ def _perfect_number(ground_truth: Any) -> str:
 
 
 def _perfect_box(ground_truth: str) -> str:
-    boxed = math_rules.last_boxed(ground_truth)
-    return f"\\boxed{{{ground_truth if boxed is None else boxed}}}"
+    return f"\\boxed{{{math_rules.right_answers(ground_truth)[0]}}}"
+
+
+_NO_ANSWERS = ("proof", "notfound", "n/a")  # what data sets write where there is none
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_PROSE = 12  # words; nobody repeats as many exactly
 
 
 def _box_obstacle(ground_truth: Any) -> str:
     obstacle = _text_obstacle(ground_truth)
-    if not obstacle:
-        truth = math_rules.last_boxed(ground_truth)
-        content = ground_truth.strip() if truth is None else truth
-        if math_rules.last_boxed(_perfect_box(ground_truth)) != content:
+    for answer in () if obstacle else math_rules.right_answers(ground_truth):
+        if math_rules.last_boxed(f"\\boxed{{{answer}}}") != answer.strip():
             return "has braces that do not match"
+        if answer.lower() in _NO_ANSWERS or len(_WORD.findall(answer)) >= _PROSE:
+            return "is no answer that a box can hold"
     return obstacle
 
 
@@ -203,7 +209,7 @@ RULES = {
         bind=_without_argument(math_rules.score_dapo),
         sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
         obstacle=_text_obstacle,
-        perfect=lambda ground_truth: f"Answer: {ground_truth}",
+        perfect=lambda ground_truth: f"Answer: {math_rules.right_answers(ground_truth)[0]}",
         markers=("Answer:", "\\boxed"),
     ),
     "multiple_choice": Rule(

@@ -8,20 +8,54 @@ runs in worker processes with a time limit.
 import logging
 import re
 
-from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import CLIP, RewardResult, grade_answer, read_final_part
+from jax_ppo.rewards.numbers import Quantity, format_quantity, parse_number
+from jax_ppo.rewards.rules import (
+    CLIP,
+    RewardResult,
+    grade_answer,
+    listed_texts,
+    read_final_part,
+)
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 
 _TOKEN = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\.|[{}]", re.DOTALL)
 # What TeX puts into a box without braces, or a number.
 _UNBRACED = re.compile(r"-?\d+(?:[.,/]\d+)*|\\[a-z]+(?:\{[^{}]*\})+|[A-Za-z](?![A-Za-z])")
-_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer[*_]*\s*[:：]\s*([^\n]+)", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _FRACTION = re.compile(rf"\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")
+# A fraction of numbers or letters that needs no parentheses, and a number in front of it.
+_PLAIN_FRACTION = re.compile(
+    r"(?<![\w.}])(\d+(?=\\frac\{\d+\}))?\\frac\{(-?\d+|[a-z])\}\{(\d+|[a-z])\}(?![\w{\\])"
+)
 _ROOT = re.compile(r"\\sqrt\s*(\w)")
-_DECORATION = re.compile(r"\\\$|\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*|`")
+# A number with a letter directly behind it that begins no unit, ordinal, time or exponent.
+_FACTOR = re.compile(
+    r"[-+]?[\d.,/]*\d(?!(?:[cdkm]?m|[km]?g|mL|ml|L|ft|lb|h|s|min|mph|st|nd|rd|th|am|pm)\b)"
+    r"(?![eE][-+]?\d)[^\W\d_]"
+)
+_POWER = re.compile(r"\^\{(\d+)\}(?!\d)")
+_DECORATION = re.compile(
+    r"\\\$|\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*|`|\\displaystyle(?![a-z])"
+)
+# What a value is assigned to; of several assignments none is left out.
+_ASSIGNMENT = re.compile(r"\A(?:[^=]*|(?:(?!and|or|[,;]).)*)=(?!.*=)")
+_MIXED = re.compile(r"(?<![\w.}])(\d+) +(\d+)/(\d+)(?![\w/])")
+# Characters that stand for digits and LaTeX.
+_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹０１２３４５６７８９", "0123456789" * 2)
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_ROOT_SIGN = re.compile(r"√(?:(\w+)|\(([^()]*)\))")
+_SYMBOLS = str.maketrans(
+    {
+        **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
+        **{"¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅛": r"\frac{1}{8}"},
+        **{"\u2212": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "±": r"\pm "},
+        **{"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap "},
+        **{"π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset ", "°": r"^{\circ}"},
+    }
+)
 # Spacing and delimiters of LaTeX that do not change the meaning.
 _LAYOUT = re.compile(r"\\(?:left|right|[,;!:]|text(?=\{))|\$|\s+")
 
@@ -61,7 +95,7 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
         answer = text
     if answer is None:
         return grade_answer(None)
-    correct = answers_agree(answer, last_boxed(ground_truth) or ground_truth)
+    correct = any(answers_agree(answer, truth) for truth in right_answers(ground_truth))
     return grade_answer(_strip_layout(answer), correct)
 
 
@@ -80,27 +114,54 @@ def score_dapo(solution: str, ground_truth: str) -> RewardResult:
     if written is None:
         return grade_answer(None, score=-1.0)
     answer = _plain_answer(written)
-    correct = answer != "" and answer == _plain_answer(ground_truth)
+    correct = answer != "" and answer in map(_plain_answer, right_answers(ground_truth))
     return grade_answer(answer, correct, score=1.0 if correct else -1.0)
+
+
+def right_answers(ground_truth: str) -> list[str]:
+    """Return the answers of a ground truth, one or a JSON list: of each its last box, if any."""
+    return [last_boxed(truth) or truth for truth in listed_texts(ground_truth)]
+
+
+def _write_latex(answer: str) -> str:
+    """Return an answer with LaTeX for characters such as π, and for mixed numbers (1 1/2)."""
+    answer = _ROOT_SIGN.sub(r"\\sqrt{\1\2}", answer)
+    answer = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_DIGITS)}}}", answer)
+    answer = answer.translate(_DIGITS).translate(_SYMBOLS)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 
 def _plain_answer(answer: str) -> str:
     """Return the number that an answer in LaTeX is, in one notation, or else its text."""
-    answer = answer.rpartition("=")[2]
     boxed = last_boxed(answer)
-    answer = answer if boxed is None else boxed
+    answer = _write_latex(answer if boxed is None else boxed)
+    answer = _ASSIGNMENT.sub("", answer)
     answer = _TEXT_COMMAND.sub(r" \1", _DECORATION.sub("", answer))
-    answer = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\1\2/\3\4", answer))
-    number = parse_number(answer)
+    answer = _FRACTION.sub(r"\\frac{\1\2}{\3\4}", _ROOT.sub(r"\\sqrt{\1}", answer))
+    answer = _PLAIN_FRACTION.sub(
+        lambda match: f"{match[1] + ' ' if match[1] else ''}{match[2]}/{match[3]}", answer
+    )
+    answer = _POWER.sub(r"^\1", answer)
+    number = _parse_quantity(answer)
     return _strip_layout(answer) if number is None else format_quantity(number)
+
+
+def _parse_quantity(answer: str) -> Quantity | None:
+    """Return the number that an answer is; letters directly behind it are factors, or a unit."""
+    return None if _FACTOR.match(answer.strip()) else parse_number(answer)
 
 
 def answers_agree(answer: str, ground_truth: str) -> bool:
     """Return whether two answers in LaTeX are the same text or the same mathematics."""
+    answer, ground_truth = _write_latex(answer), _write_latex(ground_truth)
     text = _strip_layout(answer)
     if not text or len(text) > MAX_ANSWER:
         return False
-    return text == _strip_layout(ground_truth) or _are_equal(answer, ground_truth)
+    if text == _strip_layout(ground_truth):
+        return True
+    number = _parse_quantity(answer)
+    is_same_number = number is not None and number == _parse_quantity(ground_truth)
+    return is_same_number or _are_equal(answer, ground_truth)
 
 
 def _strip_layout(answer: str) -> str:

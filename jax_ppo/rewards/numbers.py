@@ -42,8 +42,9 @@ _UNIT_WORD = re.compile(r"(?=.*(?:[^\W\d_]|[%°$€£¥]))(?:[^\W\d_]|[%°$€£
 _MOST_UNIT_WORDS = 3
 # Words that change the value or add another one.
 _NO_UNITS = frozenset(
-    "a.m am and b billion dozen half hundred k million minus n or out p.m plus pm thousand to "
-    "trillion x y z".split()
+    "a.m am and b billion billions crore dozen dozens half hundred hundreds hundredths k lakh "
+    "million millions minus n or out p.m pi plus pm tenths thousand thousands thousandths to "
+    "trillion x y z π".split()
 )
 _BLANK = re.compile("[ \u00a0\u2009\u202f]")
 _GROUPING = re.compile(r"[,' \u00a0\u2009\u202f]")

@@ -4,7 +4,9 @@ Model output is never evaluated: answers are extracted by a pattern from the las
 in linear time, and compared as exact numbers.
 """
 
+import contextlib
 import dataclasses
+import json
 import re
 
 from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
@@ -21,7 +23,7 @@ JOYFUL_WORDS = frozenset(
 JOYFUL_ENOUGH = 5  # distinct words for the full score
 
 # Matches overlap, so that of several on a line the last one counts.
-_STRICT = re.compile(r"#### (?=(-?[0-9.,][^\n]*))")
+_STRICT = re.compile(r"#### (?=([-\u2212]?[0-9.,][^\n]*))")
 _LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
 _WORD = re.compile(r"[a-z]+")
 _END = re.compile(rf"</(?:{'|'.join(THINKING_TAGS)})>")
@@ -69,6 +71,14 @@ def read_final_part(response: str) -> tuple[str, bool]:
     if closed and opened:
         return answer.strip(), True
     return text, False
+
+
+def listed_texts(ground_truth: str) -> list[str]:
+    """Return the entries of a ground truth that is a JSON list of texts, or else itself alone."""
+    if ground_truth.startswith('["'):
+        with contextlib.suppress(ValueError):
+            return list(map(str, json.loads(ground_truth)))
+    return [ground_truth]
 
 
 def grade_answer(

@@ -10,6 +10,7 @@ from jax_ppo.rewards.rules import (
     RewardResult,
     after_thinking,
     grade_answer,
+    listed_texts,
     read_final_part,
 )
 
@@ -97,7 +98,7 @@ def search_targets(ground_truth: Any) -> list[str]:
     """Return the targets of a ground truth; an empty list if it has another form."""
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target")
-    targets = [ground_truth] if isinstance(ground_truth, str) else ground_truth
+    targets = listed_texts(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(targets, list) or not all(
         isinstance(target, str) and _normalize_words(target) for target in targets
     ):

@@ -96,7 +96,16 @@ def test_different_numbers_differ(first, second):
         "9pm -1:30 NaN inf #### $ - 2024-01-02"
     ).split()
     + ["3 to 4", "40 + 2", "1.5 million", "3 dozen", "3 and a half", "4\nor 5", "five", "", "1 00"]
-    + ["4 and so on", "1 0000", "2 cups of white flour", "9" * 61],
+    + [
+        "5 hundredths",
+        "2 pi",
+        "2π",
+        "3 lakh",
+        "4 and so on",
+        "1 0000",
+        "2 cups of white flour",
+        "9" * 61,
+    ],
 )
 def test_what_is_not_read_whole_is_no_number(text):
     assert parse_number(text) is None

@@ -136,6 +136,67 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
 
 
 @pytest.mark.parametrize(
+    ("answer", "truth", "correct"),
+    [
+        # A mixed number is no product, and a fraction ends where its braces do.
+        (r"2\frac{1}{2}", "5/2", True),
+        (r"2\frac{1}{2}", "21/2", False),
+        (r"\frac{x+1}{2}", r"x+\frac{1}{2}", False),
+        (r"\frac{a}{b+c}", r"\frac{a}{b}+c", False),
+        (r"\frac{a}{bc}", r"\frac{a}{b}c", False),
+        (r"\frac{11}{2}", r"\frac112", False),
+        (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{\sqrt2}{2}", True),
+        # Letters behind a number are factors, if they are no unit.
+        ("2a", "2b", False),
+        ("2", "2a", False),
+        ("2xy", "2", False),
+        ("2 pi", "2", False),
+        ("2π", r"2\pi", True),
+        ("2cm", "2", True),
+        ("2 inches", "2", True),
+        ("1e3", "1000", True),
+        # All of several values count.
+        ("x=5, y=2", "x=1, y=2", False),
+        ("x=5 and y=2", "x=1 and y=2", False),
+        ("x = 3 + 2 = 5", "5", True),
+        ("f(1, 2) = 5", "5", True),
+        # Characters that stand for LaTeX.
+        ("\u22123", "-3", True),
+        ("½", r"\frac{1}{2}", True),
+        ("√2", r"\sqrt{2}", True),
+        ("x²", "x^2", True),
+        ("2^{10}", "2^10", True),
+        ("x^{2y}", "x^2y", False),
+        ("５", "5", True),
+        (r"$\displaystyle 5$", "5", True),
+        ("5", '["5", "6"]', True),
+        ("6", '["5", "6"]', True),
+        ("7", '["5", "6"]', False),
+    ],
+)
+def test_answers_that_differ_are_not_made_equal(answer, truth, correct):
+    assert score_dapo(f"Answer: {answer}", truth).correct is correct
+    assert not list(find_obstacles([Example("q", "math_dapo", truth)]))
+
+
+@pytest.mark.parametrize("form", ["**Answer**: 5", "__Answer__ : 5", "Answer：5"])
+def test_a_marked_or_wide_colon_is_one(form):
+    assert score_dapo(form, "5").correct
+
+
+@pytest.mark.parametrize(
+    "truth", ["proof", "notfound", "We see that the sum of both terms is even for all odd n"]
+)
+def test_what_no_box_can_hold_is_refused(truth):
+    """Regression: each right answer to it scored as wrong."""
+    (obstacle,) = find_obstacles([Example("q", "HuggingFaceH4/MATH-500", truth)])
+    assert "is no answer that a box can hold" in obstacle
+    fine = r"x = 5 \text{ if } a > 0 \text{ or else } \frac{1}{2}"
+    assert not list(find_obstacles([Example("q", "HuggingFaceH4/MATH-500", fine)]))
+
+
+@pytest.mark.parametrize(
     ("response", "score"),
     [
         ("<answer>The Beatles.</answer>", 1),
@@ -152,6 +213,8 @@ def test_search_answers_are_scored_as_by_verl(response, score):
     verl = _verl_module("search_r1_like_qa_em")
     if verl is not None:
         assert verl.compute_score(response, truth) == score
+    as_text = json.dumps(truth["target"])
+    assert score_search_answer(response, as_text).score == score
 
 
 def _verl_module(name):
@@ -198,7 +261,7 @@ def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, othe
             assert function(RewardRow("any", truth), response).correct, response
 
 
-@pytest.mark.parametrize("truth", [["2", "two"], [2, "two"]])
+@pytest.mark.parametrize("truth", [["2", "two"], [2, "two"], [2.0, "two"]])
 def test_each_of_several_ground_truths_is_right(truth):
     for rule, wrong in (("exact", "three"), ("math_dapo", "Answer: three")):
         function = registry.resolve_reward_function(Reward(terms=f"{rule}:1"))

@@ -105,6 +105,11 @@ def test_long_junk_takes_no_time(method, text):
     assert time.thread_time() - start < 0.5
 
 
+def test_a_minus_sign_is_one():
+    assert score_gsm8k("so\n#### \u22123", "-3").correct
+    assert not score_gsm8k("so\n#### \u22123", "3").correct
+
+
 @pytest.mark.parametrize(
     "text", ["#### __import__('os')", "#### 40+2", "#### 6*7", "#### 4_2", "#### ４２"]
 )

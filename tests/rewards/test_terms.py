@@ -191,6 +191,22 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("", "42", False),
         (r"\frac{1}{", "42", False),
         ("9" * 501, "9" * 501, False),
+        # Characters for LaTeX, mixed numbers, units, and lists as text.
+        ("½", "0.5", True),
+        ("√12", r"\sqrt{12}", True),
+        ("x²", "x^2", True),
+        ("x¹²", "x^{12}", True),
+        ("30", "30°", True),
+        ("∞", r"\infty", True),
+        ("\u22123", "-3", True),
+        ("４", "4", True),
+        ("2.5", "2 1/2", True),
+        ("1", "2 1/2", False),
+        ("18", "18 dollars", True),
+        ("2a", "2b", False),
+        ("18", '["18"]', True),
+        (r"\frac{1}{2}", r'["18", "\\frac{1}{2}"]', True),
+        ("19", '["18"]', False),
     ],
 )
 def test_answers_are_compared_as_mathematics(answer, ground_truth, correct):
