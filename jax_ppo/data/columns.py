@@ -9,6 +9,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
+_DIGITS_OF_32_BITS = 14  # more than any number of 32 bits is written with
+
 PROMPT = "prompt"
 CHATS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "problem", "query")
@@ -36,11 +40,15 @@ MEANINGS = {
     "tools": (("tools",), "functions that the chat template describes"),
 }
 KNOWN = frozenset(name for names, _ in MEANINGS.values() for name in names)
-CHOICES = ("choices", "options")  # of a question; unread they would be missing from the prompt
+# Columns of choices and passages: unread they would be missing from the prompt of a question.
+CHOICES = ("choices", "options", "passage", "article", "body", "history")
+_SINGLE_CHOICE = re.compile(r"(op|option|choice|ending)s?_?([a-j]|\d+)")
+_LETTERS = ("A", "B", "C", "D", "E")
 MEDIA = re.compile(r"(decoded_)?(images?|videos?|audios?)(_\d+)?")
 # Columns that describe a row and change neither prompt nor responses.
 _HARMLESS = re.compile(
-    r"ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata"
+    r"|unnamed: \d+|__index_level_\d+__"  # as pandas names row numbers
+    r"|ability|category|dataset|date|difficulty|domain|hash|id|idx|index|level|license|metadata"
     r"|model|num_turns|seed|source|split|style|subject|subset|tags|task|timestamp|title|topic|type"
     r"|url|uuid"
     r"|year|scores?|ratings?|.*_(id|ids|idx|index|uuid|scores?|ratings?|type|source|model|tokens)"
@@ -65,7 +73,7 @@ def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
 
     `names` are the columns that have values in some row.
     """
-    known = {name.lower(): name for name in names}
+    known = {name.strip().lower(): name for name in names}
     explicit = {columns.prompt, columns.response, columns.ground_truth}
     prompts = [PROMPT, *CHATS, *REQUESTS]
     # Images are refused unless they are empty.
@@ -82,20 +90,38 @@ def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
     ]
 
 
+def parts_of_questions(values: dict[str, Any]) -> list[str]:
+    """Return the columns with values that a question needs: its choices, or what it is about."""
+    names = {str(name).lower(): name for name, value in values.items() if value}
+    parts = [names[name] for name in names if name in CHOICES or _SINGLE_CHOICE.fullmatch(name)]
+    # One letter alone is the name of anything.
+    return parts or [name for name in _LETTERS if set(_LETTERS[:3]) <= values.keys()]
+
+
 def parse_ground_truth(value: Any) -> Any:
     """Return a reference answer as text; "" if there is none.
 
-    Lists and dicts are returned unchanged: a list has any right answer, a dict is for user-defined
-    reward functions.
+    Dicts, for user-defined reward functions, are returned unchanged, and so are lists, which have
+    any right answer, but for the entries without a value.
     """
     if is_missing(value):
         return ""
-    if isinstance(value, (str, list, dict)):
+    if isinstance(value, list):
+        entries = [entry for entry in value if not is_missing(entry)]
+        return [parse_ground_truth(x) if isinstance(x, float | bytes) else x for x in entries]
+    if isinstance(value, (str, dict)):
         return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
     # Data frames store integers as floats if a value is missing.
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value)
+    text = str(value)
+    # A number that was stored in 32 bits has more digits in 64 than it was written with.
+    if isinstance(value, float) and len(text) > _DIGITS_OF_32_BITS:
+        narrow = np.float32(value)
+        return str(narrow) if float(narrow) == value else text
+    return text
 
 
 def is_missing(value: Any) -> bool:

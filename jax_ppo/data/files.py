@@ -187,7 +187,8 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         f"{location}: expected {len(names)} values, one for each column of the "
                         f"first line, {shorten(', '.join(names))!r}"
                     )
-                yield location, row
+                # What has no value elsewhere is an empty text here.
+                yield location, {name: value or None for name, value in row.items()}
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}, after row {number}: cannot be read as CSV: {error}") from error
 

@@ -4,6 +4,7 @@ Messages have `role` and `content`, or `from` and `value` as in ShareGPT's form.
 JSON of messages, as CSV files hold them, is read as such.
 """
 
+import contextlib
 import json
 from typing import Any
 
@@ -14,12 +15,19 @@ Messages = tuple[dict[str, Any], ...]
 _ROLES = {
     "human": "user",
     "user": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
     "system": "system",
     "tool": "tool",
     "observation": "tool",
 }
+_TEXT_PARTS = (None, "text", "input_text", "output_text")  # the types of parts that are text
+# What the assistant says besides a message's content.
+_SAID_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
@@ -39,7 +47,7 @@ def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
 
 def _parse_text(text: str, location: str, prompt_key: str) -> Any:
     """Return messages that a text holds as JSON, or else the text."""
-    start = text.lstrip()[:20].replace(" ", "").lstrip("[")
+    start = "".join(text.lstrip()[:40].split()).removeprefix("array(").lstrip("[")
     if start.startswith(("{'role'", "{'content'", "{'from'", "{'value'")):
         raise UserError(
             f"{location}: {prompt_key} holds messages as Python prints them; write JSON (in Python "
@@ -49,10 +57,16 @@ def _parse_text(text: str, location: str, prompt_key: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        # Other text after the JSON shows that it is only quoted.
+        if start.startswith(('{"role":"', '{"from":"')) and text.rstrip()[-1] in "]}":
+            raise UserError(
+                f"{location}: {prompt_key} holds messages that are not JSON ({error}), got "
+                f"{quote_cell(text)}"
+            ) from error
         return text
     messages = value if isinstance(value, list) else [value]
-    if all(is_message(m) or {"from", "value"} <= _keys(m) for m in messages):
+    if all(isinstance(m, dict) and isinstance(m.get("role", m.get("from")), str) for m in messages):
         return messages
     return text
 
@@ -73,6 +87,11 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
     if isinstance(message, dict):
         message = drop_missing(message)
         content = message.get("content")
+        role = message.get("role")
+        if isinstance(role, str):
+            message["role"] = _ROLES.get(role.lower(), role)
+        if message.get("tool_calls"):
+            message["tool_calls"] = _read_calls(message["tool_calls"], location, name)
         if isinstance(content, list):
             message["content"] = _join_parts(content, location, name)
         elif content is None and message.get("tool_calls"):
@@ -85,10 +104,37 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
     return dict(message)
 
 
+def _read_calls(calls: Any, location: str, name: str) -> list[dict[str, Any]]:
+    """Return a message's calls of tools as templates read them: arguments are objects, not text.
+
+    Templates would write the text of OpenAI's form, JSON, as a quoted text.
+    """
+    calls = from_json(calls)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(
+            f"{location}: tool_calls of {name} must be a list of objects, got {quote_cell(calls)}"
+        )
+    for call in calls:
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        arguments = from_json(function.get("arguments"))
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return calls
+
+
+def from_json(value: Any) -> Any:
+    """Return what a text holds as JSON; any other value as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
 def _join_parts(parts: list[Any], location: str, name: str) -> str:
     """Return the text of a content that is a list of parts."""
     for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        if not is_text or part.get("type") not in _TEXT_PARTS:
             raise UserError(
                 f"{location}: a message of {name} has a part that is no text, "
                 f"{quote_cell(part)}; images, audio and video are not supported"
@@ -127,6 +173,17 @@ def drop_missing(value: Any) -> Any:
     if isinstance(value, list):
         return [drop_missing(item) for item in value]
     return value
+
+
+def response_text(message: dict[str, Any], location: str, name: str, is_learned: bool) -> str:
+    """Return the content of the assistant's message, all that it says if that `is_learned`."""
+    if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
+        raise UserError(
+            f"{location}: the last message of {name} has {beside[0]} besides its content, which "
+            "would not be learned; write it into the content, as the model shall write it, or name "
+            "a column of responses with config.supervised.response_key"
+        )
+    return str(message["content"])
 
 
 def prompt_texts(prompt: str | Messages) -> list[str]:

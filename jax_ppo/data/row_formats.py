@@ -13,7 +13,6 @@ HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: 
          ends with the last "\n\nAssistant:" that both share.
 """
 
-import json
 import os
 import re
 from typing import Any, NamedTuple
@@ -25,9 +24,11 @@ from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
 from jax_ppo.data.messages import (
     Messages,
     drop_missing,
+    from_json,
     join_contents,
     parse_prompt,
     quote_cell,
+    response_text,
     user_message,
 )
 from jax_ppo.errors import UserError, did_you_mean
@@ -118,7 +119,7 @@ def _known_values(row: Row, location: str, columns: Columns) -> Row:
     for name, value in row.items():
         if is_missing(value):
             continue
-        lowered = str(name).lower()
+        lowered = str(name).strip().lower()
         if lowered in names.KNOWN and name not in explicit:
             name = lowered
         if name in values:
@@ -142,18 +143,11 @@ def _refuse_unread_values(values: Row, location: str) -> None:
 def _require_object(value: Any, location: str, name: str) -> Row:
     """Return a column of verl's form: an object, also as JSON text."""
     if isinstance(value, str) and value.startswith("{"):
-        value = _from_json(value)
+        value = from_json(value)
     if not isinstance(value, dict):
         expected = {"reward_model": "style and ground_truth", "extra_info": "named values"}[name]
         raise UserError(f"{location}: {name} must have {expected}, got {quote_cell(value)}")
     return value
-
-
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _choose_prompt(
@@ -162,7 +156,7 @@ def _choose_prompt(
     """Return the reading of the prompt, and all readings that agree with it."""
     readings = []
     for name in _prompt_columns(values, columns, pair, location):
-        readings.append(_read_prompt(name, values, location))
+        readings.append(_read_prompt(name, values, location, columns))
     if pair is not None and pair.prompt:
         # A pair precedes plain text, which is then the user's message of the same chat.
         readings.append(pair)
@@ -184,14 +178,13 @@ def _choose_prompt(
                 break
     if not agree:
         raise _disagreement(readings, "prompt", "config.data.prompt_key", location)
-    if reading.column in names.REQUESTS:
-        for name in names.CHOICES:
-            if values.get(name):
-                raise UserError(
-                    f"{location}: the column {name} would be missing from the prompt, which is the "
-                    f"{reading.column}; write both to a column `prompt`, or name the column that "
-                    "has both with config.data.prompt_key"
-                )
+    if reading.column in names.REQUESTS and not columns.prompt:
+        for name in names.parts_of_questions(values):
+            raise UserError(
+                f"{location}: the column {name} would be missing from the prompt, which is the "
+                f"{reading.column}; write both to a column `prompt`, or name the column to sample "
+                "from with config.data.prompt_key"
+            )
     return reading, readings
 
 
@@ -228,10 +221,10 @@ def _prompt_columns(
     return present
 
 
-def _read_prompt(name: str, values: Row, location: str) -> _Reading:
+def _read_prompt(name: str, values: Row, location: str, columns: Columns) -> _Reading:
     prompt = parse_prompt(values[name], location, name)
     if name.lower() in names.CHATS:
-        return _Reading(name, *_split_last_answer(prompt, location, name))
+        return _Reading(name, *_split_last_answer(prompt, location, name, columns))
     if name.lower() not in names.REQUESTS or not isinstance(prompt, str):
         return _Reading(name, prompt)
     for context in names.CONTEXTS:
@@ -241,7 +234,7 @@ def _read_prompt(name: str, values: Row, location: str) -> _Reading:
 
 
 def _split_last_answer(
-    messages: Prompt, location: str, name: str
+    messages: Prompt, location: str, name: str, columns: Columns
 ) -> tuple[Messages, tuple[str, ...]]:
     """Return the messages before a final one of the assistant, and the text of that one."""
     if isinstance(messages, str):
@@ -254,7 +247,12 @@ def _split_last_answer(
         raise UserError(
             f"{location}: {name} has a message of the assistant but no prompt before it"
         )
-    return messages[:-1], (messages[-1]["content"],)
+    return messages[:-1], (response_text(messages[-1], location, name, _learns(columns, name)),)
+
+
+def _learns(columns: Columns, name: str) -> bool:
+    """Return whether the response in a column is one to imitate."""
+    return columns.reads_responses and columns.response in ("", name)
 
 
 def _agrees(prompt: Prompt, other: Prompt) -> bool:
@@ -315,7 +313,7 @@ def _read_pair(values: Row, location: str, columns: Columns) -> _Reading | None:
         return _Reading("chosen", "", (chosen, rejected))
     prompts, responses = zip(
         *(
-            _split_chat(messages, location, name)
+            _split_chat(messages, location, name, _learns(columns, name))
             for messages, name in ((chosen, "chosen"), (rejected, "rejected"))
         ),
         strict=True,
@@ -325,13 +323,13 @@ def _read_pair(values: Row, location: str, columns: Columns) -> _Reading | None:
     return _Reading("chosen", prompts[0], responses)
 
 
-def _split_chat(messages: Prompt, location: str, name: str) -> tuple[Prompt, str]:
+def _split_chat(messages: Prompt, location: str, name: str, is_learned: bool) -> tuple[Prompt, str]:
     """Return the prompt of a whole chat, "" if there is none, and its response."""
     if isinstance(messages, str):
         return "", messages
     if messages[-1]["role"] != "assistant":
         raise UserError(f"{location}: the last message of {name} must be the assistant's")
-    return messages[:-1] or "", messages[-1]["content"]
+    return messages[:-1] or "", response_text(messages[-1], location, name, is_learned)
 
 
 def _split_transcripts(chosen: str, rejected: str, location: str) -> _Reading:
@@ -422,16 +420,18 @@ def _read_response(value: Any, location: str, name: str) -> str:
             f"{location}: {name} must be text or one message of the assistant, got "
             f"{quote_cell(value)}"
         )
-    return str(messages[-1]["content"])
+    return response_text(messages[-1], location, name, is_learned=True)
 
 
 def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[Any, bool]:
     """Return the reference answer, and whether it follows GSM8K's mark."""
     key = columns.ground_truth
     reward_model = values.get("reward_model")
-    if key and key in values:
+    if key and key in values and key != "reward_model":
         return _read_answer(values[key], location)
     if reward_model:
+        if not key:
+            _refuse_other_truths(values, reward_model.get("ground_truth"), location)
         return parse_ground_truth(reward_model.get("ground_truth")), False
     if key:
         raise UserError(
@@ -450,6 +450,18 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     if isinstance(solution, str) and ("problem" in values or "\\boxed" in solution):
         return solution, False
     return "", False
+
+
+def _refuse_other_truths(values: Row, ground_truth: Any, location: str) -> None:
+    """Raise `UserError` if a column beside verl's holds another reference answer."""
+    own = "" if is_missing(ground_truth) else str(parse_ground_truth(ground_truth))
+    for name in names.GROUND_TRUTHS:
+        other = str(parse_ground_truth(values.get(name)))
+        if own and other and own != other:
+            readings = [_Reading("reward_model", own), _Reading(name, other)]
+            raise _disagreement(
+                readings, "reference answer", "config.data.ground_truth_key", location
+            )
 
 
 def _read_answer(answer: Any, location: str) -> tuple[Any, bool]:
@@ -481,7 +493,7 @@ def _find_verl_extra_info(values: Row) -> Row:
 def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
     """Return the functions of a column, a list that may be given as JSON text."""
     if isinstance(value, str) and value.strip():
-        value = _from_json(value)
+        value = from_json(value)
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

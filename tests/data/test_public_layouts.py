@@ -1,5 +1,7 @@
 """Rows with the columns of public data sets are read as what they are, or refused with a way."""
 
+import json
+
 import pytest
 
 from jax_ppo.data.columns import Columns
@@ -14,6 +16,7 @@ SHARE = [{"from": "human", "value": Q}, {"from": "gpt", "value": "Four."}]
 TRANSCRIPT = f"\n\nHuman: {Q}\n\nAssistant:"
 BE = {"role": "system", "content": "Be brief."}
 SCORES = {"helpfulness": 4, "correctness": 4, "coherence": 4, "complexity": 1, "verbosity": 1}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "count"}]}
 VERL = {"prompt": ASK, "reward_model": {"ground_truth": "4", "style": "rule"}}
 
 # name, columns, prompt, response, rejected, reference answer, data_source
@@ -608,6 +611,105 @@ LAYOUTS = [
         {"source": "s", "instruction": Q, "chosen_response": "x", "rejected_response": "y"},
         ASK,
         None,
+        None,
+        "",
+        "",
+    ),
+    (
+        "HuggingFaceH4/Multilingual-Thinking",
+        {"user": Q, "final": "Four.", "messages": [*ASK, CHAT[1] | {"thinking": "A cat."}]},
+        ASK,
+        "?has thinking besides its content",
+        None,
+        "",
+        "",
+    ),
+    (
+        "Skywork/Skywork-OR1-RL-Data",
+        {**VERL, "data_source": "numina", "reward_model": {"ground_truth": '["4"]', "style": "r"}},
+        ASK,
+        None,
+        None,
+        '["4"]',
+        "numina",
+    ),
+    (
+        "PRIME-RL/Eurus-2-RL-Data",
+        {**VERL, "prompt": [BE, *ASK], "data_source": "numina_olympiads", "ability": "math"},
+        [BE, *ASK],
+        None,
+        None,
+        "4",
+        "numina_olympiads",
+    ),
+    (
+        "ceval/ceval-exam",
+        {"id": 0, "question": Q, "A": "1", "B": "2", "C": "3", "D": "4", "answer": "D"},
+        "?the column A would be missing",
+        None,
+        None,
+        "",
+        "",
+    ),
+    (
+        "openlifescienceai/medmcqa",
+        {"question": Q, "opa": "1", "opb": "2", "opc": "3", "opd": "4", "cop": 3},
+        "?data.prompt_key",
+        None,
+        None,
+        "",
+        "",
+    ),
+    (
+        "google/boolq",
+        {"question": Q, "passage": "Cats have four.", "answer": True},
+        "?the column passage would be missing",
+        None,
+        None,
+        "",
+        "",
+    ),
+    (
+        "ChilleD/SVAMP",
+        {"Body": "A cat.", "Question": Q, "Equation": "4", "Answer": "4", "Type": "t"},
+        "?the column Body would be missing",
+        None,
+        None,
+        "",
+        "",
+    ),
+    (
+        "zwhe99/DeepMath-103K",
+        {"question": Q, "final_answer": "4", "topic": "t", "r1_solution_1": "s"},
+        ASK,
+        None,
+        None,
+        "4",
+        "",
+    ),
+    (
+        "Toucan",
+        {"messages": json.dumps([*ASK, CALL]), "tools": '[{"name": "count"}]'},
+        ASK,
+        "?has tool_calls besides its content",
+        None,
+        "",
+        "",
+    ),
+    (
+        "trl-lib/kto-mix-14k",
+        {"prompt": ASK, "completion": CHAT[1:], "label": True},
+        ASK,
+        "Four.",
+        None,
+        "",
+        "",
+    ),
+    (
+        "lmsys/chat with other roles",
+        {"conversation": [{"role": "human", "content": Q}, {"role": "gpt", "content": "Four."}]},
+        ASK,
+        "Four.",
         None,
         "",
         "",

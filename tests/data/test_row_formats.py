@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_ppo.data import columns as names
@@ -152,6 +153,10 @@ def test_a_csv_file_holds_texts(tmp_path):
     one, two = read_examples(str(path))
     assert (one.prompt, one.ground_truth) == ('a, "b"\nc', "3")
     assert two.prompt == "é" * 200_000
+    path.write_text(",question, answer,ground_truth,solution\n0,q,4,,\n")
+    (example,) = read_examples(str(path))
+    assert (example.prompt, example.ground_truth) == ((user("q"),), "4")
+    assert example.response == "4"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +223,37 @@ def test_an_answer_beside_a_solution_is_the_reference_answer(answer, ground_trut
     assert without.ground_truth == row["solution"]
 
 
+@pytest.mark.parametrize(
+    ("value", "ground_truth"),
+    [
+        (b"4", "4"),
+        (float(np.float32(0.1)), "0.1"),
+        (float(np.float32(3.14)), "3.14"),
+        (1234567.125, "1234567.125"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        ([None, float("nan"), "4"], ["4"]),
+        ([float(np.float32(0.1)), 2], ["0.1", 2]),
+        (0.12345678901234568, "0.12345678901234568"),
+        (1e300, str(int(1e300))),
+    ],
+)
+def test_a_reference_answer_is_what_was_stored(value, ground_truth):
+    """Regression: 0.1 in 32 bits was 0.10000000149011612, and bytes were b'4'."""
+    for name in ("answer", "ground_truth"):
+        assert parse_row({"question": "q", name: value}, "here").ground_truth == ground_truth
+    verl = {"prompt": "q", "reward_model": {"ground_truth": value}}
+    assert parse_row(verl, "here").ground_truth == ground_truth
+
+
+def test_two_reference_answers_of_a_row_must_agree():
+    row = {"prompt": "q", "reward_model": {"ground_truth": "4"}, "ground_truth": 5}
+    with pytest.raises(UserError, match=r"reward_model \('4'\), ground_truth .*ground_truth_key"):
+        parse_row(row, "here")
+    assert parse_row(row | {"ground_truth": 4}, "here").ground_truth == "4"
+    for key, truth in (("ground_truth", "5"), ("reward_model", "4")):
+        assert parse_row(row, "here", Columns(ground_truth=key)).ground_truth == truth
+
+
 def test_whole_chats_beside_their_prompt_as_text_are_a_pair():
     """Regression: they were refused."""
     row = {
@@ -267,6 +303,20 @@ def test_choices_that_the_prompt_would_lack_are_refused():
     row = {"question": "Which?", "choices": ["x", "y"], "answer": 1}
     with pytest.raises(UserError, match="choices would be missing .* config.data.prompt_key"):
         parse_row(row, "here")
+    asked = parse_row(row, "here", Columns(prompt="question"))
+    assert asked.prompt == (user("Which?"),)
+    for extra in (
+        dict.fromkeys("ABCD", "x"),
+        {"opa": "x", "opb": "y"},
+        {"option_1": "x"},
+        {"passage": "A text."},
+        {"Body": "Tom has 2."},
+        {"history": [["Hi", "Ho"]]},
+    ):
+        with pytest.raises(UserError, match="would be missing from the prompt"):
+            parse_row({"question": "Which?", **extra}, "here")
+        assert parse_row({"question": "Which?", **dict.fromkeys(extra)}, "here").prompt
+    assert parse_row({"question": "a + b?", "a": 1, "b": 2, "A": "x"}, "here").prompt
     written = parse_row(row | {"prompt": "Which? (A) x (B) y", "answer": "B"}, "here")
     assert written.ground_truth == "B"
 
@@ -275,10 +325,21 @@ def test_messages_as_json_text_are_messages():
     chat = [SYSTEM, user("Hi")]
     assert parse_row({"prompt": json.dumps(chat)}, "here").prompt == tuple(chat)
     assert parse_row({"prompt": json.dumps(chat[0])}, "here").prompt == (SYSTEM,)
+    assert parse_row({"prompt": json.dumps(chat, indent=1)}, "here").prompt == tuple(chat)
+    parts = json.dumps([user([{"type": "text", "text": "Hi"}])])
+    assert parse_row({"prompt": parts}, "here").prompt == (user("Hi"),)
+    call = json.dumps([user("1+2"), {"role": "assistant", "content": None, "tool_calls": [{}]}])
+    assert parse_row({"prompt": call}, "here").prompt[1]["content"] == ""
+    with pytest.raises(UserError, match="prompt holds messages that are not JSON"):
+        parse_row({"prompt": json.dumps(chat)[:-1] + ",]"}, "here")
+    quoted = json.dumps(chat) + "\nCorrect this JSON."
+    assert parse_row({"prompt": quoted}, "here").prompt == quoted
     for text in ('{"a": 1}', "[1, 2]", '[{"role": 1}]', "{'a': 1}", '{"'):
         assert parse_row({"prompt": text}, "here").prompt == text
     with pytest.raises(UserError, match="prompt holds messages as Python prints them; write JSON"):
         parse_row({"prompt": str(chat)}, "here")
+    with pytest.raises(UserError, match="prompt holds messages as Python prints them; write JSON"):
+        parse_row({"prompt": f"array({chat[1:]}, dtype=object)"}, "here")
 
 
 def test_sharegpts_messages_and_parts_of_text_are_read():
@@ -289,6 +350,36 @@ def test_sharegpts_messages_and_parts_of_text_are_read():
         parse_row({"conversations": [{"from": "dog", "value": "x"}]}, "here")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_row({"prompt": [user(parts)]}, "here").prompt == (user("ab"),)
+    for kind in ("image", "reasoning"):
+        with pytest.raises(UserError, match="a part that is no text"):
+            parse_row({"prompt": [user([*parts, {"type": kind, "text": "c"}])]}, "here")
+
+
+@pytest.mark.parametrize(
+    ("asks", "answers"),
+    [("human", "gpt"), ("User", "Assistant"), ("user", "model"), ("prompter", "bot")],
+)
+def test_roles_by_other_names_are_known(asks, answers):
+    """Regression: the answer was sampled from as a part of the prompt."""
+    messages = [{"role": asks, "content": "Hi"}, {"role": answers, "content": "Ho"}]
+    example = parse_row({"messages": messages}, "here")
+    assert (example.prompt, example.response) == ((user("Hi"),), "Ho")
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "reasoning_content", "thinking"])
+def test_what_the_assistant_says_besides_its_content_is_not_left_out(name):
+    """Regression: it was not learned, and a call alone was dropped as an empty response."""
+    last = assistant("Ho") | {name: [{"text": "x"}], "name": None}
+    pair = {"chosen": [user("Hi"), last], "rejected": [user("Hi"), assistant("no")]}
+    for row in ({"messages": [user("Hi"), last]}, pair, {"prompt": "Hi", "completion": [last]}):
+        with pytest.raises(UserError, match=f"has {name} besides its content"):
+            parse_row(row, "here")
+        assert parse_row(row, "here", Columns(reads_responses=False)).prompt in (
+            (user("Hi"),),
+            "Hi",
+        )
+    row = {"messages": [user("Hi"), last], "whole": "Well, Ho"}
+    assert parse_row(row, "here", Columns(response="whole")).response == "Well, Ho"
 
 
 @pytest.mark.parametrize("wrap", [lambda tools: tools, json.dumps])
@@ -301,6 +392,17 @@ def test_tools_are_read_and_calls_need_no_content(wrap):
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
     assert (example.prompt, example.response) == ((user("1+2"), called, answer), "3")
     assert json.dumps(example.tools) in ('[{"name": "add", "parameters": {"b": {"type": "int"}}}]',)
+    for calls in (
+        [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        [{"name": "add", "arguments": {"a": 1}}],
+    ):
+        for written in (calls, json.dumps(calls)):
+            said = parse_row({"prompt": [call | {"tool_calls": written}, user("x")]}, "here")
+            (read,) = said.prompt[0]["tool_calls"]
+            assert read.get("function", read)["arguments"] == {"a": 1}
+    for broken in ("add", [1], {"name": "add"}):
+        with pytest.raises(UserError, match="tool_calls of prompt must be a list of objects"):
+            parse_row({"prompt": [call | {"tool_calls": broken}]}, "here")
     with pytest.raises(UserError, match="here: tools must be a list of objects, got 'add'"):
         parse_row({"prompt": "x", "tools": "add"}, "here")
 
@@ -324,7 +426,7 @@ def test_responses_that_differ_are_refused_only_where_they_are_trained_on():
 def test_ignored_columns_are_named_once(tmp_path, caplog):
     rows = [
         {"prompt": "a", "lang": "en", "id": 1, "seed": 2},
-        {"prompt": "b", "tools_used": 2, "none": None},
+        {"prompt": "b", "tools_used": 2, "none": None, "": 0, "Unnamed: 0": 0},
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
