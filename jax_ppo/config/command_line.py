@@ -32,9 +32,11 @@ shipped one:
 
 {names}
 
-FOLDER defaults to output/EXPERIMENT_NAME; a run resumes from a checkpoint in it.
+FOLDER defaults to output/EXPERIMENT_NAME{suffix}
 The options:
 """
+# What follows the name of an experiment in the names of folders: the run's own stays unchanged.
+_SUFFIXES = {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}
 
 
 def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, str | Path]:
@@ -48,7 +50,11 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     # Help comes before any validation: it is for users whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
-        print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
+        suffix = _SUFFIXES.get(command, "")
+        suffix += (
+            "" if command in ("evaluate", "score") else "; a run resumes from a checkpoint in it"
+        )
+        print(USAGE.format(command=command, names=textwrap.indent(names, "  "), suffix=suffix))
         reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
     config_values = []
@@ -80,9 +86,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     with values.config.ignore_type():
         values.config.update_from_flattened_dict(unset)
     config = loading.from_config_dict(values.config, command)
-    name = config.experiment_name
-    # These leave the folder of the training run unchanged.
-    name += {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}.get(command, "")
+    name = config.experiment_name + _SUFFIXES.get(command, "")
     workdir: str | Path = values.workdir or Path("output") / name
     if values.workdir and remote.is_address(values.workdir):
         remote.validate_address(values.workdir, "--workdir", schemes=("gs",))
@@ -131,6 +135,10 @@ def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> f
     try:
         config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=arguments)
         positional = values(arguments)[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(
+            f"--{error.flagname}: expected --config, --config.NAME or --workdir"
+        ) from error
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " ")) from error
     if positional:

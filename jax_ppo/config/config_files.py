@@ -6,6 +6,7 @@ checkout, and an editable installation of one, uses the folder itself.
 
 import difflib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Sequence
@@ -82,6 +83,9 @@ def call_get_config(
                 raise UserError(f"--config={value}: the file has no function get_config")
             if argument == "smoke":
                 config = shrink(module.get_config(), defaults, value)
+            elif argument and not inspect.signature(module.get_config).parameters:
+                name = value.removesuffix(f":{argument}")
+                raise UserError(f"--config={value}: expected {name} or {name}:smoke")
             elif argument:
                 config = module.get_config(argument)
             else:

@@ -12,6 +12,11 @@ _FORMER_NAMES = {
 }
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
+# The similarity of last parts below which an option of the same section is not suggested.
+_PART_CUTOFF = 0.55
+# How many options of a section, and how many of which the name is a part, are listed at most.
+_MAX_LISTED = 12
+_MAX_PARTS = 3
 # The weight of an equal last part relative to the similarity of the whole name.
 _SAME_LAST_PART = 0.1
 
@@ -32,6 +37,10 @@ def suggest_option(name: str) -> str:
         return f"It is a section; its options are config.{name}.NAME."
     nearest = find_nearest(name, names)
     if not nearest:
+        section = f"{name.rpartition('.')[0]}."
+        siblings = [x.removeprefix(section) for x in names if x.startswith(section)]
+        if 0 < len(siblings) <= _MAX_LISTED:
+            return f"config.{section}* are {', '.join(siblings)}."
         return "`python -m jax_ppo config` lists all options."
     return f"Did you mean {' or '.join(f'config.{option}' for option in nearest)}?"
 
@@ -49,6 +58,13 @@ def find_nearest(name: str, known: Iterable[str]) -> list[str]:
         if matches:
             return by_last_part[matches[0]]
 
+    begins, ends = f"{section}.{last_part}", f"_{last_part}"
+    parts = [
+        x for x in names if x.startswith(begins) or (x.startswith(section) and x.endswith(ends))
+    ]
+    if 0 < len(parts) <= _MAX_PARTS and last_part:
+        return parts
+
     def similarity(option: str) -> float:
         ratio = difflib.SequenceMatcher(None, name, option).ratio()
         has_same_last_part = option.rpartition(".")[2] == last_part
@@ -57,6 +73,11 @@ def find_nearest(name: str, known: Iterable[str]) -> list[str]:
         return ratio + _SAME_LAST_PART * (has_same_last_part and not is_deeper)
 
     best = max(names, key=similarity)
-    if similarity(best) < _CUTOFF:
+    best_section, _, best_part = best.rpartition(".")
+    # An equal section says nothing about what is left of the name, unless that is short for it.
+    letters = iter(best_part)
+    is_guess = best_section == section and not all(letter in letters for letter in last_part)
+    part_ratio = difflib.SequenceMatcher(None, last_part, best_part).ratio()
+    if similarity(best) < _CUTOFF or (is_guess and part_ratio < _PART_CUTOFF):
         return []
     return [best]

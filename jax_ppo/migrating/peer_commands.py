@@ -16,8 +16,11 @@ EXAMPLES = {
     "trl": "python ppo.py --learning_rate 3e-6",
     "openrlhf": "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 128",
 }
-# A variable of the shell, also with a default: $NAME, ${NAME}, ${NAME:-8}.
-VARIABLE = re.compile(r"(\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./-]*)?\}))", re.ASCII)
+# A variable of the shell, also with a default: $NAME, ${NAME}, ${NAME:-8}, ${NAME:-$HOME/data}.
+_VARIABLE = r"\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./-]*)?\})"
+for _ in range(3):
+    _VARIABLE = _VARIABLE.replace(r"[\w./-]*", rf"(?:[\w./-]|{_VARIABLE})*")
+VARIABLE = re.compile(rf"({_VARIABLE})", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # Arguments that a shell fills in, "$@" and "${NAME[@]}", and what ends a command.
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{(\w+)\[[@*]\]\}|\$\{@[^}]*\}")
@@ -156,16 +159,29 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
 
 
 def _fill_in_variables(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
-    """Replace the variables that words before the program assign."""
+    """Replace the variables that words before the program assign, and sums and products of them."""
     variables: dict[str, str] = {}
 
+    def replace(match: re.Match[str]) -> str:
+        name, _, default = match[0].lstrip("${").removesuffix("}").partition(":-")
+        # A default may contain variables, too.
+        return variables.get(name, match[0].replace(f":-{default}", f":-{fill_in(default)}"))
+
+    def calculate(match: re.Match[str]) -> str:
+        terms = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[0])
+        if not re.fullmatch(r"\$\(\(\d{1,9}(([-+*]|/(?=[1-9]))\d{1,9})*\)\)", terms):
+            return match[0]
+        total = 0
+        for sign, product in re.findall(r"(-?)([\d*/]+)", terms):
+            value = int(f"{sign}1")
+            for operator, number in re.findall(r"([*/]?)(\d+)", product):
+                # A shell rounds quotients towards 0.
+                value = int(value / int(number)) if operator == "/" else value * int(number)
+            total += value
+        return str(total)
+
     def fill_in(word: str) -> str:
-        parts = VARIABLE.split(word)
-        # Splitting by a group yields texts and variables in turn.
-        for index in range(1, len(parts), 2):
-            name = parts[index].strip("${}").partition(":-")[0]
-            parts[index] = variables.get(name, parts[index])
-        return "".join(parts)
+        return _ARITHMETIC.sub(calculate, VARIABLE.sub(replace, word))
 
     filled = []
     for word in before:

@@ -13,6 +13,7 @@ from jax_ppo.config import loading
 from jax_ppo.config.option import Option
 from jax_ppo.config.parsing import is_bracketed, split_items
 from jax_ppo.config.schema import Algorithm, flatten_options, options_by_name
+from jax_ppo.config.suggestions import find_nearest
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.migrating.tables import DataOptions, Program, read_framework
@@ -151,10 +152,13 @@ def translate(framework: str, text: str) -> Translation:
         elif loading.parse_option(name, value) != base[name]:
             defaults[name] = value
     if defaults:
-        remarks.append(
-            f"the last {len(defaults)} options, from config.{next(iter(defaults))} on: defaults of "
-            f"{framework}, unlike {program.base}"
+        first = f"config.{next(iter(defaults))}"
+        which = (
+            f"the last {len(defaults)} options, from {first} on: defaults"
+            if len(defaults) > 1
+            else f"the last option, {first}: a default"
         )
+        remarks.append(f"{which} of {framework}, unlike {program.base}")
     kept = {name: base[name] for name in _NAMED if name not in values}
     if texts := [f"config.{name}={value}" for name, value in kept.items() if value]:
         remarks.append(f"{', '.join(texts)}: set by {program.base}, not by the command")
@@ -185,8 +189,10 @@ def _translate_flags(
     flags = {**defaults, **given}
     known = options_by_name()
     options: dict[str, str] = {}
+    origins: dict[str, str] = {}
     notes: list[str] = []
     default_notes: list[str] = []
+    framework_options = read_framework(framework).options
     named = _name_data_sets(read_framework(framework).data, flags, options)
     # Mini-batches and episodes are PPO's.
     sizes = _TRL_SIZES if program.command == "train" else _TRL_SIZES[:2]
@@ -194,7 +200,9 @@ def _translate_flags(
         if name in named or (name in sizes and _TRL_SIZES[0] in flags):
             continue
         if not is_known(program, framework, name):
-            notes.append(f"{name}={shorten(value)}: there is no such option")
+            nearest = find_nearest(name, {**framework_options, **program.options, **known})
+            guess = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+            notes.append(f"{name}={shorten(value)}: there is no such option{guess}")
             continue
         answer = answer_of(program, framework, name) or f"config.{name}"
         targets = _find_targets(name, value, answer, known, base)
@@ -204,10 +212,22 @@ def _translate_flags(
             else:
                 default_notes.append(f"{framework}'s default {name}={value}: {targets}")
             continue
+        if switch := _find_switch_that_is_off(name, flags, known):
+            notes.append(f"{name}={shorten(value)}: {switch} is False")
+            continue
         for target, target_value in targets.items():
+            if target in origins and options[target] != target_value:
+                notes.append(
+                    f"{origins[target]}={shorten(options[target])}: {name}={shorten(value)} sets "
+                    f"config.{target} as well, and counts"
+                )
+            if name in given:
+                origins[target] = name
             options[target] = target_value
             if VARIABLE.search(target_value):
-                notes.append(f"config.{target}: a variable of the shell")
+                notes.append(
+                    f"config.{target}: a variable of the shell, to be set where the command runs"
+                )
             elif "$(" in target_value or "`" in target_value:
                 notes.append(f"config.{target}: a command of the shell, which stays text")
     if options.get("mesh.fsdp") == "-1":
@@ -221,6 +241,16 @@ def _translate_flags(
     elif framework == "openrlhf":
         notes += _adapt_openrlhf(options)
     return options, notes, default_notes
+
+
+def _find_switch_that_is_off(
+    name: str, flags: Mapping[str, str], known: dict[str, Option]
+) -> str | None:
+    """Return `enable` of the innermost group that has one, if it is off and no option of ours."""
+    groups = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+    switches = [f"{group}.enable" for group in groups if f"{group}.enable" in flags]
+    is_off = bool(switches) and flags[switches[-1]].lower() == "false"
+    return switches[-1] if is_off and switches[-1] not in known else None
 
 
 def _name_data_sets(
@@ -287,7 +317,8 @@ def _find_targets(
     if name.endswith("custom_reward_function.name"):
         return {"reward.function:name": value}
     if not _ANSWER.fullmatch(answer):
-        return answer
+        is_off = value.lower() == "false" and answer.startswith(("set ", "config.reward."))
+        return "off here, too" if is_off else answer
     values = split_items(value)
     if len(values) == len(parts) > 1:
         return {target: item for (target, _), item in zip(parts, values, strict=True)}

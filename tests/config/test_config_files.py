@@ -38,6 +38,19 @@ def test_a_file_of_the_users_own_takes_precedence(tmp_path, monkeypatch):
     assert config_files.find_config_file("arithmetic:x") == (Path("arithmetic"), "x")
 
 
+def test_an_argument_that_a_file_does_not_take_is_refused():
+    """Regression: the line was Python's, of `get_config() takes 0 positional arguments`."""
+    with pytest.raises(UserError) as caught:
+        loading.load_config("arithmetic:smok")
+    assert str(caught.value) == "--config=arithmetic:smok: expected arithmetic or arithmetic:smoke"
+
+
+def test_a_misspelled_flag_gets_the_flags():
+    with pytest.raises(UserError) as caught:
+        command_line.read_command_line(["train", "--config=arithmetic", "--workdirs=x"])
+    assert str(caught.value) == "--workdirs: expected --config, --config.NAME or --workdir"
+
+
 def test_the_argument_reaches_get_config(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_ppo.__main__ import COMMANDS, main
-from jax_ppo.config import reference
+from jax_ppo.config import command_line, reference
 from jax_ppo.config.schema import all_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -17,6 +17,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 def test_the_reference_page_is_current():
     """If not: `python -m jax_ppo.config --markdown > docs/options.md`."""
     assert PAGE.read_text() == reference.options_markdown()
+
+
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [("train", "; a run resumes from a checkpoint in it"), ("score", "-scores")],
+)
+def test_help_names_the_folder_that_a_command_writes(command, end, capsys):
+    with pytest.raises(SystemExit):
+        command_line.read_command_line([command, "--help"], command)
+    assert f"FOLDER defaults to output/EXPERIMENT_NAME{end}\n" in capsys.readouterr().out
 
 
 def test_the_page_has_one_row_per_option_with_four_cells():

@@ -46,6 +46,14 @@ def test_misspelled_options_are_recognized():
         ("rollouts.temperature", ["rollout.temperature"]),
         ("temprature", ["rollout.temperature", "rollout.val_kwargs.temperature"]),
         ("modeldtype", ["model.dtype"]),
+        # A part of the last name; and a wrong name in a right section, which says nothing.
+        ("data.batch_size", ["data.train_batch_size", "data.val_batch_size"]),
+        ("rollout.multi_turn.env", ["rollout.multi_turn.environment"]),
+        ("model.lora.r", ["model.lora.rank"]),
+        ("reward.fn", ["reward.function"]),
+        ("mesh.tp", []),
+        ("algorithm.kl_ctrl.beta", []),
+        ("critic.optim.learning_rate", []),
         # Another framework's section, which is like none, with a last part that many have.
         ("grpo.reward_scaling.enabled", []),
         ("foo.bar", []),
@@ -71,6 +79,12 @@ def test_verls_section_around_the_actors_is_left_out(name, answer):
 
 def test_a_section_is_no_option():
     assert suggest_option("actor.optim").startswith("It is a section")
+
+
+def test_the_options_of_a_small_section_are_listed_where_no_name_is_near():
+    text = "config.algorithm.kl_ctrl.* are type, kl_coef, target_kl, target_unit, horizon."
+    assert suggest_option("algorithm.kl_ctrl.beta") == text
+    assert suggest_option("model.name") == "`python -m jax_ppo config` lists all options."
 
 
 def test_options_of_other_frameworks_are_explained():
