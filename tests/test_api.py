@@ -1,7 +1,6 @@
 """The Python API of `~from jax_ppo import ...` with a small pretrained model."""
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import jax
 import pytest
 
 import jax_ppo
-from jax_ppo import errors
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes
 
@@ -25,7 +23,11 @@ needs_model = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def policy() -> jax_ppo.Policy:
-    return jax_ppo.load_policy(FOLDER)
+    """Load it on one device, where programs compile sooner; run/test_train.py has more."""
+    one_device = functools.partial(meshes.make_mesh, devices=jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "make_mesh", one_device)
+        return jax_ppo.load_policy(FOLDER)
 
 
 @needs_model
@@ -93,40 +95,6 @@ def test_a_path_that_cannot_be_looked_up_is_named(path):
     with pytest.raises(UserError, match="load_policy: path=.*not a usable path") as error:
         jax_ppo.load_policy(path)
     assert len(str(error.value)) < 300
-
-
-@needs_model
-def test_train_returns_the_summary_and_its_folder_is_a_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    # One device and no critic: the programs of a run with both are compiled elsewhere.
-    one_device = functools.partial(meshes.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(meshes, "make_mesh", one_device)
-    config = jax_ppo.load_config(
-        "tinystories",
-        {"model.path": str(FOLDER), "data.train_files": "stories:16", "data.val_files": ""},
-        data__train_batch_size=8,
-        data__val_batch_size=8,
-        data__max_response_length=8,
-        actor__ppo_mini_batch_size=8,
-        trainer__total_training_steps=1,
-        trainer__critic_warmup=0,
-        trainer__compilation_cache="off",
-        algorithm__adv_estimator="reinforce_plus_plus",
-    )
-    errors.closed_outputs.append("<stdout>")  # as after `| head`
-    try:
-        summary = jax_ppo.train(config, tmp_path)
-    finally:
-        # Switched off for the run; the other tests of this process keep programs on disk.
-        jax.config.update("jax_enable_compilation_cache", True)
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert any("the reader of <stdout> has gone" in text for text in summary["warnings"])
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
-    trained = jax_ppo.load_policy(tmp_path)
-    assert trained.folder == tmp_path / "actor"
-    (story,) = jax_ppo.sample(trained, [PROMPT], max_response_length=4)
-    assert story
 
 
 def test_train_validates_a_config_that_was_built_by_hand(tmp_path):

@@ -208,7 +208,7 @@ def _train_in_place(
 ) -> tuple[Params, optax.OptState, Metrics]:
     """Train; return new parameters and optimizer state in the memory and layout of the old ones."""
     device_params, device_optimizer = placement.to_device((params, optimizer_state))
-    *trained, metrics = learner.take_optimizer_steps(
+    *trained, metrics = learner.scan_mini_batches(
         device_params, device_optimizer, rate, update_enabled, batches
     )
     # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the

@@ -1,6 +1,6 @@
 """The learner: optimizer steps over mini-batches and micro-batches, for any objective.
 
-    for each of the U mini-batches of a rollout:                      # take_optimizer_steps
+    for each of the U mini-batches of a rollout:                      # scan_mini_batches
         weights = objective.weigh(mini-batch)                         # gradients
         for each of its micro-batches, at most A, of packed rows:     # add_gradient
             gradients += gradients of objective.loss(params, rows, weights)
@@ -137,7 +137,7 @@ class Learner:
     # Return the metrics of each optimizer step besides the reduced ones.
     logs_optimizer_steps: bool = False
 
-    def take_optimizer_steps(
+    def scan_mini_batches(
         self,
         params: Params,
         optimizer_state: optax.OptState,

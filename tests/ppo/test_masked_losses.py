@@ -347,7 +347,7 @@ def test_a_response_without_actions_counts_in_no_mean():
         batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
         before = jax.device_get(state.actor)
         learner = tiny.actor_learner(config, nets, experience, state.reference)
-        params, _, metrics = jax.jit(learner.take_optimizer_steps)(
+        params, _, metrics = jax.jit(learner.scan_mini_batches)(
             state.actor, state.optimizers["actor"], 1e-2, True, batches
         )
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))

@@ -1,9 +1,11 @@
 """Whole runs: killed and resumed, in two processes, on eight devices, without recompilation."""
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import functools
+import io
 import json
 import os
 import pathlib
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import threading
 import types
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -23,8 +26,10 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
+import jax_ppo
 import metrics_page
 import tiny
+from jax_ppo import errors
 from jax_ppo.config import loading, schema
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
@@ -157,8 +162,8 @@ def undisturbed(files, tmp_path_factory):
     return workdir, output
 
 
-def test_a_run_writes_what_it_should(undisturbed):
-    workdir, output = undisturbed
+def test_a_run_writes_what_it_should(watched):
+    workdir, output = watched.workdir, watched.output
     summary = json.loads((workdir / "summary.json").read_text())
     assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
     assert summary["compilations"]["programs"] > 5 and summary["compilations"]["seconds"] > 0
@@ -1067,16 +1072,20 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
 
 @dataclasses.dataclass
 class WatchedRun:
-    """What was compiled and transferred in a run of six steps on eight devices.
+    """A run of eight steps on eight devices, by the Python API.
 
     Attributes:
-      summary: the compilations in its summary.json.
+      workdir: its folder.
+      output: what it printed.
+      summary: what `train` returned.
       compiled: seconds of each compilation.
       compiled_at_step: number of compilations by the end of each step.
       calls_at_step: calls of each function that transfers arrays by the end of each step.
     """
 
-    summary: dict[str, float]
+    workdir: pathlib.Path
+    output: str
+    summary: dict[str, Any]
     compiled: list[float]
     compiled_at_step: dict[int, int]
     calls_at_step: dict[int, collections.Counter[str]]
@@ -1084,7 +1093,7 @@ class WatchedRun:
 
 @pytest.fixture(scope="module")
 def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
-    """Train while implicit transfers are refused in steps 4 and 5."""
+    """Train while implicit transfers are refused in steps 5 and 6, which nothing interrupts."""
     compiled: list[float] = []
     calls: collections.Counter[str] = collections.Counter()
     compiled_at_step, calls_at_step = {}, {}
@@ -1109,22 +1118,16 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
         compiled_at_step[completed_steps] = len(compiled)
         calls_at_step[completed_steps] = calls.copy()
         save_if_due(cycle, state, quality)
-        guard = "disallow" if completed_steps in (3, 4) else "allow"
+        guard = "disallow" if completed_steps in (4, 5) else "allow"
         jax.config.update("jax_transfer_guard", guard)
 
     workdir = tmp_path_factory.mktemp("watched")
-    config = load_config(
-        files,
-        "--config.trainer.total_training_steps=6",
-        "--config.trainer.val_before_train=False",
-        "--config.data.val_files=",
-        "--config.trainer.save_freq=0",
-        "--config.mesh.data=2",
-        "--config.mesh.fsdp=4",
-    )
+    options = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.trainer.save_freq=0")
+    config = load_config(files, *options, "--config.trainer.compilation_cache=off")
+    output = io.StringIO()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
             patch.setattr(life_cycle.LifeCycle, "_save_if_due", count_and_save)
             for owner, name in (
                 (placement, "place"),
@@ -1133,20 +1136,35 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
                 (jax, "device_get"),
             ):
                 count_calls(patch, owner, name)
-            ppo_training.train(config, workdir)
+            errors.closed_outputs.append("<stdout>")  # as after `| head`
+            summary = jax_ppo.train(config, workdir)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
+        # Switched off for the run; the other tests of this process keep programs on disk.
+        jax.config.update("jax_enable_compilation_cache", True)
         jax.monitoring.clear_event_listeners()
-    summary = json.loads((workdir / "summary.json").read_text())["compilations"]
-    return WatchedRun(summary, compiled, compiled_at_step, calls_at_step)
+    return WatchedRun(
+        workdir, output.getvalue(), summary, compiled, compiled_at_step, calls_at_step
+    )
 
 
 def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
     compiled, at_step = watched.compiled, watched.compiled_at_step
     assert at_step[1] > 5
-    assert at_step[6] == at_step[2], at_step
-    assert watched.summary["programs"] == len(compiled)
-    assert watched.summary["seconds"] == pytest.approx(sum(compiled))
+    # The evaluation after the fourth step is the first that reads the critic.
+    assert at_step[3] == at_step[2] and at_step[8] == at_step[4], at_step
+    assert watched.summary["compilations"]["programs"] == len(compiled)
+    assert watched.summary["compilations"]["seconds"] == pytest.approx(sum(compiled))
+
+
+def test_train_returns_the_summary_and_its_folder_is_a_policy(watched: WatchedRun):
+    assert watched.summary == json.loads((watched.workdir / "summary.json").read_text())
+    warnings = watched.summary["warnings"]
+    assert any("the reader of <stdout> has gone" in text for text in warnings)
+    assert json.loads((watched.workdir / "config.json").read_text())["seed"] == 0
+    trained = jax_ppo.load_policy(watched.workdir)
+    assert trained.folder == watched.workdir / "actor"
+    assert any(jax_ppo.sample(trained, ["What is 1 + 2?"], n=8, max_response_length=4))
 
 
 @pytest.mark.parametrize(
@@ -1241,7 +1259,7 @@ def test_a_warm_step_transfers_only_what_it_says(watched: WatchedRun):
     # To the device: prompts, the two numbers of the key, the packings of scoring and update with
     # three counts and members, two columns of rewards. To the host: lengths for packing, responses
     # and their lengths for the rewards, and metrics of the previous step.
-    assert watched.calls_at_step[5] - watched.calls_at_step[4] == {
+    assert watched.calls_at_step[6] - watched.calls_at_step[5] == {
         "place": 10,
         "to_host": 1,
         "local_rows": 2,

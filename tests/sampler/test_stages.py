@@ -42,7 +42,11 @@ def alone(actor):
 
 @pytest.mark.parametrize(
     ("stage_length", "decoding"),
-    [(1, "cpu"), pytest.param(3, "tpu", marks=pytest.mark.exhaustive), (11, "cudnn")],
+    [
+        pytest.param(1, "cpu", marks=pytest.mark.slow),
+        pytest.param(3, "tpu", marks=pytest.mark.exhaustive),
+        (11, "cudnn"),
+    ],
 )
 def test_stages_draw_the_samples_of_one(actor, alone, cudnn_anywhere, stage_length, decoding):
     options = SamplingOptions(12, 1.0, n=3, eos_ids=EOS, slots=5, stage_length=stage_length)
@@ -77,7 +81,7 @@ def test_eight_devices_decode_stages_like_one():
 def test_a_stage_nobody_reaches_takes_no_step(actor):
     """With every token an EOS, all responses end in the first stage."""
     every = tuple(range(ARCHITECTURE.vocab_size))
-    rollout = actor.sample(make_prompts(LENGTHS), eos_ids=every, slots=4, stage_length=2)
+    rollout = actor.sample(make_prompts(LENGTHS), eos_ids=every, slots=4, stage_length=6)
     assert rollout.slot_steps[0] <= 2 * 4 and rollout.lengths.max() == 1
 
 

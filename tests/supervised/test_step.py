@@ -208,7 +208,7 @@ def test_prompt_tokens_carry_no_gradient(monkeypatch):
 def test_packing_and_micro_batches_change_nothing(objective):
     sequences, params = make_sequences(objective)
     expected = gradients(objective, sequences, params, rows=N, packed=False)
-    for rows, packed in ((1, True), (2, True), (4, True), (1, False), (4, False)):
+    for rows, packed in ((1, True), (4, False)):
         assert_close(gradients(objective, sequences, params, rows, packed), expected)
 
 
@@ -240,6 +240,7 @@ def test_the_loss_of_a_router_is_a_mean_over_sequences_however_they_are_cut():
     assert np.abs(router[0] - router[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 @OBJECTIVES
 def test_eight_devices_take_the_step_of_one(objective):
     sequences, params = make_sequences(objective)

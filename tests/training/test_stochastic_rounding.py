@@ -25,9 +25,13 @@ from jax_ppo.training.stochastic_rounding import (
 KEY = jax.random.key(3)
 
 
+@functools.partial(jax.jit, static_argnames="keys")
+def _round_with_keys(x, keys):
+    return jax.vmap(round_stochastically, (None, 0))(x, jax.random.split(KEY, keys))
+
+
 def round_with_keys(x, keys):
-    rounded = jax.vmap(lambda key: round_stochastically(x, key))(jax.random.split(KEY, keys))
-    return np.asarray(rounded, np.float64)
+    return np.asarray(_round_with_keys(x, keys), np.float64)
 
 
 def test_the_mean_over_keys_is_the_value():
@@ -101,11 +105,11 @@ def test_moments_in_bfloat16_follow_those_in_float32():
 
 def test_a_sum_of_gradients_in_bfloat16_keeps_small_shares():
     params = {"norm": {"scale": jnp.zeros(4096, jnp.bfloat16)}}
-    total = zero_gradients(params, "bfloat16")
-    total = add_gradients(total, {"norm": {"scale": jnp.ones(4096)}}, KEY)
+    add = jax.jit(add_gradients)
+    total = add(zero_gradients(params, "bfloat16"), {"norm": {"scale": jnp.ones(4096)}}, KEY)
+    small = {"norm": {"scale": jnp.full(4096, 2.0**-10)}}
     for i in range(64):
-        small = {"norm": {"scale": jnp.full(4096, 2.0**-10)}}
-        total = add_gradients(total, small, jax.random.fold_in(KEY, i))
+        total = add(total, small, jax.random.fold_in(KEY, i))
     assert total["norm"]["scale"].dtype == jnp.bfloat16
     mean = float(jnp.mean(total["norm"]["scale"], dtype=jnp.float32))
     assert mean == pytest.approx(1 + 64 * 2.0**-10, abs=2e-3)

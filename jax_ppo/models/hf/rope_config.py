@@ -278,8 +278,10 @@ def write_rope(a: Architecture, family: Family) -> Config:
     if family.partial_rotary_factor is not None:
         config[PARTIAL_FACTOR] = a.partial_rotary_factor
         config["rope_parameters"][PARTIAL_FACTOR] = a.partial_rotary_factor
-    for name in {"rope_theta", PARTIAL_FACTOR} & family.field_names.keys():
-        config[family.field_names[name]] = config.pop(name)
+    # In a fixed order, so that every run of Python writes the same file.
+    for name in ("rope_theta", PARTIAL_FACTOR):
+        if name in family.field_names:
+            config[family.field_names[name]] = config.pop(name)
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
         config["rope_parameters"] = {
