@@ -366,11 +366,13 @@ def _validate_checkpoint(
 ) -> None:
     """Raise `UserError` unless the checkpoint has exactly this model's tensors."""
     validate_tensors(checkpoint, rows)
+    names = checkpoint.names()
+    # Without its head, a tied model's weights would make a language model.
+    if head in ("lm", "both") and "score.weight" in names and names.isdisjoint(OUTPUT_EMBEDDINGS):
+        raise UserError(f"{checkpoint.folder}: {_missing_tensor(OUTPUT_EMBEDDINGS[0], names)}")
     used = {name for row in rows.values() for name in row.names()}
     unused = sorted(
-        name
-        for name in checkpoint.names() - used
-        if not is_ignorable(checkpoint, name, head, architecture)
+        name for name in names - used if not is_ignorable(checkpoint, name, head, architecture)
     )
     if unused:
         raise UserError(

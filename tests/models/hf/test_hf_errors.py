@@ -202,6 +202,10 @@ def test_heads_that_are_not_there(folder, tmp_path):
     )
     reference.save(tmp_path / "reward", "llama", "SequenceClassification", num_labels=1)
     assert "there is no lm_head.weight in it but score.weight" in refusal(tmp_path / "reward")
+    # Regression: a tied critic was read as a policy.
+    file = tmp_path / "reward" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    assert "there is no lm_head.weight in it but score.weight" in refusal(tmp_path / "reward")
     with pytest.raises(ValueError, match="head='value': expected one of 'lm', 'scalar', 'reward'"):
         tensor_table(from_hf_config(CONFIG), "value")
 
