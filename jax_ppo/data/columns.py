@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-_DIGITS_OF_32_BITS = 14  # more than any number of 32 bits is written with
-
 PROMPT = "prompt"
 CHATS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "problem", "query")
@@ -43,7 +41,6 @@ KNOWN = frozenset(name for names, _ in MEANINGS.values() for name in names)
 # Columns of choices and passages: unread they would be missing from the prompt of a question.
 CHOICES = ("choices", "options", "passage", "article", "body", "history")
 _SINGLE_CHOICE = re.compile(r"(op|option|choice|ending)s?_?([a-j]|\d+)")
-_LETTERS = ("A", "B", "C", "D", "E")
 MEDIA = re.compile(r"(decoded_)?(images?|videos?|audios?)(_\d+)?")
 # Columns that describe a row and change neither prompt nor responses.
 _HARMLESS = re.compile(
@@ -95,7 +92,7 @@ def parts_of_questions(values: dict[str, Any]) -> list[str]:
     names = {str(name).lower(): name for name, value in values.items() if value}
     parts = [names[name] for name in names if name in CHOICES or _SINGLE_CHOICE.fullmatch(name)]
     # One letter alone is the name of anything.
-    return parts or [name for name in _LETTERS if set(_LETTERS[:3]) <= values.keys()]
+    return parts or ["A"] * ({"A", "B", "C"} <= values.keys())
 
 
 def parse_ground_truth(value: Any) -> Any:
@@ -116,12 +113,9 @@ def parse_ground_truth(value: Any) -> Any:
     # Data frames store integers as floats if a value is missing.
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    text = str(value)
     # A number that was stored in 32 bits has more digits in 64 than it was written with.
-    if isinstance(value, float) and len(text) > _DIGITS_OF_32_BITS:
-        narrow = np.float32(value)
-        return str(narrow) if float(narrow) == value else text
-    return text
+    is_long = isinstance(value, float) and len(str(value)) > 14
+    return str(np.float32(value) if is_long and float(np.float32(value)) == value else value)
 
 
 def is_missing(value: Any) -> bool:

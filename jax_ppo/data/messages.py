@@ -105,10 +105,7 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
 
 
 def _read_calls(calls: Any, location: str, name: str) -> list[dict[str, Any]]:
-    """Return a message's calls of tools as templates read them: arguments are objects, not text.
-
-    Templates would write the text of OpenAI's form, JSON, as a quoted text.
-    """
+    """Return calls of tools as templates read them: they would quote arguments that are text."""
     calls = from_json(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(

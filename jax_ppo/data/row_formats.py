@@ -429,20 +429,19 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     reward_model = values.get("reward_model")
     if key and key in values and key != "reward_model":
         return _read_answer(values[key], location)
-    if reward_model:
-        if not key:
-            _refuse_other_truths(values, reward_model.get("ground_truth"), location)
-        return parse_ground_truth(reward_model.get("ground_truth")), False
-    if key:
+    if key and not reward_model:
         raise UserError(
             f"{location}: config.data.ground_truth_key={key!r} names none of the columns with a "
             f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"
         )
-    truths = [_Reading(name, str(values[name])) for name in names.GROUND_TRUTHS if name in values]
-    if len({reading.prompt for reading in truths}) > 1:
-        raise _disagreement(truths, "reference answer", "config.data.ground_truth_key", location)
-    if truths:
-        return parse_ground_truth(values[truths[0].column]), False
+    truths = {name: parse_ground_truth(values.get(name)) for name in names.GROUND_TRUTHS}
+    if reward_model:
+        truths = {"reward_model": parse_ground_truth(reward_model.get("ground_truth")), **truths}
+    readings = [_Reading(name, str(truth)) for name, truth in truths.items() if truth != ""]
+    if not key and len({reading.prompt for reading in readings}) > 1:
+        raise _disagreement(readings, "reference answer", "config.data.ground_truth_key", location)
+    if reward_model or readings:
+        return truths["reward_model" if reward_model else readings[0].column], False
     if "answer" in values:
         return _read_answer(values["answer"], location)
     # The rule extracts the boxed answer from the solution.
@@ -450,18 +449,6 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     if isinstance(solution, str) and ("problem" in values or "\\boxed" in solution):
         return solution, False
     return "", False
-
-
-def _refuse_other_truths(values: Row, ground_truth: Any, location: str) -> None:
-    """Raise `UserError` if a column beside verl's holds another reference answer."""
-    own = "" if is_missing(ground_truth) else str(parse_ground_truth(ground_truth))
-    for name in names.GROUND_TRUTHS:
-        other = str(parse_ground_truth(values.get(name)))
-        if own and other and own != other:
-            readings = [_Reading("reward_model", own), _Reading(name, other)]
-            raise _disagreement(
-                readings, "reference answer", "config.data.ground_truth_key", location
-            )
 
 
 def _read_answer(answer: Any, location: str) -> tuple[Any, bool]:

@@ -280,17 +280,14 @@ def _render_response(
     opened = _OPENED_TAG.search(text)
     if opened and response.lstrip().startswith(opened[1]):
         response = response.lstrip().removeprefix(opened[1]).lstrip()
-    if whole.startswith(text) and _squeeze(response) in _squeeze(whole[len(text) :]):
+    # Templates change white space.
+    is_kept = "".join(response.split()) in "".join(whole[len(text) :].split())
+    if whole.startswith(text) and is_kept:
         return whole[len(text) :]
     # Templates that begin the assistant's turn with more than they keep in a finished one, or drop
     # the thoughts of a finished one: the response follows the prompt, as when it is sampled.
     mark = "response-mark"
     return response + render(mark).rpartition(mark)[2]
-
-
-def _squeeze(text: str) -> str:
-    """Return a text without white space, in which templates differ from what was said."""
-    return "".join(text.split())
 
 
 def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:

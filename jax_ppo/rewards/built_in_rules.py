@@ -52,8 +52,6 @@ class Rule:
 def _alternatives(ground_truth: Any) -> list[Any]:
     """Return the right answers of a row, numbers as text."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    # Data frames store integers as floats if a value is missing.
-    truths = [int(x) if isinstance(x, float) and x.is_integer() else x for x in truths]
     return [str(truth) if isinstance(truth, (int, float)) else truth for truth in truths]
 
 

@@ -123,15 +123,11 @@ def _read_score(text: str) -> Any:
     """Return the score that a reply holds as JSON, alone or within text, or its last number."""
     if block := _CODE_BLOCK.fullmatch(text):
         text = block[1]
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, (dict, int, float)):
-        return value
-    for stated in _SCORE_OBJECT.findall(text)[-1:]:
-        with contextlib.suppress(ValueError):
-            return json.loads(stated)
+    for stated in (text, *_SCORE_OBJECT.findall(text)[-1:]):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(stated)
+            if isinstance(value, (dict, int, float)):
+                return value
     numbers = _NUMBER.findall(text)
     if not numbers:
         raise ValueError(f"the judge's reply has no number: {shorten(text)!r}")

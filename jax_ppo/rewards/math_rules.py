@@ -9,13 +9,7 @@ import logging
 import re
 
 from jax_ppo.rewards.numbers import Quantity, format_quantity, parse_number
-from jax_ppo.rewards.rules import (
-    CLIP,
-    RewardResult,
-    grade_answer,
-    listed_texts,
-    read_final_part,
-)
+from jax_ppo.rewards.rules import CLIP, RewardResult, grade_answer, listed_texts, read_final_part
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 
@@ -36,24 +30,20 @@ _FACTOR = re.compile(
     r"[-+]?[\d.,/]*\d(?!(?:[cdkm]?m|[km]?g|mL|ml|L|ft|lb|h|s|min|mph|st|nd|rd|th|am|pm)\b)"
     r"(?![eE][-+]?\d)[^\W\d_]"
 )
-_POWER = re.compile(r"\^\{(\d+)\}(?!\d)")
-_DECORATION = re.compile(
-    r"\\\$|\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*|`|\\displaystyle(?![a-z])"
-)
+_DECORATION = re.compile(r"\\?\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?(?:[CF]\b)?|\\(?=%)|\*\*|`")
 # What a value is assigned to; of several assignments none is left out.
 _ASSIGNMENT = re.compile(r"\A(?:[^=]*|(?:(?!and|or|[,;]).)*)=(?!.*=)")
 _MIXED = re.compile(r"(?<![\w.}])(\d+) +(\d+)/(\d+)(?![\w/])")
 # Characters that stand for digits and LaTeX.
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹０１２３４５６７８９", "0123456789" * 2)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_POWER = re.compile(r"\^\{(\d+)\}(?!\d)")
 _ROOT_SIGN = re.compile(r"√(?:(\w+)|\(([^()]*)\))")
 _SYMBOLS = str.maketrans(
     {
         **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
-        **{"¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅛": r"\frac{1}{8}"},
-        **{"\u2212": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "±": r"\pm "},
-        **{"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap "},
-        **{"π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset ", "°": r"^{\circ}"},
+        **{"¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\u2212": "-", "×": r"\times "},
+        **{"·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^{\circ}"},
     }
 )
 # Spacing and delimiters of LaTeX that do not change the meaning.
@@ -126,8 +116,7 @@ def right_answers(ground_truth: str) -> list[str]:
 def _write_latex(answer: str) -> str:
     """Return an answer with LaTeX for characters such as π, and for mixed numbers (1 1/2)."""
     answer = _ROOT_SIGN.sub(r"\\sqrt{\1\2}", answer)
-    answer = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_DIGITS)}}}", answer)
-    answer = answer.translate(_DIGITS).translate(_SYMBOLS)
+    answer = _SUPERSCRIPT.sub(r"^{\g<0>}", answer).translate(_DIGITS).translate(_SYMBOLS)
     return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 

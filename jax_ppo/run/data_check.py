@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,12 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     # Options of supervised training say that the rows are meant for it.
     is_known = bool(command) or config.supervised != Config().supervised
     command = command or _tell_command(training, config.reward, by_environment)
+    other_readings = []
+    if command != "train" and not is_known:
+        other_readings.append(
+            "told from the rows, which have responses and no rule; for `train` (--for=train), "
+            + _find_obstacles(training, config.reward)[0]
+        )
     tokenizer = _load_tokenizer(config.model)
     obstacles: list[str] = []
     if command == "train" and not by_environment:
@@ -81,7 +87,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            *_describe_other_command(training, "" if is_known else command, config.reward),
+            *other_readings,
             *(
                 f"{name} data: {line}"
                 for name, part in zip(("training", "held-out"), parts, strict=True)
@@ -137,17 +143,6 @@ def _tell_command(examples: Sequence[Example], options: Reward, by_environment: 
     if all(example.response is not None for example in examples):
         return "sft"
     return "train"
-
-
-def _describe_other_command(
-    examples: Sequence[Example], told: str, options: Reward
-) -> Iterator[str]:
-    """Yield a line if rows that were `told` to be for another command lack PPO's reward."""
-    if told in ("sft", "reward_model"):
-        yield (
-            f"told from the rows, which have responses and no rule; for `train` (--for=train), "
-            f"{_find_obstacles(examples, options)[0]}"
-        )
 
 
 def _describe(

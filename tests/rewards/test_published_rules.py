@@ -169,7 +169,8 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
         ("2^{10}", "2^10", True),
         ("x^{2y}", "x^2y", False),
         ("５", "5", True),
-        (r"$\displaystyle 5$", "5", True),
+        ("30°C", "30", True),
+        (r"30^\circ", "30°", True),
         ("5", '["5", "6"]', True),
         ("6", '["5", "6"]', True),
         ("7", '["5", "6"]', False),
@@ -261,7 +262,7 @@ def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, othe
             assert function(RewardRow("any", truth), response).correct, response
 
 
-@pytest.mark.parametrize("truth", [["2", "two"], [2, "two"], [2.0, "two"]])
+@pytest.mark.parametrize("truth", [["2", "two"], [2, "two"]])
 def test_each_of_several_ground_truths_is_right(truth):
     for rule, wrong in (("exact", "three"), ("math_dapo", "Answer: three")):
         function = registry.resolve_reward_function(Reward(terms=f"{rule}:1"))
