@@ -5,7 +5,9 @@ Its tokens depend on seed, prompt and weights alone. As a program it takes vLLM'
 """
 
 import argparse
+import functools
 import http.server
+import importlib
 import json
 import math
 import os
@@ -35,6 +37,8 @@ class FakeServer:
         self.die_after = math.inf
         self.die = self.stop
         self.version, self.weights = "default", weights
+        self.log = lambda line: None
+        self.extension = None  # class whose methods /collective_rpc may call
         self.requests, self.responses = [], 0
         self.authorization = None
         self.lock = threading.Lock()
@@ -95,8 +99,11 @@ class FakeServer:
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.load(body["kwargs"]["weights_path"])
+            self.log(f"in each worker: {body['method']}")
+            if body["method"] == "reload_weights":
+                self.load(body["kwargs"]["weights_path"])
+            else:
+                getattr(self.extension, body["method"])
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/update_weights_from_disk":
@@ -157,12 +164,18 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--model")
+    parser.add_argument("--worker-extension-cls", default="")
     parser.add_argument("--die-after", type=float, default=math.inf)
     parser.add_argument("--vocabulary", type=int, default=61)
     arguments, others = parser.parse_known_args()
     print("started with", *others, flush=True)
     server = FakeServer("vLLM", arguments.vocabulary, arguments.port, weights=Path(arguments.model))
     server.die_after = arguments.die_after
+    server.log = functools.partial(print, flush=True)
+    if arguments.worker_extension_cls:
+        module, name = arguments.worker_extension_cls.split(".")
+        server.extension = getattr(importlib.import_module(module), name)
+        print("extended by", server.extension.__name__, flush=True)
     server.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
     with server:
         while True:

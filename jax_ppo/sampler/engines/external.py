@@ -53,8 +53,6 @@ class ExternalEngine:
     Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`.
     """
 
-    unties_head = False  # a head that is the embedding is exported as a tensor beside it
-
     def __init__(
         self,
         mesh: Mesh,
@@ -128,13 +126,9 @@ class ExternalEngine:
           UserError: the engine samples from other weights than these.
         """
         base, adapters = split_adapters(params)
-        architecture = self.actor.architecture
-        if architecture.tied and self.unties_head:
-            architecture = dataclasses.replace(architecture, tied=False)
-            base = {**base, "lm_head": base["embed"]}
         export_checkpoint(
             base,
-            architecture,
+            self.actor.architecture,
             self.weights,
             dtype=self.dtype,
             source_folder=self.folder,

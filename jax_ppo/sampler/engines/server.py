@@ -1,10 +1,10 @@
 """The engines `vllm` and `openai`: a server samples, which is sent token ids over HTTP."""
 
 import concurrent.futures
-import logging
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
@@ -23,12 +22,11 @@ from jax_ppo.sampler.engines.client import Client, ServerFault, ServerProcess, f
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
 from jax_ppo.sampler.engines.protocols import Reply, ServerProtocol, choose_protocol
 
-log = logging.getLogger(__name__)
-
 ATTEMPTS = 3  # in a row without any new response
 _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
 _PAUSE = 0.2
+_WORKER = "jax_ppo_vllm_worker"  # vllm_worker.py, as a module of vLLM's workers
 
 
 class ServerEngine(ExternalEngine):
@@ -51,26 +49,11 @@ class ServerEngine(ExternalEngine):
         if not url:
             self._python = str(Path(self.options.vllm.python).expanduser())
             _require_vllm(self._python)
-            if jax.default_backend() == "cpu" and self.actor.architecture.tied:
-                self._renew_tied_head()
             self._port = free_port()
             url = f"http://127.0.0.1:{self._port}"
         self._client = Client(url, self.options.url_timeout)
         if not self._python:
             self._wait_for_server(_CONNECT_SECONDS)
-
-    def _renew_tied_head(self) -> None:
-        """Untie the head for vLLM (0.32.0), which on a CPU keeps its own copy of a tied one."""
-        # It has no other head for some of the families that are tied by default.
-        family = self.actor.architecture.family
-        self.unties_head = not FAMILIES[family].defaults.get("tie_word_embeddings")
-        if not self.unties_head:
-            log.warning(
-                "%s: on a CPU vLLM may keep the old output embedding of a %s when it loads new "
-                "weights; watch rollout/logprob_difference, or use another engine",
-                self.setting,
-                family,
-            )
 
     def stop(self) -> None:
         """End a server that this engine has started."""
@@ -130,6 +113,12 @@ class ServerEngine(ExternalEngine):
         if self._process is None or self._process.is_running:
             return ""
         return f"; vLLM ended: {self._process.last_words()}"
+
+    @property
+    def _renews_head(self) -> bool:
+        """Return whether a vLLM of ours may compute with an old copy of the output embedding."""
+        is_on_cpu = jax.default_backend() == "cpu"
+        return is_on_cpu and bool(self._python) and self.actor.architecture.tied
 
     @property
     def _version(self) -> str:
@@ -208,7 +197,10 @@ class ServerEngine(ExternalEngine):
         if self._protocol is None:
             self._wait_for_server(_START_SECONDS if self._python else _CONNECT_SECONDS)
         assert self._protocol is not None
-        for route, body in self._protocol.update(str(self.weights), self._version):
+        updates = self._protocol.update(str(self.weights), self._version)
+        if self._renews_head:
+            updates.insert(1, ("/collective_rpc", {"method": "renew_tied_head"}))
+        for route, body in updates:
             reply = self._client.post(route, body)
             if isinstance(reply, dict) and reply.get("success") is False:
                 raise ServerFault(f"{route}: {reply.get('message', 'it failed')}")
@@ -240,10 +232,17 @@ class ServerEngine(ExternalEngine):
             "uvicorn-log-level": "warning",
         }
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if self._renews_head:
+            modules = self.weights.with_name("modules")
+            modules.mkdir(exist_ok=True)
+            shutil.copyfile(Path(__file__).with_name("vllm_worker.py"), modules / f"{_WORKER}.py")
+            variables["PYTHONPATH"] = str(modules)
+            arguments["worker-extension-cls"] = f"{_WORKER}.TiedHead"
         command += [f"--{name}={value}" for name, value in arguments.items()]
         self._process = ServerProcess(
             [*command, *shlex.split(self.options.vllm.arguments)],
-            {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+            variables,
             self.weights.with_name("vllm.log"),
         )
 

@@ -24,46 +24,61 @@ MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
 ARCHITECTURE = dataclasses.replace(
     tiny_actor.ARCHITECTURE, hidden_size=64, head_dim=32, num_heads=2, max_position_embeddings=128
 )
+GEMMA = {
+    "family": "gemma",
+    "qkv_bias": False,
+    "activation": "gelu_pytorch_tanh",
+    "scaled_embedding": True,
+    "norm_plus_one": True,
+}
 # Chunks of prompts with seeds fail on a CPU (0.32).
 ARGUMENTS = "--skip-tokenizer-init --enforce-eager --no-enable-chunked-prefill"
+SAMPLING = SamplingOptions(max_response_length=8, temperature=0.7, n=4, eos_ids=(2, 3, 4))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path, tied):
-    """The log-probs are ours, before and after an update, and after vLLM was killed."""
-    architecture = dataclasses.replace(ARCHITECTURE, tied=tied)
+def make_engine(actor, params, folder):
+    vllm = VLLM(python=PYTHON, arguments=ARGUMENTS)
+    options = RolloutOptions(engine="vllm", temperature=0.7, vllm=vllm)
+    return ServerEngine(MESH, actor, params, options, folder, 32)
+
+
+def generate(engine):
+    rollout = engine.generate(tiny_actor.make_prompts(), jax.random.key(7), SAMPLING)
+    return jax.tree.map(np.asarray, rollout)
+
+
+def difference(rollout, actor, params):
+    """Return the largest difference of log-probs to the trainer's."""
+    trainer = tiny_actor.Actor(actor.architecture)
+    trainer.scored, trainer.stacked = actor, params
+    logits = trainer.full_logits(rollout.prompts, rollout.responses)
+    ours = np.asarray(jax.nn.log_softmax(logits / 0.7))
+    ours = np.take_along_axis(ours, rollout.responses[..., None], axis=2)[..., 0]
+    return np.abs(ours - rollout.logprobs)[rollout.action_mask].max()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True}, {"tied": True} | GEMMA], ids=["untied", "tied", "gemma"]
+)
+def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path, changes):
+    """The log-probs are ours, before and after an update, and after vLLM was killed, once."""
+    architecture = dataclasses.replace(ARCHITECTURE, **changes)
     actor = tiny_actor.Actor(architecture)
-    prompts = tiny_actor.make_prompts()
     save.export_checkpoint(actor.stacked, architecture, tmp_path / "model")
-    options = RolloutOptions(
-        engine="vllm", temperature=0.7, vllm=VLLM(python=PYTHON, arguments=ARGUMENTS)
-    )
-    engine = ServerEngine(MESH, actor.scored, actor.stacked, options, tmp_path / "model", 32)
-    sampling = SamplingOptions(max_response_length=8, temperature=0.7, n=4, eos_ids=(2, 3, 4))
-    negative = jax.tree.map(lambda x: -x, actor.stacked)
-
-    def generate():
-        rollout = engine.generate(prompts, jax.random.key(7), sampling)
-        return jax.tree.map(np.asarray, rollout)
-
-    def difference(rollout, params):
-        trainer = tiny_actor.Actor(architecture)
-        trainer.stacked = params
-        logits = trainer.full_logits(rollout.prompts, rollout.responses)
-        ours = np.asarray(jax.nn.log_softmax(logits / 0.7))
-        ours = np.take_along_axis(ours, rollout.responses[..., None], axis=2)[..., 0]
-        return np.abs(ours - rollout.logprobs)[rollout.action_mask].max()
-
+    engine = make_engine(actor.scored, actor.stacked, tmp_path / "model")
+    # Other layers' kernels, and other tokens' embeddings.
+    rolled = jax.tree.map(lambda x: jax.numpy.roll(x, 1, axis=0), actor.stacked)
     with jax.set_mesh(MESH), running(engine):
         rollouts = []
-        for params in (actor.stacked, negative, actor.stacked):
+        for params in (actor.stacked, rolled, actor.stacked):
             engine.update_weights(params)
-            rollouts.append(generate())
-            assert difference(rollouts[-1], params) < 1e-3
-        engine._process.stop()
-        rollouts.append(generate())
-    first, other, third, after_end = rollouts
+            rollouts.append(generate(engine))
+            assert difference(rollouts[-1], actor.scored, params) < 1e-3
+        if not changes:
+            engine._process.stop()
+            rollouts.append(generate(engine))
+    first, other, *later = rollouts
     assert (first.responses != other.responses).any()
-    assert 1 < len(set(first.lengths.tolist()))
-    for rollout in (third, after_end):
+    assert changes or 1 < len(set(first.lengths.tolist()))
+    for rollout in later:
         assert (rollout.responses == first.responses).all()
