@@ -25,18 +25,14 @@ import os, signal, subprocess, sys, threading
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 def end(*ignored):
     server.terminate()  # lets it remove what it has in shared memory
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        pass
-    os.killpg(0, signal.SIGKILL)
+    threading.Timer(10, os.killpg, (0, signal.SIGKILL)).start()
 def watch():
     sys.stdin.buffer.read()
     end()
 signal.signal(signal.SIGTERM, end)
 threading.Thread(target=watch, daemon=True).start()
 server.wait()
-end()
+os.killpg(0, signal.SIGKILL)
 """
 
 
