@@ -17,6 +17,7 @@ add few bytes to read in a decoding step.
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,23 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
             jax.random.fold_in(key, number), row.full_shape, minval=-bound, maxval=bound
         )
     return traverse_util.unflatten_dict(params)
+
+
+def enlarge_adapters(adapters: Params, lora: Lora) -> Params:
+    """Return adapters with random B: they change what projections compute by a part of its size."""
+    flat = traverse_util.flatten_dict(adapters)
+    for number, (path, x) in enumerate(sorted(flat.items())):
+        if path[-1] == "lora_b":
+            noise = jax.random.normal(jax.random.key(number), x.shape, x.dtype)
+            flat[path] = x + 0.3 * noise / (lora.rank**0.5 * lora.scale)
+    return traverse_util.unflatten_dict(flat)
+
+
+def omit_adapters(adapters: Params, projections: Collection[str]) -> Params:
+    """Return the adapters with zeros in place of those of some projections, in all layers."""
+    flat = traverse_util.flatten_dict(adapters)
+    omitted = {path: jnp.zeros_like(x) for path, x in flat.items() if path[-2] in projections}
+    return traverse_util.unflatten_dict(flat | omitted)
 
 
 def join_adapters(base: Params, adapters: Params) -> Params:

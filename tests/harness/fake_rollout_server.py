@@ -25,6 +25,7 @@ ROUTES = {
     "SGLang": ("/generate", "/update_weights_from_disk"),
     "completions": ("/v1/completions", "/weight_info", *UPDATES),
 }
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class FakeServer:
@@ -39,6 +40,9 @@ class FakeServer:
         self.version, self.weights = "default", weights
         self.log = lambda line: None
         self.extension = None  # class whose methods /collective_rpc may call
+        self.adapters = None  # name -> folder of adapters, if it loads them
+        self.refusal = ""  # why it does not load adapters
+        self.loaded = []  # weights, and the names of adapters
         self.requests, self.responses = [], 0
         self.authorization = None
         self.lock = threading.Lock()
@@ -60,8 +64,11 @@ class FakeServer:
             def answer(self, body):
                 server.authorization = self.headers["Authorization"]
                 status, reply = server.answer(self.path, body)
-                data = json.dumps(reply).encode()
+                is_text = isinstance(reply, str)
+                data = (reply if is_text else json.dumps(reply)).encode()
                 self.send_response(status)
+                if not is_text:
+                    self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -92,10 +99,13 @@ class FakeServer:
 
     def answer(self, path, body):
         """Return status and body of the reply."""
+        routes = ROUTES[self.kind] + (ADAPTERS if self.adapters is not None else ())
         if path == "/openapi.json":
-            return 200, {"paths": dict.fromkeys(ROUTES[self.kind])}
-        if path not in ROUTES[self.kind]:
+            return 200, {"paths": dict.fromkeys(routes)}
+        if path not in routes:
             return 404, {"error": f"no {path}"}
+        if path in ADAPTERS:
+            return self.answer_adapters(path, body["lora_name"], body.get("lora_path"))
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
@@ -115,7 +125,19 @@ class FakeServer:
         return 200, {}
 
     def load(self, folder):
+        self.loaded.append("weights")
         self.weights = Path(folder)
+
+    def answer_adapters(self, path, name, folder):
+        if path == "/v1/unload_lora_adapter":
+            return (200, "Success") if self.adapters.pop(name, None) else (404, {"error": "none"})
+        if name in self.adapters:
+            return 400, {"error": "already loaded"}
+        if self.refusal:
+            return 500, {"error": self.refusal}
+        self.loaded.append(name)
+        self.adapters[name] = (Path(folder) / "adapter_model.safetensors").read_bytes()
+        return 200, "Success"
 
     def answer_request(self, body):
         with self.lock:
@@ -125,6 +147,9 @@ class FakeServer:
             number = len(self.requests)
             prompt = body.get("token_ids") or body.get("input_ids") or body.get("prompt")
             options = body.get("sampling_params", body)
+            if "model" in body and body["model"] not in (self.adapters or ()):
+                return 404, {"error": "no such model"}
+            self.adapter = self.adapters[body["model"]] if "model" in body else b""
             tokens, logprobs = self.sample(prompt, options)
         reply = {"tokens": tokens, "logprobs": logprobs, "version": self.version, "status": 200}
         reply = self.fault(reply, number)
@@ -148,7 +173,7 @@ class FakeServer:
     def draw(self, prompt, options):
         """Return tokens of a random length, of which only the last may be an EOS."""
         seed = options.get("seed", options.get("sampling_seed"))
-        weights = zlib.crc32((self.weights / "model.safetensors").read_bytes())
+        weights = zlib.crc32((self.weights / "model.safetensors").read_bytes() + self.adapter)
         random_numbers = random.Random(f"{seed} {prompt} {weights}")
         ends = options["stop_token_ids"]
         longest = options.get("max_tokens", options.get("max_new_tokens"))
@@ -164,6 +189,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--model")
+    parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--worker-extension-cls", default="")
     parser.add_argument("--die-after", type=float, default=math.inf)
     parser.add_argument("--vocabulary", type=int, default=61)
@@ -171,6 +197,9 @@ def main():
     print("started with", *others, flush=True)
     server = FakeServer("vLLM", arguments.vocabulary, arguments.port, weights=Path(arguments.model))
     server.die_after = arguments.die_after
+    if arguments.enable_lora:
+        print("with adapters", flush=True)
+        server.adapters = {}
     server.log = functools.partial(print, flush=True)
     if arguments.worker_extension_cls:
         module, name = arguments.worker_extension_cls.split(".")

@@ -37,11 +37,11 @@ os.killpg(0, signal.SIGKILL)
 
 
 class ServerFault(Exception):
-    """A request that failed; `is_final` if it would fail again."""
+    """A request that failed; `is_final` if it would fail again. `status` is HTTP's, or 0."""
 
-    def __init__(self, text: str, is_final: bool = False) -> None:
+    def __init__(self, text: str, is_final: bool = False, status: int = 0) -> None:
         super().__init__(text)
-        self.is_final = is_final
+        self.is_final, self.status = is_final, status
 
 
 class Client:
@@ -62,10 +62,10 @@ class Client:
         return self._send("GET", route, None, timeout)
 
     def post(self, route: str, body: Any) -> Any:
-        """Return the reply to a POST request, `None` if it is empty.
+        """Return the reply to a POST request, `None` if it is empty or plain text.
 
         Raises:
-          ServerFault: there was no reply in time, or none that is JSON with status 200.
+          ServerFault: there was no reply in time, or none with status 200 that can be read.
         """
         return self._send("POST", route, body, None)
 
@@ -90,8 +90,9 @@ class Client:
                 # Its words, not the request's.
                 text = shorten(data.decode(errors="replace"), 200)
                 is_final = 300 <= reply.status < 500 and reply.status not in (408, 429)
-                raise ServerFault(f"{route}: HTTP {reply.status}: {text}", is_final)
-            return json.loads(data) if data else None
+                raise ServerFault(f"{route}: HTTP {reply.status}: {text}", is_final, reply.status)
+            is_text = reply.headers.get_content_type() == "text/plain"  # or it names no type
+            return json.loads(data) if data and not is_text else None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerFault(f"{route}: {type(error).__name__}: {error}") from error
 
@@ -134,9 +135,13 @@ class ServerProcess:
         """Return whether it has not ended."""
         return self._process.poll() is None
 
+    def output(self) -> str:
+        """Return what it has written."""
+        return self._log.read_text(errors="replace")
+
     def last_words(self) -> str:
         """Return the last error in its output, or its last line."""
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line]
+        lines = [line for line in self.output().splitlines() if line]
         errors = [line for line in lines if "Error" in line]
         return shorten((errors or lines or ["it wrote nothing"])[-1], 300)
 

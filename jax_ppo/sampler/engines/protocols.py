@@ -6,6 +6,8 @@ from typing import Any
 
 from jax_ppo.sampler.engine import SamplingOptions
 
+Call = tuple[str, dict[str, Any]]  # a route and the body that is posted to it
+
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
@@ -26,6 +28,9 @@ class ServerProtocol:
       request: (prompt, seed, options) -> body of the request.
       read: the reply's body -> what it says. Raises `LookupError` or `TypeError` if it is another.
       update: (folder, version) -> routes and bodies that make the server load weights, in order.
+      load_adapters: the same for adapters in PEFT's format, with the name that requests then give
+        as their model; `None` if they are always merged.
+      unload_adapters: name -> route and body that make the server forget adapters.
       version_route: where the version is asked for, if replies do not contain it.
       hint: how to start the server so that it has all routes.
     """
@@ -34,7 +39,9 @@ class ServerProtocol:
     sample_route: str
     request: Callable[[list[int], int, SamplingOptions], dict[str, Any]]
     read: Callable[[Any], Reply]
-    update: Callable[[str, str], list[tuple[str, dict[str, Any]]]]
+    update: Callable[[str, str], list[Call]]
+    load_adapters: Callable[[str, str, str], list[Call]] | None = None
+    unload_adapters: Callable[[str], Call] | None = None
     version_route: str = ""
     hint: str = ""
 
@@ -43,6 +50,15 @@ class ServerProtocol:
         """Return all routes that the server must have."""
         updates = [route for route, _ in self.update("", "")]
         return [self.sample_route, *updates, *([self.version_route] if self.version_route else [])]
+
+    def adapter_obstacle(self, routes: Collection[str]) -> str:
+        """Return why a server with these routes is not sent adapters, or "" if it is."""
+        if self.load_adapters is None or self.unload_adapters is None:
+            return f"{self.name} is sent whole weights only"
+        needed = [self.load_adapters("", "", "")[0][0], self.unload_adapters("")[0]]
+        if missing := [route for route in needed if route not in routes]:
+            return f"the server lacks {', '.join(missing)}; {_ADAPTER_HINT}"
+        return ""
 
 
 def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]:
@@ -100,9 +116,24 @@ def _read_vllm(body: Any) -> Reply:
     )
 
 
-def _vllm_update(folder: str, version: str) -> list[tuple[str, dict[str, Any]]]:
+def _vllm_update(folder: str, version: str) -> list[Call]:
     return [
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        *_vllm_version(version),
+    ]
+
+
+def _vllm_load_adapters(folder: str, name: str, version: str) -> list[Call]:
+    load = {"lora_name": name, "lora_path": folder}
+    return [("/v1/load_lora_adapter", load), *_vllm_version(version)]
+
+
+def _vllm_unload_adapters(name: str) -> Call:
+    return "/v1/unload_lora_adapter", {"lora_name": name}
+
+
+def _vllm_version(version: str) -> list[Call]:
+    return [
         ("/reset_prefix_cache", {}),
         ("/update_weight_version", {"new_version": version}),
     ]
@@ -142,11 +173,12 @@ def _read_sglang(body: Any) -> Reply:
     )
 
 
-def _sglang_update(folder: str, version: str) -> list[tuple[str, dict[str, Any]]]:
+def _sglang_update(folder: str, version: str) -> list[Call]:
     # It also empties the prefix cache.
     return [("/update_weights_from_disk", {"model_path": folder, "weight_version": version})]
 
 
+_ADAPTER_HINT = "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
 _VLLM_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 PROTOCOLS = (
     ServerProtocol(
@@ -155,6 +187,8 @@ PROTOCOLS = (
         request=_vllm_request,
         read=_read_vllm,
         update=_vllm_update,
+        load_adapters=_vllm_load_adapters,
+        unload_adapters=_vllm_unload_adapters,
         hint=_VLLM_HINT,
     ),
     ServerProtocol(
@@ -170,6 +204,8 @@ PROTOCOLS = (
         request=_completion_request,
         read=_read_completion,
         update=_vllm_update,
+        load_adapters=_vllm_load_adapters,
+        unload_adapters=_vllm_unload_adapters,
         version_route="/weight_info",
         hint=_VLLM_HINT,
     ),

@@ -1,13 +1,14 @@
 """The engines `vllm` and `openai`: a server samples, which is sent token ids over HTTP."""
 
 import concurrent.futures
+import contextlib
 import math
 import os
 import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ import jax
 import numpy as np
 
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.peft import peft_obstacle
+from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.client import Client, ServerFault, ServerProcess, free_port
-from jax_ppo.sampler.engines.external import ExternalEngine, Response
-from jax_ppo.sampler.engines.protocols import Reply, ServerProtocol, choose_protocol
+from jax_ppo.sampler.engines.external import AdaptersRefused, ExternalEngine, Response
+from jax_ppo.sampler.engines.protocols import Call, Reply, ServerProtocol, choose_protocol
 
 ATTEMPTS = 3  # in a row without any new response
 _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
 _PAUSE = 0.2
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
+_NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
 _WORKER = "jax_ppo_vllm_worker"  # vllm_worker.py, as a module of vLLM's workers
 
 
@@ -41,6 +46,8 @@ class ServerEngine(ExternalEngine):
     _process: ServerProcess | None = None
     _python = ""  # empty: the server is not ours
     _has_run = False
+    _has_base = False  # the server has the weights to which adapters are added
+    _adapter_name, _loads = "", 0  # of the adapters that it loaded last, and how often it did
 
     def start(self) -> None:
         """Require a server with all routes, or an interpreter that has vLLM."""
@@ -52,8 +59,29 @@ class ServerEngine(ExternalEngine):
             self._port = free_port()
             url = f"http://127.0.0.1:{self._port}"
         self._client = Client(url, self.options.url_timeout)
-        if not self._python:
-            self._wait_for_server(_CONNECT_SECONDS)
+        routes = [] if self._python else self._wait_for_server(_CONNECT_SECONDS)
+        if self.actor.lora is not None:
+            self.takes_adapters = True
+            if obstacle := self._adapter_obstacle(self.actor.lora, routes):
+                self.merge_adapters(obstacle)
+
+    def merge_adapters(self, reason: str) -> None:
+        """Send adapters merged into the weights from now on, and say why."""
+        super().merge_adapters(reason)
+        if self._process is not None:
+            self._revive()  # without what a vLLM of ours holds for adapters
+
+    def _adapter_obstacle(self, lora: Lora, routes: Collection[str]) -> str:
+        """Return why the server is not sent adapters, or "" if it is."""
+        if obstacle := peft_obstacle(self.actor.architecture, lora):
+            return obstacle
+        if self._protocol is not None:
+            return self._protocol.adapter_obstacle(routes)
+        if lora.rank > VLLM_RANKS[-1]:
+            return f"config.model.lora.rank={lora.rank} is above vLLM's limit, {VLLM_RANKS[-1]}"
+        if "--no-enable-lora" in self.options.vllm.arguments:
+            return f"config.rollout.vllm.arguments={self.options.vllm.arguments!r}"
+        return ""
 
     def stop(self) -> None:
         """End a server that this engine has started."""
@@ -170,7 +198,15 @@ class ServerEngine(ExternalEngine):
         """
         protocol = self._protocol
         assert protocol is not None
-        body = self._client.post(protocol.sample_route, protocol.request(prompt, seed, options))
+        request = protocol.request(prompt, seed, options)
+        if self.takes_adapters:
+            request["model"] = self._adapter_name
+        try:
+            body = self._client.post(protocol.sample_route, request)
+        except ServerFault as fault:
+            if self.takes_adapters and fault.status == 404:
+                fault.is_final = False  # a server that was restarted does not know them
+            raise
         try:
             reply = protocol.read(body)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -197,10 +233,34 @@ class ServerEngine(ExternalEngine):
         if self._protocol is None:
             self._wait_for_server(_START_SECONDS if self._python else _CONNECT_SECONDS)
         assert self._protocol is not None
-        updates = self._protocol.update(str(self.weights), self._version)
-        if self._renews_head:
-            updates.insert(1, ("/collective_rpc", {"method": "renew_tied_head"}))
-        for route, body in updates:
+        if not (self.takes_adapters and self._has_base):
+            updates = self._protocol.update(str(self.weights), self._version)
+            if self._renews_head:
+                updates.insert(1, ("/collective_rpc", {"method": "renew_tied_head"}))
+            self._post_all(updates)
+        if self.takes_adapters:
+            self._has_base = True
+            self._publish_adapters(self._protocol)
+
+    def _publish_adapters(self, protocol: ServerProtocol) -> None:
+        """Let the server load the adapters under a new name, and forget those before."""
+        assert protocol.load_adapters is not None and protocol.unload_adapters is not None
+        old, self._loads = self._adapter_name, self._loads + 1
+        self._adapter_name = f"{self._version}-{self._loads}"
+        try:
+            self._post_all(
+                protocol.load_adapters(str(self.adapters), self._adapter_name, self._version)
+            )
+        except ServerFault as fault:
+            if fault.status and self._loads == 1:
+                raise AdaptersRefused(str(fault)) from None
+            raise
+        if old:
+            with contextlib.suppress(ServerFault):  # a server that was restarted has none
+                self._post_all([protocol.unload_adapters(old)])
+
+    def _post_all(self, calls: Sequence[Call]) -> None:
+        for route, body in calls:
             reply = self._client.post(route, body)
             if isinstance(reply, dict) and reply.get("success") is False:
                 raise ServerFault(f"{route}: {reply.get('message', 'it failed')}")
@@ -208,6 +268,7 @@ class ServerEngine(ExternalEngine):
     def _revive(self) -> None:
         """End a server of ours that did not answer; wait for another's."""
         time.sleep(_PAUSE)
+        self._has_base = False
         if self._process is not None:
             # Whether it died or hangs; a reply that cannot be used is as good a reason.
             self._process.stop()
@@ -233,6 +294,12 @@ class ServerEngine(ExternalEngine):
         }
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
         variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if self.takes_adapters:
+            assert self.actor.lora is not None
+            rank = self.actor.lora.rank
+            arguments["max-lora-rank"] = min(limit for limit in VLLM_RANKS if limit >= rank)
+            command.append("--enable-lora")
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._renews_head:
             modules = self.weights.with_name("modules")
             modules.mkdir(exist_ok=True)
@@ -240,16 +307,18 @@ class ServerEngine(ExternalEngine):
             variables["PYTHONPATH"] = str(modules)
             arguments["worker-extension-cls"] = f"{_WORKER}.TiedHead"
         command += [f"--{name}={value}" for name, value in arguments.items()]
+        self._has_base = True
         self._process = ServerProcess(
             [*command, *shlex.split(self.options.vllm.arguments)],
             variables,
             self.weights.with_name("vllm.log"),
         )
 
-    def _wait_for_server(self, seconds: float) -> None:
-        """Choose the protocol by the server's routes, when it answers.
+    def _wait_for_server(self, seconds: float) -> Collection[str]:
+        """Choose the protocol by the server's routes, when it answers, and return these.
 
         Raises:
+          AdaptersRefused: vLLM has no adapters for this model.
           UserError: it does not answer in time, or it lacks routes.
           ServerFault: it was started by this run, and ended.
         """
@@ -262,6 +331,8 @@ class ServerEngine(ExternalEngine):
                 except (ServerFault, LookupError, TypeError) as error:
                     problem = error
                 if self._process is not None and not self._process.is_running:
+                    if self.takes_adapters and _NO_ADAPTERS in self._process.output():
+                        raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}")
                     raise ServerFault(f"no answer{self._last_words()}", is_final=not self._has_run)
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._server}: no answer in {seconds:.0f} s: {problem}")
@@ -273,6 +344,7 @@ class ServerEngine(ExternalEngine):
                 + (f"; {protocol.hint}" if protocol.hint else "")
             )
         self._protocol, self._has_run = protocol, True
+        return list(routes)
 
 
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:

@@ -9,17 +9,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import fake_rollout_server
 import tiny_actor
 from fake_rollout_server import FakeServer
 from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
 from jax_ppo.errors import UserError
+from jax_ppo.models import lora
 from jax_ppo.models.hf import save
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
 from jax_ppo.sampler.engines import client, external, server
+from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
 from jax_ppo.sampler.text_search import search_for
 
@@ -39,6 +43,7 @@ def folder(actor, tmp_path_factory):
 def any_weights(monkeypatch):
     """Accept log-probs that no model computed."""
     monkeypatch.setattr(external, "MAX_DIFFERENCE", np.inf)
+    monkeypatch.setattr(ExternalEngine, "_unused_adapters", lambda *arguments: [])
     monkeypatch.setattr(server, "_PAUSE", 0.01)
 
 
@@ -60,6 +65,11 @@ def generate(engine, actor, prompts, options=SAMPLING, updates=1):
         rollout = engine.generate(prompts, jax.random.key(7), options)
         engine.release_weights()
         return jax.tree.map(np.asarray, rollout)
+
+
+def read_tensors(folder):
+    (file,) = folder.glob("*.safetensors")
+    return safetensors.numpy.load_file(file)
 
 
 def same(rollout, other):
@@ -353,6 +363,169 @@ class TestWeights:
         ours = np.take_along_axis(np.asarray(ours), rollout.responses[..., None], axis=2)[..., 0]
         mask = rollout.action_mask
         np.testing.assert_allclose(rollout.logprobs[mask], ours[mask], atol=1e-4)
+
+
+LORA = Lora(rank=9, alpha=4.0, targets=("q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    return init_adapters(tiny_actor.ARCHITECTURE, LORA, jax.random.key(1), "lm")
+
+
+@pytest.mark.usefixtures("any_weights")
+class TestAdapters:
+    """A server that can gets the base once and then adapters alone."""
+
+    def make_engine(self, actor, adapters, folder, lora=LORA, **options):
+        options = RolloutOptions(**{"engine": "openai"} | options)
+        adapted = Transformer(actor.scored.architecture, lora=lora)
+        params = join_adapters(actor.stacked, adapters)
+        return server.ServerEngine(MESH, adapted, params, options, folder, 32)
+
+    def generate(self, engine, actor, prompts, adapters, change=0.0, options=SAMPLING):
+        adapters = jax.tree.map(lambda x: x + change, adapters)
+        with jax.set_mesh(MESH):
+            engine.update_weights(join_adapters(actor.stacked, adapters))
+            rollout = engine.generate(prompts, jax.random.key(7), options)
+            return jax.tree.map(np.asarray, rollout)
+
+    @pytest.mark.parametrize("kind", ["vLLM", "completions"])
+    def test_adapters_alone_are_sent_after_the_base(self, actor, folder, prompts, adapters, kind):
+        with FakeServer(kind) as fake:
+            fake.adapters = {}
+            engine = self.make_engine(actor, adapters, folder, url=fake.url)
+            with running(engine):
+                rollouts = [
+                    self.generate(engine, actor, prompts, adapters, change) for change in (0, 1, 0)
+                ]
+                first, probe, *names = fake.loaded
+                used = {request["model"] for request in fake.requests}
+                base = read_tensors(engine.weights)
+                written = read_tensors(engine.adapters)
+        # The first adapters are random, to see that all projections are adapted.
+        assert first == "weights" and len(names) == 3 and used == set(names)
+        assert len({probe, *names}) == 4 and list(fake.adapters) == [names[-1]]
+        assert all(f"-{version}-" in name for version, name in enumerate(names, start=1))
+        for name, tensor in read_tensors(folder).items():
+            np.testing.assert_array_equal(base[name], tensor)
+        a, b = sorted(name for name in written if "layers.0.self_attn.q_proj" in name)
+        kernels = adapters["layers"]["attention"]["q_proj"]
+        np.testing.assert_array_equal(written[a], kernels["lora_a"][0].T)
+        np.testing.assert_array_equal(written[b], kernels["lora_b"][0].T)
+        assert same(rollouts[0], rollouts[2]) and not same(rollouts[0], rollouts[1])
+
+    def test_a_restarted_server_gets_base_and_adapters_again(
+        self, actor, folder, prompts, adapters
+    ):
+        with FakeServer() as fake:
+            fake.adapters = {}
+            engine = self.make_engine(actor, adapters, folder, url=fake.url)
+            with running(engine):
+                first = self.generate(engine, actor, prompts, adapters)
+
+                def restart(reply, number):
+                    if number == 50:
+                        fake.adapters, fake.version = {}, "default"
+                    return reply | {"version": fake.version}
+
+                fake.fault, fake.loaded = restart, []
+                assert same(self.generate(engine, actor, prompts, adapters), first)
+        assert [name == "weights" for name in fake.loaded] == [False, True, False]
+
+    def test_a_server_of_ours_starts_with_the_base(self, actor, folder, prompts, adapters, python):
+        """A new one gets the newest adapters."""
+        rollouts = []
+        for arguments in ("--die-after=30", ""):
+            vllm = VLLM(python=python, arguments=arguments)
+            engine = self.make_engine(actor, adapters, folder, engine="vllm", vllm=vllm)
+            with running(engine):
+                rollouts.append(self.generate(engine, actor, prompts, adapters, 0.5))
+                log = engine.weights.with_name("vllm.log").read_text()
+            assert log.count("started with") == log.count("with adapters") == 1 + bool(arguments)
+            assert "--max-lora-rank=16" in log and "in each worker" not in log
+        assert same(*rollouts)
+
+    @pytest.mark.parametrize(
+        ("adapters_of_server", "refusal", "changes", "reason"),
+        [
+            (None, "", {}, "the server lacks /v1/load_lora_adapter, .*--enable-lora"),
+            ({}, "rank 9 is greater than max_lora_rank 8", {}, "HTTP 500: .*max_lora_rank 8"),
+            ({}, "", {"family": "phi3", "qkv_bias": False}, "phi3 hold q_proj in larger tensors"),
+        ],
+    )
+    def test_what_a_server_cannot_do_is_said_and_adapters_are_merged(
+        self, actor, tmp_path, prompts, caplog, adapters_of_server, refusal, changes, reason
+    ):
+        architecture = dataclasses.replace(tiny_actor.ARCHITECTURE, **changes)
+        actor = tiny_actor.Actor(architecture) if changes else actor
+        adapters = init_adapters(architecture, LORA, jax.random.key(1), "lm")
+        save.export_checkpoint(actor.stacked, architecture, tmp_path / "model")
+        with FakeServer() as fake:
+            fake.adapters, fake.refusal = adapters_of_server, refusal
+            engine = self.make_engine(actor, adapters, tmp_path / "model", url=fake.url)
+            with running(engine):
+                self.generate(engine, actor, prompts, adapters, 0.5)
+                self.generate(engine, actor, prompts, adapters, 0.25)
+                merged = read_tensors(engine.weights)
+        (record,) = caplog.records
+        assert re.search(f"adapters are merged into the weights: .*{reason}", record.message)
+        assert fake.loaded[-2:] == ["weights", "weights"] and not fake.adapters
+        assert "model" not in fake.requests[-1]
+        adapters = jax.tree.map(lambda x: x[0] + 0.25, adapters["layers"]["mlp"]["down_proj"])
+        kernel = actor.stacked["layers"]["mlp"]["down_proj"]["kernel"][0]
+        expected = lora.merge_kernel(kernel, adapters["lora_a"], adapters["lora_b"], LORA.scale)
+        sent = merged["model.layers.0.mlp.down_proj.weight"]
+        np.testing.assert_allclose(sent.T, expected, rtol=1e-6)
+
+    def test_a_model_for_which_vllm_has_no_adapters_is_started_again(
+        self, actor, folder, prompts, adapters, python, caplog
+    ):
+        program = Path(python).read_text()
+        refusal = 'case "$*" in *--enable-lora*) echo X does not support LoRA yet.; exit 1;; esac\n'
+        Path(python).write_text(program.replace("exec ", refusal + "exec "))
+        vllm = VLLM(python=python)
+        engine = self.make_engine(actor, adapters, folder, engine="vllm", vllm=vllm)
+        with running(engine):
+            self.generate(engine, actor, prompts, adapters)
+            log = engine.weights.with_name("vllm.log").read_text()
+        assert "it does not support LoRA" in caplog.text
+        assert log.count("started with") == 1 and "with adapters" not in log
+
+    @pytest.mark.parametrize(
+        ("rank", "arguments", "reason"),
+        [(513, "", "rank=513 is above .*512"), (2, "--no-enable-lora", "--no-enable-lora")],
+    )
+    def test_a_vllm_of_ours_is_asked_for_what_it_can_do(
+        self, actor, folder, python, adapters, caplog, rank, arguments, reason
+    ):
+        vllm = VLLM(python=python, arguments=arguments)
+        adapted = dataclasses.replace(LORA, rank=rank)
+        engine = self.make_engine(actor, adapters, folder, adapted, engine="vllm", vllm=vllm)
+        engine.start()
+        assert not engine.takes_adapters and re.search(reason, caplog.text)
+
+    def test_a_server_that_leaves_adapters_out_gets_merged_weights(
+        self, actor, folder, prompts, adapters, monkeypatch, caplog
+    ):
+        """Random adapters are tried first, as new ones would change nothing yet."""
+        with FakeServer() as fake:
+            fake.adapters = {}
+            engine = self.make_engine(actor, adapters, folder, url=fake.url)
+
+            def differ(params, probe):
+                """The server's log-probs are those without adapters of down_proj."""
+                q_proj = params["layers"]["attention"]["q_proj"]["lora_b"]
+                down_proj = params["layers"]["mlp"]["down_proj"]["lora_b"]
+                return [0.1 * (not q_proj.any()) + 0.2 * bool(down_proj.any()), 0.0]
+
+            monkeypatch.undo()
+            monkeypatch.setattr(engine, "_differences", differ)
+            monkeypatch.setattr(engine, "_compare", lambda params: None)
+            with running(engine):
+                self.generate(engine, actor, prompts, adapters)
+        assert "its log-probs are not those with adapters on down_proj" in caplog.text
+        assert fake.loaded[-1] == "weights"
 
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret"])

@@ -13,6 +13,8 @@ import pytest
 import tiny_actor
 from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
 from jax_ppo.models.hf import save
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
 from jax_ppo.sampler.engines.server import ServerEngine
@@ -36,9 +38,10 @@ ARGUMENTS = "--skip-tokenizer-init --enforce-eager --no-enable-chunked-prefill"
 SAMPLING = SamplingOptions(max_response_length=8, temperature=0.7, n=4, eos_ids=(2, 3, 4))
 
 
-def make_engine(actor, params, folder):
-    vllm = VLLM(python=PYTHON, arguments=ARGUMENTS)
-    options = RolloutOptions(engine="vllm", temperature=0.7, vllm=vllm)
+def make_engine(actor, params, folder, **options):
+    if not options:
+        options = {"engine": "vllm", "vllm": VLLM(python=PYTHON, arguments=ARGUMENTS)}
+    options = RolloutOptions(temperature=0.7, **options)
     return ServerEngine(MESH, actor, params, options, folder, 32)
 
 
@@ -82,3 +85,32 @@ def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path, chang
     assert changes or 1 < len(set(first.lengths.tolist()))
     for rollout in later:
         assert (rollout.responses == first.responses).all()
+
+
+def test_it_samples_with_the_newest_adapters(tmp_path):
+    """So does a server that runs already, which gets another base first."""
+    actor = tiny_actor.Actor(ARCHITECTURE)
+    save.export_checkpoint(actor.stacked, ARCHITECTURE, tmp_path / "model")
+    lora = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    adapted = Transformer(ARCHITECTURE, lora=lora)
+    new = init_adapters(ARCHITECTURE, lora, jax.random.key(1), "lm")
+    other = jax.tree.map(lambda x: x + 0.05, new)
+    params = [join_adapters(actor.stacked, adapters) for adapters in (new, other, new)]
+    engine = make_engine(adapted, params[0], tmp_path / "model")
+    with jax.set_mesh(MESH), running(engine):
+
+        def update_and_generate(engine, params):
+            engine.update_weights(params)
+            assert engine.takes_adapters
+            rollout = generate(engine)
+            assert difference(rollout, adapted, params) < 1e-3
+            return rollout
+
+        first, second, third = (update_and_generate(engine, each) for each in params)
+        assert (first.responses != second.responses).any()
+        assert (first.responses == third.responses).all()
+        base = jax.tree.map(lambda x: 0.9 * x, actor.stacked)
+        url = f"http://127.0.0.1:{engine._port}"
+        with running(make_engine(adapted, params[0], engine.folder, engine="openai", url=url)) as b:
+            for adapters in (other, new):
+                update_and_generate(b, join_adapters(base, adapters))
