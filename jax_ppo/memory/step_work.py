@@ -188,7 +188,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
         case "verification":
             return _verify(step)
         case "forward pass":
-            return _score(step, program.role) * passes
+            return _forward_pass(step, program.role) * passes
         case "elementwise":
             # A few passes over arrays of one number per token.
             return PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
@@ -196,7 +196,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             batches = step.packed.mini_batches[program.role]
             work = _update(step, step.role(program.role), batches, passes)
             for name in program.reads(step.step_options):
-                work += _score(step, name) * passes
+                work += _forward_pass(step, name) * passes
             return work
 
 
@@ -294,7 +294,7 @@ def _verify(step: AbstractStep) -> PhaseWork:
     )
 
 
-def _score(step: AbstractStep, name: str) -> PhaseWork:
+def _forward_pass(step: AbstractStep, name: str) -> PhaseWork:
     """Return the work of a role's forward pass over all packed rows."""
     role = step.role(name)
     packing, _ = step.packed.read_by(name)

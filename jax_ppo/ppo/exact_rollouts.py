@@ -52,7 +52,7 @@ def draw_exactly(
         with observer.phase("rollout"):
             lengths = sample_lengths(sampled.batch, rollout)
             packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
-        with observer.phase("score"):
+        with observer.phase("forward"):
             rollout, replaced, draws, changed = _draw_again(
                 parts, state, rollout, packed.forward, key
             )

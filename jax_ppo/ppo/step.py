@@ -90,7 +90,7 @@ def take_ppo_step(
 
     # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
-    with observer.phase("score"):
+    with observer.phase("forward"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
     # Sample the next step, or drafts for it, with the weights from before this step's update.
     # Validation forbids selecting samples by reward in such a run.
@@ -130,7 +130,7 @@ def take_ppo_step(
             options.update, nets, parts.total_steps, state, experience, packed.mini_batches
         )
     # The update is already dispatched, so waiting for the forward passes does not idle the mesh.
-    with observer.phase("score"):
+    with observer.phase("forward"):
         jax.block_until_ready(outputs)
     # On CPUs: the update needs the memory that rollout and forward passes have freed.
     release_freed_memory(state)

@@ -33,7 +33,7 @@ SPEED_COLUMNS = (
     console.Column(metric="tokens_per_second", width=7, format=",.0f", unit=" tok/s"),
 )
 # Phases in which the host does little but wait for the devices.
-WAITING_PHASES = ("rollout", "score", "update")
+WAITING_PHASES = ("rollout", "forward", "update")
 # A warning names a process that lags by more than this share of a step.
 MAX_STRAGGLER_SHARE = 0.1
 # Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
