@@ -21,6 +21,11 @@ def random_inputs(length, slow=1.0):
     return [x.astype(np.float32) for x in (q, k, v, decay, rate)]
 
 
+# One program each: eager operations compile one by one.
+run_chunks = jax.jit(delta_rule.delta_chunks)
+
+
+@jax.jit
 def run_tokens(inputs):
     """Return the outputs [B, T, H, V] and the states after each token [T, B, H, K, V]."""
 
@@ -31,6 +36,13 @@ def run_tokens(inputs):
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
     _, (out, states) = jax.lax.scan(step, jnp.zeros((B, H, K, V)), tokens)
     return jnp.moveaxis(out, 0, 1), states
+
+
+@jax.jit
+@jax.grad
+def sum_gradients(inputs):
+    """Return the gradients of the sum of all outputs."""
+    return delta_rule.delta_chunks(*inputs)[0].sum()
 
 
 def close(ours, expected, tolerance=2e-5):
@@ -51,7 +63,7 @@ def test_one_token_by_hand():
 def test_chunks_are_tokens_one_after_the_other(length):
     inputs = random_inputs(length)
     ends = np.array([length, length // 2])
-    out, state = jax.jit(delta_rule.delta_chunks)(*inputs, None, ends)
+    out, state = run_chunks(*inputs, None, ends)
     expected, states = run_tokens(inputs)
     close(out, expected)
     for row, end in enumerate(ends):
@@ -62,7 +74,7 @@ def test_without_decay_equal_keys_stay_exact():
     """Then the system of a chunk is as far from diagonal as it can be."""
     inputs = random_inputs(150, slow=0.0)
     inputs[1] = np.broadcast_to(inputs[1][:, :1], inputs[1].shape)
-    close(delta_rule.delta_chunks(*inputs)[0], run_tokens(inputs)[0])
+    close(run_chunks(*inputs)[0], run_tokens(inputs)[0])
 
 
 def test_segments_do_not_see_each_other():
@@ -70,8 +82,7 @@ def test_segments_do_not_see_each_other():
     borders = [0, 5, 6, 64, 100, 140]
     inputs = random_inputs(borders[-1])
     segments = np.repeat([4, 1, 2, 0, 3], np.diff(borders))
-    run = jax.jit(delta_rule.delta_chunks)
-    out, state = run(*inputs, np.stack([segments] * B), np.array([120, 64]))
+    out, state = run_chunks(*inputs, np.stack([segments] * B), np.array([120, 64]))
     for first, last in zip(borders, borders[1:], strict=False):
         alone, states = run_tokens([x[:, first:last] for x in inputs])
         close(out[:, first:last], alone)
@@ -95,8 +106,8 @@ def test_gradients_of_chunks_are_those_of_tokens():
 def test_no_decay_is_too_strong():
     """Even if exp(-decay) overflows, outputs and gradients are finite."""
     inputs = random_inputs(70, slow=90.0)
-    close(delta_rule.delta_chunks(*inputs)[0], run_tokens(inputs)[0])
-    gradients = jax.grad(lambda x: delta_rule.delta_chunks(*x)[0].sum())(inputs)
+    close(run_chunks(*inputs)[0], run_tokens(inputs)[0])
+    gradients = sum_gradients(inputs)
     assert all(np.isfinite(x).all() for x in gradients)
 
 
@@ -106,8 +117,8 @@ def test_a_strong_decay_does_not_round_the_weak_ones_after_it(strong):
     inputs = random_inputs(150, slow=0.01)
     inputs[3][:, ::7] = -strong
     segments = np.stack([np.repeat([1, 2], [70, 80])] * B)
-    out, _ = jax.jit(delta_rule.delta_chunks)(*inputs, segments)
+    out, _ = run_chunks(*inputs, segments)
     for part in (slice(70), slice(70, None)):
         close(out[:, part], run_tokens([x[:, part] for x in inputs])[0])
-    gradients = jax.grad(lambda x: delta_rule.delta_chunks(*x)[0].sum())(inputs)
+    gradients = sum_gradients(inputs)
     assert all(np.isfinite(x).all() for x in gradients)

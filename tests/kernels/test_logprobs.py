@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -308,12 +309,14 @@ def test_tokens_that_were_not_kept_have_no_probability_and_no_gradient(rng):
     kept = np.packbits(is_kept, axis=-1, bitorder="little")
     mask = np.ones((2, 5), bool)
 
+    @functools.partial(jax.jit, static_argnames="cap")
     def ours(hidden, unembedding, cap):
         logprobs, entropy = kernel.token_logprobs(
             hidden, unembedding, targets, mask, 0.7, 3, logit_softcap=cap, kept_GxNxW=kept
         )
         return jnp.stack([logprobs, entropy])
 
+    @functools.partial(jax.jit, static_argnames="cap")
     def definition(hidden, unembedding, cap):
         logits = hidden @ unembedding.T
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -330,7 +333,7 @@ def test_tokens_that_were_not_kept_have_no_probability_and_no_gradient(rng):
             ours(hidden, unembedding, cap), definition(hidden, unembedding, cap), atol=1e-5
         )
         gradients, expected = (
-            jax.grad(lambda h, w, f=f, cap=cap: jnp.sum(slope * f(h, w, cap)), (0, 1))(
+            jax.jit(jax.grad(lambda h, w, f=f, cap=cap: jnp.sum(slope * f(h, w, cap)), (0, 1)))(
                 hidden, unembedding
             )
             for f in (ours, definition)

@@ -26,6 +26,11 @@ TOKENS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def actor(shallow_actor):
+    return shallow_actor
+
+
 def text_of(tokens):
     return b"".join(TOKENS[token] for token in tokens if token < len(TOKENS)).decode()
 

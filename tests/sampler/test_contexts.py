@@ -15,12 +15,14 @@ from jax_ppo.ppo.forward_passes import join_sequences
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training import forward, packing
 from jax_ppo.types import Example, Prompts
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
+from tiny_actor import ARCHITECTURE as TWO_LAYERS
+from tiny_actor import Actor, make_prompts
 
 T = 32
 LENGTHS = (5, 9, 1)
+ARCHITECTURE = dataclasses.replace(TWO_LAYERS, num_layers=1)  # compiles sooner
 HYBRID = dataclasses.replace(
-    ARCHITECTURE,
+    TWO_LAYERS,
     family="qwen3_5_text",
     block="delta",
     linear_layers=(True, False),

@@ -23,6 +23,11 @@ LENGTH = 5  # tokens of a call
 
 
 @pytest.fixture(scope="module")
+def actor(shallow_actor):
+    return shallow_actor
+
+
+@pytest.fixture(scope="module")
 def continuation(actor):
     options = SamplingOptions(T, 1.0, eos_ids=EOS, slots=3, stage_length=LENGTH)
     return continuation_program(actor.decoded, options)
@@ -63,7 +68,7 @@ def test_with_unchanged_weights_the_tokens_are_those_of_one_rollout(actor, conti
 def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(
     actor, continuation, begun
 ):
-    newer = Actor()
+    newer = Actor(actor.scored.architecture)
     newer.stacked, newer.params = newer.init(jax.random.key(1))
     rollout, draws = continuation(actor.params, *begun, 4)
     rollout = dataclasses.replace(rollout, slot_steps=None)

@@ -63,6 +63,11 @@ class Expected(NamedTuple):
     finished: bool
 
 
+@pytest.fixture(scope="module")
+def actor(shallow_actor):
+    return shallow_actor
+
+
 def talk(actor, prompt, row, sample, max_turns, max_turn_length):
     """Return the dialogue that follows a prompt, drawn with one forward pass per token."""
     keys = sampling.sample_keys(jax.random.key(0), jnp.array([sample]))

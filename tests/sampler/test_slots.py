@@ -23,6 +23,11 @@ LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)
 
 
+@pytest.fixture(scope="module")
+def actor(shallow_actor):
+    return shallow_actor
+
+
 def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     """Return a rollout whose slots narrow down to `~least`."""
     monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)

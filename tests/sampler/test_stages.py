@@ -20,6 +20,11 @@ LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)
 
 
+@pytest.fixture(scope="module")
+def actor(shallow_actor):
+    return shallow_actor
+
+
 @pytest.mark.parametrize(
     ("length", "longest", "limits"),
     [
