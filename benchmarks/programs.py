@@ -376,15 +376,19 @@ class Step:
             truncated=experience.sequences.truncated,
             action_mask=~experience.sequences.action_mask,  # the placeholder is all False
         )
-        experience = dataclasses.replace(experience, sequences=full)
+        experience = dataclasses.replace(
+            experience, sequences=full, sample_mask=~experience.sample_mask
+        )
         batches = self.packed(np.full(self.samples, self.prompt + self.response))
         state = self.random_state()
         taken = []
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
-                state, _ = jax.block_until_ready(self.run_update(state, experience, batches))
+                state, metrics = jax.block_until_ready(self.run_update(state, experience, batches))
                 taken.append(time.perf_counter() - start)
+                # Without a sample to learn from, the update skips its passes.
+                assert not np.isnan(metrics["actor/grad_norm"]), "nothing was measured"
         return statistics.median(taken[1:])
 
     def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
