@@ -9,8 +9,8 @@ critic are trained; for adapters on both add
     --config.model.lora.rank=16 --config.actor.optim.lr=2e-4 --config.critic.optim.lr=1e-3
 
 Expect greedy accuracy on held-out sums to rise from 0.06 to between 0.55 and 0.77, within 15
-minutes on 2 cores and in 7.7 GiB; with adapters to 0.66 in 7 minutes and 3.2 GiB.
-docs/results.md has the runs.
+minutes on 2 cores; with adapters to 0.66 in 7 minutes. docs/results.md has the runs, and
+docs/scaling.md the memory.
 """
 
 from ml_collections import ConfigDict

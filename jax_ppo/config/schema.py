@@ -449,7 +449,7 @@ class Actor:
         unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
-        "short ones, and at most 8,192 tokens",
+        "short or few ones, and at most 8,192 tokens",
         unit="rows", at_least=1, read_by=MODELS)
     ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
         read_by=PPO)

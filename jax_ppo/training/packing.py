@@ -28,15 +28,20 @@ def rows_per_micro_batch(
     """Return the number of rows R of a micro-batch over all devices.
 
     Without `per_device` a device takes a sixteenth of its samples, since the last micro-batch is
-    half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, since small
-    matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the
-    weights (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens,
-    so that it does so rarely (`has_fixed_cost`). The mesh splits the rows, of L tokens, into
-    `shards` parts; R is a multiple of it.
+    half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, and up to half
+    if that is at most half as many, since small matrix products are slow and each micro-batch reads
+    all weights; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the weights
+    (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens, so that
+    it does so rarely (`has_fixed_cost`). The mesh splits the rows, of L tokens, into `shards`
+    parts; R is a multiple of it.
     """
     max_rows = -(-samples // shards)
     worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if has_fixed_cost else MIN_MICRO_BATCH_TOKENS
-    default = max(max_rows // 16, min(max_rows // 4, worthwhile_tokens // row_length))
+    default = max(
+        max_rows // 16,
+        min(max_rows // 4, worthwhile_tokens // row_length),
+        min(max_rows // 2, MIN_MICRO_BATCH_TOKENS // 2 // row_length),
+    )
     default = max(1, min(default, MAX_MICRO_BATCH_TOKENS // row_length))
     return shards * min(per_device or default, max_rows)
 

@@ -152,7 +152,8 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
     ]
     assert not any(cut) and sequences.tokens.shape == (8, 128)
     if not mesh:  # several inputs in one row
-        assert packed.sample.shape == (4, 2, 128) and int(count) < 4
+        assert packed.sample.shape == (2, 4, 128)
+        assert 0 < (packed.sample >= 0).any(axis=-1).sum() < 8
 
 
 def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
@@ -245,13 +246,13 @@ def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
 
 def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
     whole, *_ = score_answers(encoder, decoder, actors)
-    for changes in ({"reward__micro_batch_size_per_device": 4}, {"packing__enabled": False}):
+    for changes in ({"reward__micro_batch_size_per_device": 2}, {"packing__enabled": False}):
         ours, (_, packed, count), *_ = score_answers(encoder, decoder, actors, **changes)
         np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
         assert packed.sample.shape[1] == (
-            4 if "reward__micro_batch_size_per_device" in changes else 2
+            2 if "reward__micro_batch_size_per_device" in changes else 4
         )
-    assert int(count) == 4  # one row each
+    assert int(count) == 2  # one row each
 
 
 def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):

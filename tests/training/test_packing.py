@@ -51,9 +51,14 @@ def test_rows_at_once():
     # A sixteenth of the samples.
     assert packing.rows_per_micro_batch(None, 1024, samples=32, shards=1) == 2
     assert packing.rows_per_micro_batch(None, 1024, samples=4, shards=1) == 1
-    assert packing.rows_per_micro_batch(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
-    # A quarter of the samples.
-    assert packing.rows_per_micro_batch(None, 16, samples=48, shards=1) == 12
+    # A quarter of the samples: at most 1,024 tokens.
+    assert packing.rows_per_micro_batch(None, 128, samples=32, shards=1) == 8
+    assert packing.rows_per_micro_batch(None, 144, samples=32, shards=1) == 7
+    # Half of the samples: at most 512 tokens.
+    assert packing.rows_per_micro_batch(None, 128, samples=8, shards=1) == 4
+    assert packing.rows_per_micro_batch(None, 128, samples=12, shards=1) == 4
+    assert packing.rows_per_micro_batch(None, 16, samples=48, shards=1) == 24
+    assert packing.rows_per_micro_batch(None, 512, samples=8, shards=1) == 2
     assert packing.rows_per_micro_batch(8, 1024, samples=4, shards=1) == 4
     assert packing.rows_per_micro_batch(3, 1024, samples=64, shards=4) == 12
     assert packing.rows_per_micro_batch(None, 100_000, samples=64, shards=2) == 2
