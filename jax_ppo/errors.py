@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 # Longer messages, which quote a long input, are cut in the middle.
 LONGEST_MESSAGE = 2000
-
-# Outputs whose reader has gone, until a run reports it.
-closed_outputs: list[str] = []
+closed_outputs: list[str] = []  # outputs whose reader has gone, until a run reports it
 
 
 class UserError(ValueError):

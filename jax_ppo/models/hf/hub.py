@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.files import gguf_error
-from jax_ppo.storage import downloads, hub, remote
+from jax_ppo.storage import downloads, hub, remote, staging
 from jax_ppo.storage.paths import expand_local_path
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -83,12 +83,14 @@ def resolve_model_folder(
 
 
 def _refuse_run(folder: Path, setting: str) -> None:
-    """Raise `UserError` for the work directory of a run, whose models are in folders of it."""
-    if not (folder / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
+    """Raise `UserError` for the work directory of a run, or a checkpoint in it: no models."""
+    run = folder.parents[1] if folder.parent.name == staging.CHECKPOINTS else folder
+    if not (run / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
         return
-    models = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+    models = sorted(str(file.parent) for file in run.glob("*/config.json"))
     remedy = f"a model of it is {', '.join(models)}" if models else "it has exported no model"
-    raise UserError(f"{setting}: is the work directory of a run; {remedy}")
+    kind = "the work directory" if run == folder else "a checkpoint"
+    raise UserError(f"{setting}: is {kind} of a run; {remedy}")
 
 
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:

@@ -233,3 +233,6 @@ def test_the_work_directory_of_a_run_names_its_models(tmp_path):
     (tmp_path / "actor" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=f"run; a model of it is {tmp_path}/actor$"):
         resolve_model_folder(str(tmp_path), "config.critic.path")
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"is a checkpoint of a run; a model of it is {tmp_path}/a"):
+        resolve_model_folder(str(tmp_path / "checkpoints" / "3"), "config.model.path")
