@@ -107,12 +107,13 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
 def _read_calls(calls: Any, location: str, name: str) -> list[dict[str, Any]]:
     """Return calls of tools as templates read them: they would quote arguments that are text."""
     calls = from_json(calls)
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    if not is_list or not all(isinstance(call.get("function", call), dict) for call in calls):
         raise UserError(
             f"{location}: tool_calls of {name} must be a list of objects, got {quote_cell(calls)}"
         )
     for call in calls:
-        function = call["function"] if isinstance(call.get("function"), dict) else call
+        function = call.get("function", call)
         arguments = from_json(function.get("arguments"))
         if isinstance(arguments, dict):
             function["arguments"] = arguments
@@ -176,9 +177,8 @@ def response_text(message: dict[str, Any], location: str, name: str, is_learned:
     """Return the content of the assistant's message, all that it says if that `is_learned`."""
     if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
         raise UserError(
-            f"{location}: the last message of {name} has {beside[0]} besides its content, which "
-            "would not be learned; write it into the content, as the model shall write it, or name "
-            "a column of responses with config.supervised.response_key"
+            f"{location}: the last message of {name} has {beside[0]} besides its content, which is "
+            "not learned; write it into that, or set config.supervised.response_key to a column"
         )
     return str(message["content"])
 

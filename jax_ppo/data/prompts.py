@@ -185,14 +185,16 @@ def _render_example(
             f"{location}: the prompt cannot be encoded "
             f"(config.data.chat_template={chat_template}): {error}"
         ) from error
-    # Of what tools and assistants said before, templates may write another form or nothing.
     for message in () if isinstance(example.prompt, str) else example.prompt:
-        is_rewritten = message["role"] in ("assistant", "tool", "function", "ipython")
-        if not is_rewritten and message["content"].strip() not in text:
+        # Of what tools and assistants said before, templates may write another form.
+        calls: Any = message.get("tool_calls", [])
+        said = [call.get("function", call).get("name", "") for call in calls]
+        if message["role"] not in ("assistant", "tool", "function", "ipython"):
+            said = [message["content"].strip()]
+        if not all(part in text for part in said):
             raise UserError(
-                f"{location}: the chat template leaves out the message of the role "
-                f"{message['role']!r}, {shorten(message['content'])!r}; give it a role that the "
-                "template renders, or set config.data.chat_template=False"
+                f"{location}: the prompt lacks a message of the role {message['role']!r}, "
+                f"{shorten(str(said))}; write it in a form that the chat template renders"
             )
     return text, special
 

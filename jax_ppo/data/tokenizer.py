@@ -280,7 +280,6 @@ def _render_response(
     opened = _OPENED_TAG.search(text)
     if opened and response.lstrip().startswith(opened[1]):
         response = response.lstrip().removeprefix(opened[1]).lstrip()
-    # Templates change white space.
     is_kept = "".join(response.split()) in "".join(whole[len(text) :].split())
     if whole.startswith(text) and is_kept:
         return whole[len(text) :]
@@ -311,6 +310,8 @@ def render_prompt(
     if isinstance(prompt, str):
         return prompt, True
     if chat_template is not False and tokenizer.chat_template:
+        if is_prefilled(prompt) and len(prompt) > 1 and not prompt[-1]["content"].strip():
+            return render_prompt(tokenizer, prompt[:-1], chat_template, tools)  # nothing is begun
         kind = "continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"
         text = _apply_template(tokenizer, prompt, chat_template, tools, **{kind: True})
         if is_prefilled(prompt):

@@ -130,7 +130,6 @@ def _perfect_box(ground_truth: str) -> str:
 
 _NO_ANSWERS = ("proof", "notfound", "n/a")  # what data sets write where there is none
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_PROSE = 12  # words; nobody repeats as many exactly
 
 
 def _box_obstacle(ground_truth: Any) -> str:
@@ -138,7 +137,7 @@ def _box_obstacle(ground_truth: Any) -> str:
     for answer in () if obstacle else math_rules.right_answers(ground_truth):
         if math_rules.last_boxed(f"\\boxed{{{answer}}}") != answer.strip():
             return "has braces that do not match"
-        if answer.lower() in _NO_ANSWERS or len(_WORD.findall(answer)) >= _PROSE:
+        if answer.lower() in _NO_ANSWERS or len(_WORD.findall(answer)) > 11:  # prose
             return "is no answer that a box can hold"
     return obstacle
 

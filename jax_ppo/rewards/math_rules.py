@@ -146,11 +146,9 @@ def answers_agree(answer: str, ground_truth: str) -> bool:
     text = _strip_layout(answer)
     if not text or len(text) > MAX_ANSWER:
         return False
-    if text == _strip_layout(ground_truth):
-        return True
     number = _parse_quantity(answer)
     is_same_number = number is not None and number == _parse_quantity(ground_truth)
-    return is_same_number or _are_equal(answer, ground_truth)
+    return text == _strip_layout(ground_truth) or is_same_number or _are_equal(answer, ground_truth)
 
 
 def _strip_layout(answer: str) -> str:

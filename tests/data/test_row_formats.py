@@ -400,7 +400,7 @@ def test_tools_are_read_and_calls_need_no_content(wrap):
             said = parse_row({"prompt": [call | {"tool_calls": written}, user("x")]}, "here")
             (read,) = said.prompt[0]["tool_calls"]
             assert read.get("function", read)["arguments"] == {"a": 1}
-    for broken in ("add", [1], {"name": "add"}):
+    for broken in ("add", [1], {"name": "add"}, [{"function": "add"}]):
         with pytest.raises(UserError, match="tool_calls of prompt must be a list of objects"):
             parse_row({"prompt": [call | {"tool_calls": broken}]}, "here")
     with pytest.raises(UserError, match="here: tools must be a list of objects, got 'add'"):

@@ -165,6 +165,8 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(with_specials):
     assert render_prompt(made, begun, True) == (text, False)
     assert render_prompt(made, begun, False) == ("Tom\n<think>\nThree and\n", True)
     assert made.decode(encode_responses(made, begun, ["two"])[0]) == "two<|im_end|>"
+    empty = (*ASKED, {"role": "assistant", "content": ""})
+    assert render_prompt(made, empty, True) == render_prompt(made, ASKED, True)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +251,15 @@ def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
     user = {"role": "user", "content": " Tom\n"}
     tokenize_prompts([Example((user,), "x")], with_specials, PromptEncoding(max_prompt_length=64))
     rows = [Example(({"role": "developer", "content": "Be brief."}, user), "x")]
-    with pytest.raises(UserError, match="example 1: the chat template leaves out .*'developer'"):
+    with pytest.raises(UserError, match="example 1: the prompt lacks a message of .*'developer'"):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     tokenize_prompts(rows, with_specials, PromptEncoding(64, chat_template=False))
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    rows = [Example((user, called, {"role": "tool", "content": "4"}), "x")]
+    with pytest.raises(UserError, match=r"lacks a message .*'assistant', \['add'\]"):
+        tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
+    with_specials.chat_template = "{{ messages[1].tool_calls }}" + with_specials.chat_template
+    tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
