@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
 from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
-from jax_ppo.config.schema import Config, all_options, options_by_name
+from jax_ppo.config.schema import PPO, Config, all_options, options_by_name, replace_options
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 
@@ -137,6 +137,9 @@ def from_config_dict(
     if command == "critic":
         frozen = _train_critic_alone(frozen)
     validation.validate_config(frozen, command)
+    if command not in PPO:
+        # Nothing else decodes while it learns.
+        frozen = replace_options(frozen, {"rollout.mesh.devices": 0})
     return frozen
 
 

@@ -125,16 +125,22 @@ SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
 HAS_ROLLOUT_MESH = is_set("rollout.mesh.model",
     "decoding uses config.mesh; set config.rollout.mesh.model")
+DECODES_ON_DEVICES = option_is("rollout.engine", "built-in",
+    "config.rollout.engine={config.rollout.engine!r} decodes elsewhere; use the built-in engine")
+SAMPLES_AHEAD = Condition(lambda c: c.rollout.max_staleness > 0,
+    "`rollout.max_staleness` is at least 1",
+    "these devices would decode nothing while the others learn; set config.rollout.max_staleness "
+    "to 1 or more")
 USES_REFERENCE = option_is("algorithm.use_reference", True,
     "needs the reference; set config.algorithm.use_reference=True")
 USES_KL_COEFFICIENT = option_is("algorithm.use_kl_in_reward", True,
     "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True")
 HAS_DATA_AXIS_ALONE = Condition(
-    lambda c: c.rollout.mesh.model is None and all(
+    lambda c: c.rollout.mesh.model is None and not c.rollout.mesh.devices and all(
         getattr(c.mesh, axis) == 1 for axis in ("fsdp", "model", "stage", "context", "expert")),
     "`mesh.data` is the only axis, also of decoding",
     "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "
-    "expert at 1, and config.rollout.mesh.model unset")
+    "expert at 1, config.rollout.mesh.devices at 0, and config.rollout.mesh.model unset")
 SUMS_GRADIENTS_IN_FLOAT32 = Condition(
     lambda c: "bfloat16" not in (
         c.actor.optim.gradient_dtype, c.critic.optim.gradient_dtype),
@@ -728,14 +734,19 @@ class EvaluationSampling(Sampling):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMesh:
-    """The mesh for decoding, over the devices of `mesh`.
+    """The mesh for decoding, over the devices of `mesh`, or over others.
 
     It has no fsdp axis: decoding reads every weight for each token.
     """
 
     model: int | None = option(None,
-        "devices that split each matrix while decoding; unset: decoding uses `mesh`",
+        "devices that split each matrix while decoding; unset: decoding uses `mesh`, or 1 with "
+        "`rollout.mesh.devices`",
         unit="devices", at_least=1)
+    devices: int = option(0,
+        "devices that only decode, while the others, which `mesh` has, learn "
+        "(docs/scaling.md#devices-that-only-decode); 0: decoding uses the devices of `mesh`",
+        unit="devices", at_least=0, requires=(DECODES_ON_DEVICES, SAMPLES_AHEAD), read_by=PPO)
     data: int = option(-1,
         "groups of devices with a copy of the weights each; -1: as many as there are devices for",
         unit="groups", at_least=-1, requires=(HAS_ROLLOUT_MESH,))

@@ -90,6 +90,11 @@ class AbstractStep(ProgramInputs):
         return Role(role.model(self.nets), params, trained=own, has_logits=role.has_logits)
 
     @property
+    def is_separate(self) -> bool:
+        """Return whether the devices that decode do nothing else."""
+        return not meshes.shares_devices(self.mesh, self.rollout_mesh)
+
+    @property
     def queue(self) -> int:
         """Return the number of samples in the queue of each shard of rows."""
         prompts = self.prompts.tokens.shape[0]

@@ -137,6 +137,9 @@ def _measure_phase(
     if find_step_program(name).kind != "resharding":
         batch += program.new_result_bytes
     resident = resident_memory(step, name)
+    if step.is_separate and find_step_program(name).kind != "resharding":
+        # Sampling gets other shapes of the copy than the programs that make it returned.
+        batch -= resident.decoding_copy
     # The compiler may share the memory of these with what is needed before or after.
     gradients = min(resident.gradients, program.temporary_bytes)
     cache = min(resident.cache, program.temporary_bytes - gradients)

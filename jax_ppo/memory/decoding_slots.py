@@ -42,7 +42,9 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
     if limit is None:
         return FALLBACK_SLOTS
     least = run.measure()
-    resident = least.parameters + least.optimizer + least.frozen + least.decoding
+    resident = least.separate or (
+        least.parameters + least.optimizer + least.frozen + least.decoding
+    )
     prompts = config.data.train_batch_size
     if config.rollout.max_staleness > 1:
         prompts *= BATCHES_IN_POOL

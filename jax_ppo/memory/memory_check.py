@@ -21,7 +21,7 @@ from jax_ppo.ppo.programs import StepProgram
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.devices import bytes_per_device, read_memory_limit
-from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.sampler.decoding_weights import largest_part_bytes, shape_decoding_weights
 from jax_ppo.supervised.step import trained_shapes
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import find_role, read_networks
@@ -41,14 +41,16 @@ class LeastMemory:
     optimizer: int  # optimizer states, likewise
     frozen: int = 0  # reference, base of adapters and reward model, likewise
     gradients: int  # of the phase that needs more; clipping needs a whole gradient at once
-    decoding: int = 0  # the built-in engine's copy of the actor's weights
+    # The built-in engine's copy of the actor's weights, or its largest part on the way to others.
+    decoding: int = 0
+    separate: int = 0  # the whole copy, on each device that only decodes
     fetched: int = 0  # what that phase copies from the host's memory
 
     @property
     def peak(self) -> int:
         """Return the bytes of the larger phase; gradients and the decoding copy do not coincide."""
         resident = self.parameters + self.optimizer + self.frozen
-        return resident + max(self.gradients + self.fetched, self.decoding)
+        return max(resident + max(self.gradients + self.fetched, self.decoding), self.separate)
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self)
@@ -68,11 +70,13 @@ class PPOMemory:
         """Return the bytes on each device that the persistent arrays of the run take."""
         config, nets, mesh = self.config, self.nets, self.mesh
         state = StateBuilder.from_config(config, nets, mesh).shapes()
-        decoding = 0
+        decoding = separate = 0
         if config.rollout.engine == "built-in":
             rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
             weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
             decoding = bytes_per_device(weights)
+            if not meshes.shares_devices(mesh, rollout_mesh):
+                decoding, separate = largest_part_bytes(weights), decoding
         step_options = StepOptions.from_config(config)
         phases = []
         for program in programs.PROGRAMS:
@@ -90,6 +94,7 @@ class PPOMemory:
             frozen=_resident_bytes(state.without_trained().models),
             gradients=largest_gradients,
             decoding=decoding,
+            separate=separate,
             fetched=largest_fetched,
         )
 

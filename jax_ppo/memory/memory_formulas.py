@@ -72,6 +72,8 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     least, program = step.least, find_step_program(name)
     fetched = fetched_memory(program, step.step_options, step.state)
     decodes = program.kind in ("sampling", "verification")
+    if decodes and step.is_separate:
+        return PhaseMemory(decoding_copy=least.separate, cache=step.cache_bytes)
     gradients = 0
     if program.kind == "update":
         gradients = bytes_per_device(step.role(program.role).trained)
@@ -167,7 +169,8 @@ def _resharding_temporaries(step: AbstractStep) -> int:
     # embedding, which it transposes, and three copies if devices also divide the result.
     tables = [x for name, x in step.decoding_weights.items() if not name.startswith("layer_")]
     table = max(bytes_per_device(x) for x in tables)
-    return table if step.rollout_mesh == step.mesh else 3 * table
+    is_divided = step.rollout_mesh != step.mesh and not step.is_separate
+    return 3 * table if is_divided else table
 
 
 def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:

@@ -125,9 +125,11 @@ class PossibleChanges:
                 {"mesh.fsdp": 1, "mesh.context": split.fsdp}
             )
             yield f"config.mesh.data=1 with {context}", parted
+        separate = self.config.rollout.mesh.devices
         for size in _MODEL_PARALLELISM:
-            if self.mesh.size % size == 0:
-                decoding = replace_options(whole, {"rollout.mesh": RolloutMesh(model=size)})
+            if (separate or self.mesh.size) % size == 0:
+                shape = RolloutMesh(model=size, devices=separate)
+                decoding = replace_options(whole, {"rollout.mesh": shape})
                 yield f"{words} and config.rollout.mesh.model={size}", decoding
 
     def _use_host_memory(self) -> Iterator[Change]:

@@ -45,6 +45,7 @@ class StepPlan:
     topology: Topology
     mesh: dict[str, int]  # size of each mesh axis
     rollout_mesh: dict[str, int]  # size of each axis of the mesh for decoding
+    decoding_devices: int  # devices that only decode
     available: float | None  # bytes per device; `None` if unknown
     is_compiled: bool  # the machine's own compiler measured the temporaries
     source: str  # origin of the temporaries, for the user
@@ -71,9 +72,15 @@ class StepPlan:
 
     @property
     def seconds(self) -> float | None:
-        """Return the predicted seconds of all phases together; `None` if one is unknown."""
-        known = [phase.seconds for phase in self.phases if phase.seconds is not None]
-        return sum(known) if len(known) == len(self.phases) else None
+        """Return the predicted seconds of all phases together; `None` if one is unknown.
+
+        Devices that only decode sample while the others do the rest.
+        """
+        known = {phase.name: phase.seconds for phase in self.phases if phase.seconds is not None}
+        if len(known) < len(self.phases):
+            return None
+        beside = known.pop("sample", 0.0) if self.decoding_devices else 0.0
+        return max(beside, sum(known.values()))
 
     def _per_second(self, tokens: int) -> float | None:
         return tokens / self.seconds if self.seconds else None
@@ -85,6 +92,7 @@ class StepPlan:
             "devices": self.topology.num_devices,
             "mesh": self.mesh,
             "rollout_mesh": self.rollout_mesh,
+            "decoding_devices": self.decoding_devices,
             "available": self.available,
             "peak": self.peak,
             "estimated_peak": self.estimated_peak,
@@ -127,7 +135,8 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     config = dataclasses.replace(config, model=resolve_dtype(config.model, platform))
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
-    mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
+    separate = config.rollout.mesh.devices
+    mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology), decoding=separate)
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh)
@@ -154,6 +163,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             topology=topology,
             mesh=dict(mesh.shape),
             rollout_mesh=dict(step.rollout_mesh.shape),
+            decoding_devices=separate,
             available=topology.available_bytes,
             is_compiled=devices is not None,
             source=" ".join(source.split()),
@@ -222,8 +232,9 @@ def format_plan(plan: StepPlan) -> str:
 
 def _heading(plan: StepPlan) -> str:
     shape = _mesh_text(plan.mesh)
-    if plan.rollout_mesh != plan.mesh:
-        shape += f", decoding on {_mesh_text(plan.rollout_mesh)}"
+    if plan.rollout_mesh != plan.mesh or plan.decoding_devices:
+        others = f"{plan.decoding_devices} other devices, " if plan.decoding_devices else ""
+        shape += f", decoding on {others}{_mesh_text(plan.rollout_mesh)}"
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
     if _counts_process(plan):
         lines.append("programs that run at the same time count each other's gradients as temporary")

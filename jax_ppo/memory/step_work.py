@@ -221,11 +221,15 @@ def predict_seconds(
 
 
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
-    weights = bytes_per_device(step.decoding_weights)
+    weights, sent = bytes_per_device(step.decoding_weights), 0
+    if step.is_separate:
+        # Each device that learns gathers the whole copy; one of them sends the others their parts.
+        sent = weights * step.rollout_mesh.size
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.decoding_weights))
     received = weights * received_share(step.decoding_weights, step.mesh)
     return PhaseWork(
         memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
-        link_bytes=received,
+        link_bytes=received + sent,
         row_bytes=received,
     )
 
@@ -263,7 +267,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
         flops -= count_forward_flops(architecture, np.full(samples, prompt + start))
         tokens = prompts * (prompt + start) / meshes.row_shards(mesh) + steps * width
         total += PhaseWork(
-            flops=flops / step.mesh.size,
+            flops=flops / step.rollout_mesh.size,
             # Each step reads all weights and the whole cache; cuDNN reads only its used part.
             memory_bytes=steps * float(weights + step.cache_bytes),
             link_bytes=(
@@ -286,7 +290,7 @@ def _verify(step: AbstractStep) -> PhaseWork:
     weights = bytes_per_device(whole_read_params(step.decoding_weights))
     exchanged = exchanged_bytes(architecture, tokens, role.itemsize, step.rollout_mesh)
     return PhaseWork(
-        flops=flops / step.mesh.size,
+        flops=flops / step.rollout_mesh.size,
         # Each group of drafts reads all weights.
         memory_bytes=weights * -(-tokens // PREFILL_TOKENS),
         link_bytes=exchanged

@@ -13,6 +13,7 @@ no response is ever dropped.
 
 import functools
 from collections.abc import Generator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ from jax_ppo.ppo.step_parts import (
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
-from jax_ppo.sampler.other_mesh import ContinuingEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -104,10 +106,17 @@ def sample_partial_batch(
         drawn = placement.to_host(rollout.lengths).sum() - drawn_before
         rows = rows_of_groups(places, n)
         selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
+        left = pool.prompts.copy()
+        left[places] = EMPTY
+        continue_others = functools.partial(
+            _continue_pool, engine, rollout, draws, version, parts.sampling, left
+        )
         # The host does not wait for this stage: rewards are computed while the others draw it.
-        rollout, draws, _ = engine.continue_responses(rollout, draws, version, parts.sampling)
-    left = pool.prompts.copy()
-    left[places] = EMPTY
+        others: ResponsePool | Future[ResponsePool]
+        if isinstance(engine, SeparateEngine):
+            others = engine.decode_ahead(continue_others)
+        else:
+            others = continue_others()
     leaving = pool.prompts[places]
     offsets = np.arange(len(rows)) % n
     return SampledBatch(
@@ -119,8 +128,20 @@ def sample_partial_batch(
             "step": np.repeat(leaving[:, 1], n),
             "sample": np.repeat(leaving[:, 2], n) + offsets,
         },
-        pool=ResponsePool(rollout, draws, left),
+        pool=others,
     )
+
+
+def _continue_pool(
+    engine: ContinuingEngine,
+    rollout: Rollout,
+    draws: DrawStates,
+    version: jax.Array,
+    options: SamplingOptions,
+    prompts: np.ndarray,
+) -> ResponsePool:
+    """Return the pool of these prompts after a further stage of its responses."""
+    return ResponsePool(*engine.continue_responses(rollout, draws, version, options)[:2], prompts)
 
 
 def _fill(

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.other_mesh import ContinuingEngine
+from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
@@ -73,6 +74,32 @@ def sample_batch(
                 greedy_sampling(parts.sampling),
             )
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
+
+
+def sample_beside_update(
+    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
+) -> Future[SampledBatch]:
+    """Start sampling the responses of the step after this one on devices that only decode.
+
+    They sample what `sample_batch` would with the same state, while the others finish this step.
+    """
+    engine = parts.engine
+    assert isinstance(engine, SeparateEngine), "the options say so"
+    batch = next(batches)
+    position = batches.position
+    prompts = parts.place_prompts(batch.prompts)
+    key = parts.sample_keys(training_stream(0), step + 1)
+    params = parts.policy_params(state)
+    with observer.phase("update"):
+        jax.block_until_ready(params)
+    with observer.phase("rollout"):
+        engine.update_weights(params)
+
+    def sample() -> SampledBatch:
+        rollout = engine.generate(prompts, key, parts.sampling)
+        return SampledBatch(batch=batch, rollout=rollout, position=position, weights_step=step)
+
+    return engine.decode_ahead(sample)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,11 @@ from jax_ppo.config.parsing import parse_logit_bias, parse_strings
 from jax_ppo.config.schema import RolloutOptions, Sampling
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import meshes
+from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
-from jax_ppo.sampler.other_mesh import OtherMeshEngine
+from jax_ppo.sampler.other_mesh import OtherMeshEngine, SeparateEngine
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.types import Params
 
@@ -28,6 +30,9 @@ def make_engine(
     `params` has the shapes of the parameters that it samples with, which `update_weights` brings;
     `mesh` is the run's, `rollout_mesh` the one to decode on.
     """
+    if not meshes.shares_devices(mesh, rollout_mesh):
+        built_in = BuiltInEngine(rollout_mesh, actor, params, trained_on=mesh)
+        return SeparateEngine(built_in, mesh=rollout_mesh, run_mesh=mesh)
     engine = engine_class(mesh=rollout_mesh, actor=actor, params=params)
     if rollout_mesh == mesh:
         return engine

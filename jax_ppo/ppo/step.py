@@ -21,19 +21,23 @@ from jax_ppo.ppo.response_sampling import (
     complete_drafted_batch,
     observe_solve_rates,
     sample_batch,
+    sample_beside_update,
     sample_selected_batch,
     take_given_batch,
 )
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.step_parts import (
+    CarriedOver,
     ResponsePool,
     SampledBatch,
     StepObserver,
     StepParts,
     TrainingBatches,
+    wait_for,
 )
 from jax_ppo.ppo.update import update_state
 from jax_ppo.runtime.devices import release_freed_memory
+from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience
 
@@ -53,7 +57,7 @@ class StepResult(NamedTuple):
     """
 
     sampled: SampledBatch
-    next_sampled: SampledBatch | ResponsePool | None
+    next_sampled: CarriedOver | None
     packed: RolloutPacking
     experience: Experience
     rule_rewards: RuleRewards
@@ -66,7 +70,7 @@ def take_ppo_step(
     state: TrainState,
     batches: TrainingBatches,
     step: int,
-    carried_over: SampledBatch | ResponsePool | None,
+    carried_over: CarriedOver | None,
     observer: StepObserver,
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0; the train state is donated.
@@ -80,22 +84,27 @@ def take_ppo_step(
     options, nets = parts.step_options, parts.nets
 
     # 1. Sample responses.
-    sampled = sample_responses(parts, state, batches, step, observer, carried_over)
+    with observer.phase("rollout"):
+        continued = wait_for(carried_over)
+    sampled = sample_responses(parts, state, batches, step, observer, continued)
     if options.rollout.exact:
         sampled = draw_exactly(parts, state, sampled, step, observer)
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
         packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
+    # Sample the next step, or drafts for it, with the weights from before this step's update.
+    # Validation forbids selecting samples by reward in such a run.
+    next_sampled: CarriedOver | None = sampled.pool
+    samples_ahead = options.rollout.max_staleness == 1 and step + 1 < parts.total_steps
+    if samples_ahead and isinstance(parts.engine, SeparateEngine):
+        next_sampled = sample_beside_update(parts, state, batches, step, observer)
 
     # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("forward"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    # Sample the next step, or drafts for it, with the weights from before this step's update.
-    # Validation forbids selecting samples by reward in such a run.
-    next_sampled: SampledBatch | ResponsePool | None = sampled.pool
-    if options.rollout.max_staleness == 1 and step + 1 < parts.total_steps:
+    if samples_ahead and next_sampled is None:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
         next_sampled = ahead._replace(weights_step=step)
     observer.write_pending_report()  # none if `sample_batch` has just written it

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import jax
@@ -205,5 +206,14 @@ class SampledBatch(NamedTuple):
     addresses: Mapping[str, np.ndarray] | None = None
     greedy: Rollout | None = None
     weights_step: int | None = None
-    pool: ResponsePool | None = None
+    pool: ResponsePool | Future[ResponsePool] | None = None
     accepted: jax.Array | None = None
+
+
+# What a step leaves to the next; a future while devices that only decode work on it.
+CarriedOver = SampledBatch | ResponsePool | Future[SampledBatch] | Future[ResponsePool]
+
+
+def wait_for(carried_over: CarriedOver | None) -> SampledBatch | ResponsePool | None:
+    """Return what a step left to the next, once it is there."""
+    return carried_over.result() if isinstance(carried_over, Future) else carried_over

@@ -104,7 +104,7 @@ def run_life_cycle(
     loaded. `best_metric` is the entry of an evaluation's `Quality` by which the best checkpoint is
     chosen.
     """
-    mesh = meshes.make_mesh(config.mesh)
+    mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,

@@ -24,7 +24,13 @@ from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.step import StepResult, take_ppo_step
-from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
+from jax_ppo.ppo.step_parts import (
+    CarriedOver,
+    ResponsePool,
+    SampledBatch,
+    TrainingBatches,
+    wait_for,
+)
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run
@@ -84,7 +90,7 @@ class PPOTraining:
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
         # The next step's samples, or those that it continues.
-        self._sampled_ahead: SampledBatch | ResponsePool | None = None
+        self._sampled_ahead: CarriedOver | None = None
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training prompts ("data") and of the frozen models."""
@@ -172,10 +178,11 @@ class PPOTraining:
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result, state)
         self._sampled_ahead = result.next_sampled
-        if step + 1 == self._run.total_steps and isinstance(result.next_sampled, ResponsePool):
+        is_last = step + 1 == self._run.total_steps
+        if is_last and isinstance(left := wait_for(result.next_sampled), ResponsePool):
             console.print_on_main(
-                f"responses to {(result.next_sampled.batches >= 0).sum()} prompts were unfinished "
-                "after the last step; they trained nothing"
+                f"responses to {(left.batches >= 0).sum()} prompts were unfinished after the last "
+                "step; they trained nothing"
             )
         self.position = result.sampled.position
         return state
@@ -195,10 +202,11 @@ class PPOTraining:
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and what has been sampled for later steps."""
         trees = trained_trees(state)
-        if isinstance(self._sampled_ahead, ResponsePool):
-            trees[POOL] = pool_arrays(self._sampled_ahead, self.mesh)
-        elif self._sampled_ahead is not None:
-            trees[ROLLOUT] = rollout_arrays(self._sampled_ahead.rollout)
+        sampled_ahead = wait_for(self._sampled_ahead)
+        if isinstance(sampled_ahead, ResponsePool):
+            trees[POOL] = pool_arrays(sampled_ahead, self.mesh)
+        elif sampled_ahead is not None:
+            trees[ROLLOUT] = rollout_arrays(sampled_ahead.rollout)
         return trees
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:

@@ -111,7 +111,7 @@ def repeat_steps(
     steps = _steps(source, step)
     start = steps[0] - 1
     directory = source / staging.CHECKPOINTS
-    mesh = meshes.make_mesh(config.mesh)
+    mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         compiled = stack.enter_context(compilation.count_compilations())

@@ -36,17 +36,20 @@ WEIGHTS = ("fsdp", "expert", "context")
 EXPERT_WEIGHTS = ("fsdp", "context")
 
 
-def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None, decoding: int = 0) -> Mesh:
     """Return the mesh over these devices, by default all.
 
-    At most one size is -1 and takes the devices that the others leave.
+    At most one size is -1 and takes the devices that the others leave. The last devices, `decoding`
+    of them, are left to `make_rollout_mesh`.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices, or slices have different
-        numbers of them.
+      UserError: the sizes do not multiply to the number of devices, slices have different numbers
+        of them, or devices cannot be left.
     """
     if devices is None:
         devices = jax.devices()
+    if decoding:
+        devices = _leave_devices(devices, decoding)
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -61,9 +64,28 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
         sizes = {REPLICA: sizes["data"], **sizes, "data": 1}
     axes = tuple(sizes)
     axis_types = (AxisType.Auto,) * len(axes)
+    if decoding:
+        # JAX would arrange whole slices of TPUs only.
+        return Mesh(np.reshape(devices, tuple(sizes.values())), axes, axis_types=axis_types)
     if len(_devices_per_slice(devices)) > 1:
         return Mesh(arrange_slices(tuple(sizes.values()), devices), axes, axis_types=axis_types)
     return jax.make_mesh(tuple(sizes.values()), axes, axis_types=axis_types, devices=devices)
+
+
+def _leave_devices(devices: list[jax.Device], count: int) -> list[jax.Device]:
+    """Return all but the last `count` devices; raise `UserError` if they cannot be left."""
+    option = f"config.rollout.mesh.devices={count}"
+    if len({device.process_index for device in devices}) > 1:
+        raise UserError(
+            f"{option}: expected 0 with several processes: JAX does not copy weights to devices "
+            "of other processes"
+        )
+    if count >= len(devices):
+        raise UserError(
+            f"{option}: expected fewer than the {len(devices)} devices of the run, as some must "
+            "learn"
+        )
+    return devices[:-count]
 
 
 def _require_power_of_two_per_device(replicas: int, devices: int) -> None:
@@ -119,30 +141,41 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
 def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """Return the mesh to decode on: `mesh`, or another over its devices in the same order.
 
-    The devices that split a matrix are neighbours in that order.
+    With `shape.devices` it has that many of the devices that `make_mesh` has left instead. The
+    devices that split a matrix are neighbours in that order.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
-    if shape.model is None:
+    devices, number = mesh.devices, f"the number of devices, {mesh.size}"
+    if shape.devices:
+        own = set(devices.flat)
+        left = [x for x in devices.flat[0].client.devices() if x not in own]
+        devices = np.array(left[: shape.devices])
+        number = f"config.rollout.mesh.devices={shape.devices}"
+    elif shape.model is None:
         return mesh
-    others = shape.context * shape.model
-    data = mesh.size // others if shape.data == -1 else shape.data
-    if data * others != mesh.size:
+    model = shape.model or 1
+    others = shape.context * model
+    data = devices.size // others if shape.data == -1 else shape.data
+    if data * others != devices.size:
         factors = [f"config.rollout.mesh.data={shape.data}"]
         if shape.context > 1:
             factors.append(f"config.rollout.mesh.context={shape.context}")
-        factors.append(f"config.rollout.mesh.model={shape.model}")
-        raise UserError(
-            f"{' x '.join(factors)}: must multiply to the number of devices, {mesh.size}"
-        )
-    sizes = {"data": data, COLUMNS: shape.context, "model": shape.model}
+        factors.append(f"config.rollout.mesh.model={model}")
+        raise UserError(f"{' x '.join(factors)}: must multiply to {number}")
+    sizes = {"data": data, COLUMNS: shape.context, "model": model}
     axes: tuple[str, ...] = AXES
     if shape.context > 1:
         # Neighbours split matrices, as in a run's mesh.
         axes = (*AXES[:-1], COLUMNS, AXES[-1])
-    devices = mesh.devices.reshape([sizes.get(axis, 1) for axis in axes])
+    devices = devices.reshape([sizes.get(axis, 1) for axis in axes])
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def shares_devices(mesh: Mesh, other: Mesh) -> bool:
+    """Return whether two meshes have devices in common."""
+    return not set(mesh.devices.flat).isdisjoint(other.devices.flat)
 
 
 def cache_parts(mesh: Mesh | AbstractMesh) -> int:

@@ -41,11 +41,17 @@ class BuiltInEngine:
     sample from that one copy. Each `SamplingOptions` has one compiled program per prompt shape.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        actor: Transformer,
+        params: Params,
+        trained_on: jax.sharding.Mesh | None = None,
+    ) -> None:
         """Prepare the programs; nothing is compiled yet.
 
         `actor` is the policy's model as it is trained, `params` the shapes that `update_weights`
-        will get.
+        will get, and `trained_on` their mesh, if `mesh` has none of its devices.
         """
         self._mesh = mesh
         # The actor's model in the form that decodes: layers unrolled, with a cache.
@@ -57,7 +63,7 @@ class BuiltInEngine:
             quantized=actor.quantized,
             lora=actor.lora,
         )
-        self._prepare_weights = WeightPreparation(mesh, actor, params)
+        self._prepare_weights = WeightPreparation(mesh, actor, params, trained_on)
         self._programs: dict[tuple[Callable[..., Any], SamplingOptions], Any] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None

@@ -1,7 +1,10 @@
 """The copy of the actor's weights that decoding reads: its shapes and the programs that make it."""
 
+import collections
+import contextlib
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +45,15 @@ def _to_decoding_form(actor: Transformer, params: Params) -> Params:
     return round_parameters(params, actor.dtype)
 
 
+def largest_part_bytes(weights: Params) -> int:
+    """Return the bytes of the largest part of the copy that is made at once, undivided."""
+    parts = collections.Counter[str]()
+    for name, tree in weights.items():
+        part = name if name.startswith("layer_") else ""
+        parts[part] += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return max(parts.values())
+
+
 class WeightPreparation:
     """Makes the copy from stacked parameters.
 
@@ -50,10 +62,25 @@ class WeightPreparation:
     once, as much memory as the copy itself takes.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
-        """Prepare the programs; arguments as for `shape_decoding_weights`."""
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        actor: Transformer,
+        params: Params,
+        trained_on: jax.sharding.Mesh | None = None,
+    ) -> None:
+        """Prepare the programs; arguments as for `shape_decoding_weights`.
+
+        `trained_on` is the mesh of the parameters, if `mesh` has none of its devices.
+        """
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
+        self._trained_on = trained_on
+        self._copied_layouts = layouts
+        if trained_on is not None:
+            # One device's array is cut and copied directly, others would pass through the host.
+            mesh = trained_on
+            layouts = jax.tree.map(lambda _: sharding.replicated(trained_on), layouts)
         stacks = actor.architecture.partial_stacks
         # The stacks of which each layer has no part.
         self._missing = {
@@ -77,21 +104,49 @@ class WeightPreparation:
 
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
-        weights, index = self._others(_without_layers(params))
-        stages = _count_stages(params["layers"])
-        for name, missing in self._missing.items():
-            weights[name], index = self._layer[missing](params["layers"], index, stages)
+        with self._mesh_of_programs():
+            weights, index = self._others(_without_layers(params))
+            weights = self._copy(weights)
+            stages = _count_stages(params["layers"])
+            for name, missing in self._missing.items():
+                layer, index = self._layer[missing](params["layers"], index, stages)
+                weights |= self._copy({name: layer})
         return weights
 
     def compile(self, params: Params) -> Params:
         """Compile the programs for parameters or their shapes, and return the copy's shapes."""
-        weights, index = compile_ahead(self._others, _without_layers(params))
-        stages = _count_stages(params["layers"])
-        layers = {
-            missing: compile_ahead(program, params["layers"], index, stages)[0]
-            for missing, program in self._layer.items()
-        }
-        return weights | {name: layers[missing] for name, missing in self._missing.items()}
+        with self._mesh_of_programs():
+            weights, index = compile_ahead(self._others, _without_layers(params))
+            stages = _count_stages(params["layers"])
+            layers = {
+                missing: compile_ahead(program, params["layers"], index, stages)[0]
+                for missing, program in self._layer.items()
+            }
+        weights |= {name: layers[missing] for name, missing in self._missing.items()}
+        return self._copy(weights)
+
+    def _mesh_of_programs(self) -> contextlib.AbstractContextManager[Any]:
+        if self._trained_on is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self._trained_on)
+
+    def _copy(self, made: Params) -> Params:
+        """Return arrays that the programs made, or their shapes, on the mesh to decode on."""
+        if self._trained_on is None:
+            return made
+        layouts = {name: self._copied_layouts[name] for name in made}
+        copied: Params = jax.tree.map(_copy_to, made, layouts)
+        if not isinstance(jax.tree.leaves(copied)[0], jax.ShapeDtypeStruct):
+            # Dispatched all at once, the parts would fill the memory of the devices that learn.
+            jax.block_until_ready(copied)
+        return copied
+
+
+def _copy_to(x: Any, layout: jax.sharding.NamedSharding) -> Any:
+    """Copy an array that each of its devices holds whole to others, or do so with its shape."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=layout)
+    return jax.device_put(x.addressable_data(0), layout)
 
 
 def _without_layers(params: Params) -> Params:

@@ -1,12 +1,13 @@
-"""A rollout engine on a mesh of another shape than the training's, over the same devices.
+"""A rollout engine on another mesh than the training's, over the same devices or over others.
 
 Training splits parameters to fit in memory (`fsdp`), decoding reads every weight per token and may
 be faster with tensor parallelism (`model`). The engine lays the weights out for its own mesh once
 per step; prompts and responses, which are small, move between the meshes in each call.
 """
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
@@ -28,8 +29,8 @@ class OtherMeshEngine:
     def __init__(self, engine: RolloutEngine, mesh: Mesh, run_mesh: Mesh) -> None:
         """Wrap an engine that was made for `mesh`.
 
-        Arguments come from `run_mesh`, which has the same devices in the same order, and rollouts
-        return to it.
+        Arguments come from `run_mesh`, which has the same devices in the same order, or none of
+        them (`SeparateEngine`), and rollouts return to it.
         """
         self._engine = engine
         self._mesh = mesh
@@ -140,6 +141,49 @@ class OtherMeshEngine:
         # One entry per decoder queue, of which the run's mesh may have more or fewer.
         slot_steps = _move(rollout.slot_steps, sharding.replicated(self._run_mesh))
         return dataclasses.replace(moved, slot_steps=slot_steps)
+
+
+class SeparateEngine(OtherMeshEngine):
+    """`OtherMeshEngine` on devices that only decode, while the others learn."""
+
+    def __init__(self, engine: BuiltInEngine, mesh: Mesh, run_mesh: Mesh) -> None:
+        """Take the arguments of `OtherMeshEngine`; no device is in both meshes."""
+        super().__init__(engine, mesh, run_mesh)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "decoding")
+        self._ahead: concurrent.futures.Future[Any] | None = None
+
+    def update_weights(self, params: Params) -> None:
+        """Wait for what is decoded ahead, and copy the weights to the devices that decode.
+
+        Unlike other engines, wait for the copy, too: see `WeightPreparation`.
+        """
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead])
+        # These devices need not have room for two copies.
+        self._engine.release_weights()
+        super().update_weights(params)
+
+    def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Call `decode`, which calls this engine, in a thread, and return without waiting.
+
+        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: here the
+        caller would wait for them before it could dispatch an update. Programs on the run's mesh,
+        such as the one that makes a key, must be dispatched before, or they would follow that
+        update.
+        """
+        self._ahead = self._thread.submit(lambda: jax.block_until_ready(decode()))
+        return self._ahead
+
+    def release_weights(self) -> None:
+        """Keep the weights: nothing else needs the memory, and they may be being read."""
+
+    def stop(self) -> None:
+        """Wait for what is decoded ahead, and drop the weights."""
+        self._thread.shutdown()
+        super().stop()
+
+    def _move_embeddings(self, params: Params) -> Params:
+        return params  # the programs of `WeightPreparation` run on the mesh of the parameters
 
 
 def _move_rows(per_row: T, mesh: Mesh) -> T:

@@ -27,6 +27,11 @@ def validated(**changes):
 
 
 DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
+SEPARATE = {
+    "rollout__max_staleness": 1,
+    "rollout__mesh__devices": 2,
+    "algorithm__rollout_is": "token",
+}
 
 
 def test_defaults_are_valid_and_hashable():
@@ -90,6 +95,18 @@ def test_every_option_has_a_meaning():
                 "mesh__virtual_replicas": 8,
             },
             r"virtual_replicas=8: expected 0 with config\.rollout\.max_staleness=2",
+        ),
+        (
+            {"rollout__mesh__devices": 2},
+            r"mesh\.devices=2: these devices would decode nothing .*max_staleness to 1 or more$",
+        ),
+        (
+            SEPARATE | {"mesh__virtual_replicas": 2},
+            r"virtual_replicas=2: sums over other axes .* config\.rollout\.mesh\.devices at 0",
+        ),
+        (
+            SEPARATE | {"rollout__engine": "transformers"},
+            r"mesh\.devices=2: config\.rollout\.engine='transformers' decodes elsewhere",
         ),
         (
             {"rollout__verify_drafts": True},
@@ -329,6 +346,17 @@ def test_zero_and_the_largest_numbers_are_accepted():
     config = validated(reward__fallback_score=-3e38, actor__optim__weight_decay=0.0, seed=2**32 - 1)
     assert config.reward.fallback_score == -3e38 and config.actor.optim.weight_decay == 0.0
     assert config.seed == 2**32 - 1
+
+
+def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
+    values = loading.default_config()
+    values.data.train_files, values.model.path = "rows.jsonl", "folder"
+    values.update_from_flattened_dict({k.replace("__", "."): v for k, v in SEPARATE.items()})
+    devices = {
+        command: loading.from_config_dict(values, command).rollout.mesh.devices
+        for command in ("train", "critic", "evaluate", "sft")
+    }
+    assert devices == {"train": 2, "critic": 2, "evaluate": 0, "sft": 0}
 
 
 def test_wrong_type_is_named():

@@ -42,7 +42,7 @@ def test_a_row_states_every_fact():
     needs = "`algorithm.adv_estimator` is gae or turn_gae or bi_level_gae"
     assert f"**Needs**: {needs} and `critic.shared_trunk` is off." in row
     assert row.endswith("Read by `train`. |")
-    section = page[page.index("## `rollout.mesh`") + 2]
+    section = page[page.index("## `rollout.multi_turn`") + 2]
     assert section == "Read by `train`, `critic` and `evaluate`."
     fixed = next(row for row in page if row.startswith("| `reward.normalize`"))
     assert "`none`, `running`, `reference`" in fixed and "**Fixed**" in fixed

@@ -1,0 +1,100 @@
+"""Memory and time where some devices only decode: each kind counts what lies on it."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.memory import decoding_slots, step_plan
+from jax_ppo.memory.memory_check import PPOMemory
+from jax_ppo.memory.remedies import PossibleChanges
+from jax_ppo.models.hf.config_export import to_hf_config
+from jax_ppo.ppo.rollout_engine import sampling_options
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.topologies import parse_topology
+
+AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
+SEPARATE = AHEAD | {"rollout__mesh__devices": 2}
+LEARNING = ("forward_policy", "forward_critic", "estimate", "update_actor", "update_critic")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    return str(path)
+
+
+def plan(folder, topology, compiles=False, **changes):
+    config = tiny.config(model__path=folder, **changes)
+    return step_plan.plan_step(config, parse_topology(topology), compiles=compiles)
+
+
+def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
+    shared = plan(folder, "h100:2", mesh__data=1, mesh__fsdp=2, **AHEAD)
+    separate = plan(folder, "h100:4", mesh__data=1, mesh__fsdp=2, **SEPARATE)
+    ours, theirs = ({phase.name: phase.memory for phase in x.phases} for x in (separate, shared))
+    for name in LEARNING:
+        assert ours[name] == theirs[name]
+    decodes = ours["sample"]
+    assert decodes.parameters == decodes.optimizer == decodes.frozen == decodes.gradients == 0
+    copy = theirs["sample"].decoding_copy
+    assert decodes.decoding_copy == copy and decodes.cache == theirs["sample"].cache > 0
+    # The model has one layer: it and the embedding are copied one after the other, whole.
+    a = tiny.ARCHITECTURE
+    others = (a.vocab_size + 1) * a.hidden_size * 4
+    assert ours["prepare_weights"].decoding_copy == max(others, copy - others) < copy
+    assert ours["prepare_weights"].parameters == theirs["prepare_weights"].parameters > 0
+    seconds = {phase.name: phase.seconds for phase in separate.phases}
+    rest = sum(seconds.values()) - seconds["sample"]
+    assert separate.seconds == pytest.approx(max(seconds["sample"], rest))
+    assert separate.seconds < shared.seconds
+    heading = step_plan.format_plan(separate)
+    assert "decoding on 2 other devices, data 2 x fsdp 1 x model 1\n" in heading
+
+
+@pytest.mark.slow
+def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
+    compiled = plan(folder, "cpu:4", True, mesh__data=1, mesh__fsdp=2, **SEPARATE)
+    shared = plan(folder, "cpu:2", True, mesh__data=1, mesh__fsdp=2, **AHEAD)
+    ours, theirs = ({phase.name: phase.memory for phase in x.phases} for x in (compiled, shared))
+    assert compiled.is_compiled and ours["update_actor"] == theirs["update_actor"]
+    for name in ("decoding_copy", "batch", "temporaries", "cache"):
+        assert getattr(ours["sample"], name) == getattr(theirs["sample"], name), name
+
+
+def test_the_check_at_the_start_and_the_slots_know_both_kinds(monkeypatch):
+    config = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, **SEPARATE)
+    mesh = meshes.make_mesh(config.mesh, jax.devices()[:4], decoding=2)
+    rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
+    with jax.set_mesh(mesh):
+        run = PPOMemory(config, tiny.networks(config), mesh)
+        least = run.measure()
+        shared = dataclasses.replace(config, rollout=tiny.config(**AHEAD).rollout)
+        beside = PPOMemory(shared, tiny.networks(config), mesh).measure()
+    assert least.separate == beside.decoding > least.decoding and beside.separate == 0
+    resident = least.parameters + least.optimizer + least.frozen
+    assert least.peak == resident + max(least.gradients, least.decoding)
+    assert dataclasses.replace(least, separate=10**9).peak == 10**9
+    # By hand: keys and values of P + T tokens in float32, those of a prompt in the prefill buffer,
+    # and two copies of the logits.
+    a = tiny.ARCHITECTURE
+    slot = 2 * a.num_layers * a.num_kv_heads * a.head_dim * (2 * tiny.P + tiny.T) * 4
+    slot += 2 * a.vocab_size * 4
+    sampling = sampling_options(config.rollout, config.rollout, tiny.T, (1,))
+
+    def count_slots(left):
+        monkeypatch.setattr(
+            decoding_slots, "read_memory_limit", lambda: (least.separate + left) / 0.9
+        )
+        return decoding_slots.count_decoding_slots(run, rollout_mesh, sampling)
+
+    # The weights and optimizer states that learn take no room from the samples.
+    assert count_slots(20_000 + 16 * slot) == count_slots(20_000) + 16 == 24
+    assert resident > least.separate + 20_000
+    # What would help keeps the devices that decode.
+    changes = dict(PossibleChanges(config, mesh))
+    split = "config.mesh.data=1 with config.mesh.fsdp=2 and config.rollout.mesh.model=2"
+    assert changes[split].rollout.mesh.devices == 2

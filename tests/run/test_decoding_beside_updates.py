@@ -1,0 +1,111 @@
+"""Whole runs in which some devices only decode, while the others learn."""
+
+import shutil
+import threading
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.demonstration import arithmetic
+from jax_ppo.ppo import step
+from jax_ppo.run import ppo_training
+from jax_ppo.sampler.other_mesh import SeparateEngine
+from jax_ppo.training.step_hashes import read_hashes
+from llama_folder import write_llama
+from waiting import HANG_SECONDS
+
+STEPS = 4
+AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
+DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
+CONTINUED = {
+    "rollout__max_staleness": 2,
+    "rollout__stage_length": 3,
+    "algorithm__rollout_is": "token",
+}
+
+
+class Overlap:
+    """Lets an update begin once decoding has begun, and decoding end once the update has ended.
+
+    So a run goes on only if neither waits for the other.
+    """
+
+    def __init__(self, monkeypatch):
+        self.began, self.ended = threading.Semaphore(0), threading.Semaphore(0)
+        self.overlapping = 0
+        decode_ahead, update_state = SeparateEngine.decode_ahead, step.update_state
+
+        def decode_beside_update(engine, decode):
+            self.overlapping += 1
+
+            def decode_until_update_ends():
+                self.began.release()
+                result = decode()
+                assert self.ended.acquire(timeout=HANG_SECONDS), "the update waits for decoding"
+                return result
+
+            return decode_ahead(engine, decode_until_update_ends)
+
+        def update_beside_decoding(*arguments):
+            if self.overlapping > self.updates:
+                assert self.began.acquire(timeout=HANG_SECONDS), "decoding waits for the update"
+            result = jax.block_until_ready(update_state(*arguments))
+            if self.overlapping > self.updates:
+                self.updates += 1
+                self.ended.release()
+            return result
+
+        self.updates = 0
+        monkeypatch.setattr(SeparateEngine, "decode_ahead", decode_beside_update)
+        monkeypatch.setattr(step, "update_state", update_beside_decoding)
+
+
+def train(monkeypatch, devices, folder, workdir, **changes):
+    """Train in this process on its first devices; return the hashes of each step."""
+    config = tiny.config(
+        model__path=str(folder / "llama"),
+        data__train_files="arithmetic:32",
+        data__max_prompt_length=80,
+        reward__terms="length[5:200]:1",
+        algorithm__adv_estimator="rloo",
+        rollout__n=2,
+        trainer__export=False,
+        trainer__save_freq=1,
+        trainer__max_checkpoints=STEPS,
+        trainer__total_training_steps=STEPS,
+        **changes,
+    )
+    available = jax.devices()[:devices]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: available)
+        ppo_training.train(config, workdir)
+    return {number: entry["hashes"] for number, entry in read_hashes(workdir).items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(AHEAD, marks=pytest.mark.slow, id="one step ahead"),
+        pytest.param(CONTINUED, marks=pytest.mark.slow, id="partial rollouts"),
+        pytest.param(DRAFTED, marks=pytest.mark.exhaustive, id="drafts"),
+    ],
+)
+def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
+    changes, tmp_path, monkeypatch
+):
+    """Two devices learn and two decode; then two do both. A resumed run has the same results."""
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
+    ]
+    write_llama(tmp_path, texts, 192)
+    shared = train(monkeypatch, 2, tmp_path, tmp_path / "shared", **changes)
+    separate = changes | {"rollout__mesh__devices": 2}
+    overlap = Overlap(monkeypatch)
+    hashes = train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate)
+    assert hashes == shared and list(hashes) == [1, 2, 3, 4]
+    # Of partial rollouts, the last step has a stage of those that would have gone on, too.
+    assert overlap.updates == overlap.overlapping == STEPS - (changes is not CONTINUED)
+    for number in (3, 4):
+        shutil.rmtree(tmp_path / "separate" / "checkpoints" / str(number))
+    assert train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate) == shared
