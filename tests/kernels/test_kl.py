@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -94,7 +95,7 @@ def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(kind, rng, po
     mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0]])
     logprobs, ref = -rng.exponential(1.0, (2, 2, 4)).astype(np.float32)
     total = lambda a, b: jnp.sum(kl_estimate(a, b, mask, kind))  # noqa: E731
-    gradients = jax.grad(total, (0, 1))(
+    gradients = jax.jit(jax.grad(total, (0, 1)))(
         jnp.asarray(poison(logprobs, mask)), jnp.asarray(poison(ref, mask))
     )
     for gradient in gradients:
@@ -108,6 +109,7 @@ THETA = jnp.array([0.3, -0.7, 1.1, 0.0, -0.2])
 LOG_REF = jax.nn.log_softmax(jnp.array([-0.4, 0.2, 0.5, 0.9, -1.0]))
 
 
+@functools.partial(jax.jit, static_argnames="kind")
 def expected_estimate(theta, kind):
     log_p = jax.nn.log_softmax(theta)
     return jnp.sum(jnp.exp(log_p) * kl_estimate(log_p, LOG_REF, jnp.ones(5), kind))
@@ -115,8 +117,10 @@ def expected_estimate(theta, kind):
 
 def expected_gradient_as_loss(kind):
     p = jax.nn.softmax(THETA)  # the tokens are drawn, so the weights carry no gradient
-    return jax.grad(
-        lambda t: jnp.sum(p * kl_estimate(jax.nn.log_softmax(t), LOG_REF, jnp.ones(5), kind))
+    return jax.jit(
+        jax.grad(
+            lambda t: jnp.sum(p * kl_estimate(jax.nn.log_softmax(t), LOG_REF, jnp.ones(5), kind))
+        )
     )(THETA)
 
 

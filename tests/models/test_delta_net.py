@@ -165,7 +165,8 @@ def test_an_engine_samples_the_same_on_several_devices(actor, quantized):
 
 
 def test_int8_leaves_rates_and_decays_as_they_are(actor):
-    net = quantize_kernels(actor.params, jnp.bfloat16)["layer_0"]["delta_net"]
+    quantize = jax.jit(quantize_kernels, static_argnums=1)
+    net = quantize(actor.params, jnp.bfloat16)["layer_0"]["delta_net"]
     assert net["in_proj_qkv"]["kernel"].dtype == net["out_proj"]["kernel"].dtype == jnp.int8
     kept = (net["in_proj_a"]["kernel"], net["in_proj_b"]["kernel"], net["log_rate"])
     assert all(x.dtype == jnp.bfloat16 for x in kept)

@@ -102,8 +102,9 @@ def test_a_position_beyond_the_table_is_not_a_number():
     config = reference.fields("gpt2", reference.SIZES | {"max_position_embeddings": 8})
     model = Transformer(from_hf_config(config | {"model_type": "gpt2"}))
     tokens = jnp.zeros((1, 2), jnp.int32)
-    params = {"params": model.init(jax.random.key(0))}
-    inside, outside = (model.apply(params, tokens, tokens + position).hidden for position in (7, 8))
+    params = {"params": jax.jit(model.init)(jax.random.key(0))}
+    run = jax.jit(model.apply)
+    inside, outside = (run(params, tokens, tokens + position).hidden for position in (7, 8))
     assert jnp.isfinite(inside).all() and jnp.isnan(outside).all()
 
 
@@ -283,7 +284,8 @@ def adapted_logits(folder, adapters, lora):
     ids = reference.tokens(rows=1, length=9)
     positions = jnp.arange(9)[None]
     full = join_adapters(params, adapters)
-    hidden = Transformer(architecture, lora=lora).apply({"params": full}, ids, positions).hidden
+    run = jax.jit(Transformer(architecture, lora=lora).apply)
+    hidden = run({"params": full}, ids, positions).hidden
     return heads.compute_logits(architecture, full, hidden), ids
 
 

@@ -1,6 +1,7 @@
 """On-policy distillation: the actor learns a teacher's distribution on its own responses."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -75,6 +76,7 @@ def estimate(config, mesh, nets, state, rollout):
     return outputs, experience, metrics
 
 
+@functools.partial(jax.jit, static_argnames="net")
 def all_logprobs(net, params, tokens, temperature):
     """Return the log-probs of the whole vocabulary after each token of one sequence."""
     positions = jnp.arange(len(tokens))[None]
