@@ -53,6 +53,14 @@ def load_plugin(
     return plugin
 
 
+def describe_result(value: object) -> str:
+    """Return what a function returned, for messages: its shape if it has one, else its type."""
+    if value is None:
+        return "None"
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"an array of shape {shape}"
+
+
 def _import_plugin(module_name: str, setting: str) -> ModuleType:
     """Return the module or file; `setting` is "config.OPTION=VALUE", for error messages."""
     try:

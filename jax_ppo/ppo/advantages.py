@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32
 
 from jax_ppo.config import parsing, plugins
@@ -172,14 +173,14 @@ def plugin_advantages(
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
     for key, value in metrics.items():
-        if jnp.shape(value) or key in ("mean", "std"):
+        if np.shape(value) or key in ("mean", "std"):
             raise UserError(
                 f"config.algorithm.adv_estimator={name!r}: its metric {key!r} has shape "
-                f"{jnp.shape(value)}; expected a scalar, with another name than mean and std"
+                f"{np.shape(value)}; expected a scalar, with another name than mean and std"
             )
-    if jnp.shape(result) not in (actions.shape, actions.shape[:1]):
+    if np.shape(result) not in (actions.shape, actions.shape[:1]):
         raise UserError(
-            f"config.algorithm.adv_estimator={name!r}: returned shape {jnp.shape(result)}; "
+            f"config.algorithm.adv_estimator={name!r}: returned {plugins.describe_result(result)}; "
             f"expected one number per response, {actions.shape[:1]}, or per token, {actions.shape}"
         )
     # The advantage of a response holds at all of its tokens.

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.config import plugins
@@ -436,14 +437,14 @@ def _validated_plugin(name: str, clip: Clip) -> Callable[[PolicyBatch], tuple[Po
         policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
         if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
             raise UserError(
-                f"config.actor.policy_loss={name!r}: returned {type(result).__name__}; expected a "
-                "kernels.losses.PolicyLoss, or that and a dict of metrics"
+                f"config.actor.policy_loss={name!r}: returned {plugins.describe_result(result)}; "
+                "expected a kernels.losses.PolicyLoss, or that and a dict of metrics"
             )
         per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
         for field, value in per_token.items():
-            if jnp.shape(value) != batch.mask.shape:
+            if np.shape(value) != batch.mask.shape:
                 raise UserError(
-                    f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; "
+                    f"config.actor.policy_loss={name!r}: its {field} has shape {np.shape(value)}; "
                     f"expected one number per token, {batch.mask.shape}"
                 )
         return policy, metrics

@@ -19,7 +19,9 @@ from jax_ppo.ppo.objectives import ACTOR_METRICS, UPDATE_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 from jax_ppo.sampler.environment import DialogueAddresses, Environment, validate_contexts
 
-_SAMPLES, _TOKENS = 2, 4  # of the responses that a function is tried with
+# Of the responses that a function is tried with: no multiple of the other, so that a sum over the
+# wrong axis has another shape.
+_SAMPLES, _TOKENS = 2, 5
 _LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, jax_ppo))
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_ppo.config import plugins
@@ -260,10 +261,10 @@ def get_kl_estimator(name: str, option: str) -> str | KLFunction:
 
     def estimate(log_ratio: jax.Array) -> jax.Array:
         result = function(log_ratio)
-        if jnp.shape(result) != log_ratio.shape:
+        if np.shape(result) != log_ratio.shape:
             raise UserError(
-                f"config.{option}={name!r}: returned shape {jnp.shape(result)}; expected one "
-                f"number per token, {log_ratio.shape}"
+                f"config.{option}={name!r}: returned {plugins.describe_result(result)}; expected "
+                f"one number per token, {log_ratio.shape}"
             )
         return jnp.asarray(result, jnp.float32)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Trainer
-from jax_ppo.errors import closed_outputs, printable_lines, shorten
+from jax_ppo.errors import UserError, closed_outputs, printable_lines, shorten
 from jax_ppo.reporting import console, files
 from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
@@ -128,7 +128,8 @@ class Journal:
         if received := signals.received_signal():
             end = f"stopped by {received.name}"
         elif error is not None:
-            end = f"{type(error).__name__}: {printable_lines(shorten(str(error), 500))}"
+            kind_of_end = "error" if isinstance(error, UserError) else type(error).__name__
+            end = f"{kind_of_end}: {printable_lines(shorten(str(error), 500))}"
         with contextlib.suppress(OSError):
             if distributed.is_main():
                 self._write_report(self._last_step, f", ended {_now()}: {end}")
@@ -163,7 +164,7 @@ class Journal:
         `skipped` says that the gradient of an update was not finite.
 
         Raises:
-          FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
+          UserError: config.trainer.max_skipped_updates steps in a row were skipped.
         """
         self._report_closed_outputs()
         # The seconds of a step are the wall-clock time since the row before.
@@ -211,7 +212,7 @@ class Journal:
             self._hashes.write(step, command, hashes, self._options_hash, self._versions)
 
     def _count_skipped_update(self, step: int, skipped: bool) -> None:
-        """Raise `FloatingPointError` after too many steps in a row that were skipped.
+        """Raise `UserError` after too many steps in a row that were skipped.
 
         A single skipped step is harmless; many in a row mean that the run has diverged.
         """
@@ -220,10 +221,11 @@ class Journal:
             return
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == self._trainer.max_skipped_updates:
-            raise FloatingPointError(
+            raise UserError(
                 f"step {step}: the gradient was not finite for {self._skipped_in_a_row} steps in a "
                 "row (config.trainer.max_skipped_updates); a smaller "
-                f"config.{self._layout.learning_rate_option} or config.model.dtype=float32 may help"
+                f"config.{self._layout.learning_rate_option} or config.model.dtype=float32 may "
+                "help, and a loss, an estimator or a KL of your own must not return NaN"
             )
 
     def _seconds_left(self, step: int) -> float:

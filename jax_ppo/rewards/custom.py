@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jax_ppo.errors import UserError, did_you_mean, printable_lines
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, failure_of, validate_result
+from jax_ppo.rewards.samples import Outcome, RewardRow, failure_of, validate_result
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -63,7 +63,7 @@ def parse_reward_output(value: Any) -> RewardResult:
         return RewardResult(score=_to_float(value))
     if "score" not in value:
         keys = ", ".join(map(repr, value)) or "nothing"
-        raise TypeError(f"the reward function returned a dict with {keys}; expected 'score'")
+        raise UserError(f"the reward function returned a dict with {keys}; expected 'score'")
     accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
     step_rewards = value.get("step_rewards")
     if step_rewards is None:
@@ -86,7 +86,7 @@ def _parse_step_reward(pair: Any) -> tuple[int, float]:
         end, reward = map(_to_float, pair)
         if end.is_integer():
             return int(end), reward
-    raise TypeError(
+    raise UserError(
         f"the reward function returned {pair!r} among its step_rewards; expected (characters, "
         "reward)"
     )
@@ -101,7 +101,7 @@ def _is_number(value: Any) -> bool:
 
 def _to_float(value: Any) -> float:
     if not _is_number(value):
-        raise TypeError(
+        raise UserError(
             f"the reward function returned {value!r} of type {type(value).__name__}; expected a "
             "number"
         )
@@ -214,7 +214,7 @@ def score_whole_batch(
     try:
         values = list(function.call(rows, responses))
         if len(values) != len(responses):
-            raise ValueError(
+            raise UserError(
                 f"the reward function returned {len(values)} rewards for {len(responses)} responses"
             )
     except KeyboardInterrupt:
@@ -231,7 +231,7 @@ def _parse(value: Any, response: str) -> Outcome:
     try:
         return validate_result(parse_reward_output(value), response)
     except Exception as error:
-        return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
+        return failure_of(error)
 
 
 def _trl_arguments(

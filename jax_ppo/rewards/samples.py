@@ -97,7 +97,9 @@ def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Out
 
 
 def failure_of(error: BaseException) -> ScoringFailure:
-    """Return the failure of a function that has raised an error, with the end of its traceback."""
+    """Return the failure of a function: what was wrong with its result, or the traceback's end."""
+    if isinstance(error, UserError):
+        return ScoringFailure(printable_lines(str(error)))
     text = printable_lines("".join(traceback.format_exception(error)))
     if len(text) > _MAX_TRACEBACK:
         text = f"...{text[-_MAX_TRACEBACK:]}"

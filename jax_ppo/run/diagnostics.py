@@ -166,7 +166,7 @@ def _check_constant_reward(run: LastSteps) -> Iterator[str]:
     )
     samples = run.options.data.train_batch_size * run.options.rollout.n
     if all(row.get("reward/rule_failures", 0) >= samples for row in run.metrics):
-        yield finding + "The reward failed on each of them: the first traceback was logged"
+        yield finding + "The reward failed on each of them: the first failure was logged"
         return
     yield (
         f"{finding}Compare the responses in report.html with what the rule looks for; an "

@@ -88,6 +88,21 @@ def test_a_wrong_metric_is_refused(tmp_path, option, body, message):
         try_body(tmp_path, option, body)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", "returned None; expected one number per response"),
+        ("return 1.0", "returned a float; expected"),
+        # Regression: with n = 2 there were as many responses as tokens, and the sum was accepted.
+        ("return rewards.sum(axis=0)", r"returned an array of shape \(5,\); expected"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_wrong_result_of_an_estimator_is_described(tmp_path, body, message, n):
+    with pytest.raises(UserError, match=message):
+        try_body(tmp_path, "algorithm.adv_estimator", body, rollout__n=n)
+
+
 def environment(step, metrics=None):
     def reset(row, key):
         return {"row": row, "key": jax.random.key_data(key)}

@@ -823,7 +823,7 @@ def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):
         "    return policy._replace(loss=policy.loss.mean())\n"
     )
     for name, message in (
-        ("array", "returned .*Tracer; expected a kernels.losses.PolicyLoss"),
+        ("array", "returned an array of shape .*; expected a kernels.losses.PolicyLoss"),
         ("mean", r"its loss has shape \(\)"),
     ):
         with pytest.raises(UserError, match=rf"config.actor.policy_loss=.*:{name}': {message}"):

@@ -119,6 +119,8 @@ def test_a_function_that_fails_costs_its_batch(module, name, failed, words):
         resolve_reward_function(Reward(function=f"{module}:{name}")), EXAMPLES, RESPONSES, -1.0
     )
     assert scored.failures == failed and words in scored.first_failure
+    # A traceback of our own code would say nothing.
+    assert ("Traceback" in scored.first_failure) == (name == "stumbles")
     assert scored.scores.tolist().count(-1.0) == failed
 
 

@@ -256,7 +256,7 @@ def test_a_number_of_any_library_is_a_number(library, score, extra, correct):
         assert parse_reward_output(output) == expected
     steps = parse_reward_output({"score": 0, "step_rewards": tensor([[2.0, score]])}).step_rewards
     assert steps == ((2, pytest.approx(score)),)
-    with pytest.raises(TypeError, match="the reward function returned"):
+    with pytest.raises(UserError, match="the reward function returned"):
         parse_reward_output(tensor([score, extra]))
     if library == "torch":
         learned = tensor([1.5], dtype=arrays.bfloat16, requires_grad=True)
@@ -279,7 +279,7 @@ def test_what_cannot_be_reported_is_named_once(caplog):
     "value", ["1", None, [1.0], {"reward": 1.0}, {}, {"score": "1"}, {"score": None}, np.ones(2)]
 )
 def test_what_a_function_may_not_return(value):
-    with pytest.raises(TypeError, match="the reward function returned"):
+    with pytest.raises(UserError, match="the reward function returned"):
         parse_reward_output(value)
 
 
@@ -372,7 +372,7 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
 
 @pytest.mark.parametrize("steps", [[(1.5, 0.1)], [(1,)], [3], [(math.inf, 1.0)], [("1", 1.0)]])
 def test_rewards_of_no_steps_are_refused(steps):
-    with pytest.raises(TypeError, match="reward function returned"):
+    with pytest.raises(UserError, match="reward function returned"):
         parse_reward_output({"score": 0, "step_rewards": steps})
     assert parse_reward_output({"score": 0, "step_rewards": np.array([[1, 0.5]])}).step_rewards == (
         (1, 0.5),

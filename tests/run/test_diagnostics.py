@@ -161,7 +161,7 @@ def test_a_reward_that_failed_everywhere_is_said_to_have_failed():
     row = HEALTHY | PROBLEMS["constant_reward"] | {"reward/rule_failures": samples}
     text = Diagnosis(config, total_steps=1).observe(row)["constant_reward"]
     assert text.startswith("every response of the last step had the reward 0: ")
-    assert text.endswith("The reward failed on each of them: the first traceback was logged")
+    assert text.endswith("The reward failed on each of them: the first failure was logged")
     some = Diagnosis(config, total_steps=1).observe(row | {"reward/rule_failures": samples - 1})
     assert some["constant_reward"].endswith("may help")
 

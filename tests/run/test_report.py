@@ -96,15 +96,20 @@ def test_a_collapse_is_said_once_and_counted_also_after_a_resume(
     assert text.endswith("(7 times, last in step 5)")
 
 
-@pytest.mark.parametrize("end", ["complete", "ValueError: bad luck", "stopped by SIGTERM"])
+ENDS = ("complete", "ValueError: bad luck", "error: bad options", "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_the_report_says_when_and_why_a_run_ended(end, tmp_path, monkeypatch):
     if "SIGTERM" in end:
         monkeypatch.setattr(journal.signals, "received_signal", lambda: signal.SIGTERM)
     run = types.SimpleNamespace(config=tiny.config(), total_steps=9)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, UserError):
         with reporter.Reporter(run, tmp_path, Progress(step=3), Compilations()):
             if "ValueError" in end:
                 raise ValueError("bad luck")
+            if "error: " in end:
+                raise UserError("bad options")
     status = json.loads((tmp_path / "report.json").read_text())["status"]
     assert status.startswith("3 of 9 steps, ended 2") and status.endswith(f": {end}")
 
@@ -116,9 +121,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
         [skipped, skipped, {}, skipped, skipped],
         trainer__max_skipped_updates=3,
     )
-    with pytest.raises(
-        FloatingPointError, match="step 4: the gradient was not finite for 3 steps in a row"
-    ):
+    with pytest.raises(UserError, match="step 4: the gradient was not finite for 3 steps in a row"):
         report_steps(
             tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
         )
