@@ -187,4 +187,5 @@ def _compare(source: Path, folder: Path, steps: range) -> None:
                 "here"
             )
     names = ", ".join(recorded[steps[-1]]["hashes"])
-    print(f"verified steps {steps[0]} to {steps[-1]}: equal in {names}")
+    verified = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    print(f"verified {verified}: equal in {names}")

@@ -87,7 +87,7 @@ def test_the_first_quantity_that_differs_is_named(workdir, tmp_path, capsys):
     run_replay._compare(workdir, ours, range(2, 3))
     printed = capsys.readouterr().out
     assert "note: jax was 0 in the run, and is" in printed
-    assert "verified steps 2 to 2: equal in tokens, values" in printed
+    assert "verified step 2: equal in tokens, values" in printed
     log.write(3, "train", {"tokens": "a", "values": "c"}, "f00d", {})
     with pytest.raises(
         UserError, match=r"step 3: values \(the critic's values\) differs: hash b in"
