@@ -3,11 +3,13 @@
 A worker imports the reward function by its name in the options. It does not load JAX.
 """
 
+import concurrent.futures
 import multiprocessing.context
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import Any
@@ -32,6 +34,8 @@ from jax_ppo.rewards.samples import (
 # Attempts to score a sample whose pool broke before a worker took it.
 _MAX_ATTEMPTS = 3
 _LONGEST_STOP = 10.0  # seconds to wait for the threads of a pool whose workers are killed
+# Seconds until a new worker has imported the function and takes a task.
+_LONGEST_START = 300.0
 # Reported for a worker that ended with 0, by which Pebble means that it was asked to end.
 _ENDED_WITH_ZERO = 256
 
@@ -127,7 +131,7 @@ class RewardWorkers:
             }
             timeouts = TimeoutCounter(self._options.max_timeouts)
             for index, future in futures.items():
-                outcomes[index] = self._wait(future)
+                outcomes[index] = self._wait(future, futures.values(), limit)
                 if timeouts.should_give_up(outcomes[index]):
                     # The workers would go on with the samples that they have been sent.
                     self.stop()
@@ -151,8 +155,14 @@ class RewardWorkers:
                 raise RuntimeError("the worker processes of the reward function did not start")
         return self._pool
 
-    def _wait(self, future: pebble.ProcessFuture) -> Any:
+    def _wait(self, future: Future[Any], futures: Collection[Future[Any]], limit: float) -> Any:
         """Return the result of a task, or its failure; `None` if no worker took it."""
+        is_last = False
+        while concurrent.futures.wait([future], limit + _LONGEST_START).not_done:
+            if is_last:
+                # The pool can miss that a process ended as soon as it had taken a task.
+                return ScoringFailure("its worker process ended, and no result came back")
+            is_last = all(other.done() for other in futures if other is not future)
         try:
             return future.result()
         except TimeoutError:

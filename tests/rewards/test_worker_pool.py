@@ -6,12 +6,15 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pebble.pool.process
 import pytest
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.rewards import worker_pool
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
@@ -24,6 +27,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 import time
 
 def announce_hang():
@@ -84,6 +89,17 @@ def hangs_are_over_at_once(module, monkeypatch):
 
 def hangs(module, worker):
     return pathlib.Path(module).with_name(f"{worker}.hangs").exists()
+
+
+def test_a_task_that_the_pool_has_lost_is_not_awaited_for_ever(monkeypatch):
+    """Regression: a worker's exit was noticed before its task was, and the run hung."""
+    monkeypatch.setattr(worker_pool, "_LONGEST_START", 0.0)
+    lost, other = Future(), Future()
+    ends = threading.Timer(0.05, other.set_result, [0])
+    ends.start()
+    result = RewardWorkers(options("a:b"), 1)._wait(lost, [lost, other], limit=0.01)
+    assert other.done() and result.cause == "its worker process ended, and no result came back"
+    assert RewardWorkers(options("a:b"), 1)._wait(other, [lost, other], limit=0.0) == 0
 
 
 @pytest.mark.usefixtures("hangs_are_over_at_once")
