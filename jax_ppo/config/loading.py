@@ -137,7 +137,7 @@ def from_config_dict(
     if command == "critic":
         frozen = _train_critic_alone(frozen)
     validation.validate_config(frozen, command)
-    if command not in PPO:
+    if command in COMMANDS and command not in PPO:  # `plan` is for a run of train
         # Nothing else decodes while it learns.
         frozen = replace_options(frozen, {"rollout.mesh.devices": 0})
     return frozen

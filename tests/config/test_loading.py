@@ -354,9 +354,9 @@ def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
     values.update_from_flattened_dict({k.replace("__", "."): v for k, v in SEPARATE.items()})
     devices = {
         command: loading.from_config_dict(values, command).rollout.mesh.devices
-        for command in ("train", "critic", "evaluate", "sft")
+        for command in ("train", "critic", "plan", "evaluate", "sft")
     }
-    assert devices == {"train": 2, "critic": 2, "evaluate": 0, "sft": 0}
+    assert devices == {"train": 2, "critic": 2, "plan": 2, "evaluate": 0, "sft": 0}
 
 
 def test_wrong_type_is_named():
