@@ -23,7 +23,9 @@ def train_notes(config: Config) -> list[str]:
             f"config.model.lora.path={path!r}: the reference is the bare base, not the policy "
             f"that training starts from; config.reference.path={path!r} measures the KL to that"
         )
-    if config.has_adapters and ROLLOUT_ENGINES.lookup(rollout.engine).is_external:
+    engine = ROLLOUT_ENGINES.lookup(rollout.engine)
+    # A server says at its start whether it takes adapters.
+    if config.has_adapters and engine.is_external and not engine.is_server:
         notes.append(
             f"config.rollout.engine={rollout.engine!r}: gets the adapters merged into the weights, "
             "which rounds small changes away in bfloat16; watch rollout/logprob_difference"

@@ -57,4 +57,6 @@ def test_adapters_that_an_external_engine_gets_merged_are_noted():
     adapters = {"model__lora__rank": 4}
     external = tiny.config(rollout__engine="transformers", **adapters)
     assert "gets the adapters merged" in " ".join(notes.train_notes(external))
-    assert "merged" not in " ".join(notes.train_notes(tiny.config(**adapters)))
+    server = {"rollout__engine": "openai", "rollout__url": "http://127.0.0.1:8000"}
+    for others in ({}, server):
+        assert "merged" not in " ".join(notes.train_notes(tiny.config(**adapters, **others)))
