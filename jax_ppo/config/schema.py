@@ -269,8 +269,8 @@ class Data:
     train_files: str = option("",
         "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet; data/*.parquet), "
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
-        "`stories:COUNT`. Separate several with commas; FILE[START:END] takes some rows; "
-        "a.jsonl*0.7,b.csv*0.3 mixes sources in these shares",
+        "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; FILE[START:END] "
+        "takes some rows; a.jsonl*0.7,b.csv*0.3 mixes sources in these shares",
         is_list=True, read_by=LEARNING)
     val_files: str = option("", "held-out data in the same notation; empty turns evaluation off",
         is_list=True, read_by=REPORTS)

@@ -8,6 +8,8 @@
     tfds:NAME/SPLIT                         TensorFlow Datasets; TensorFlow is not needed
     arithmetic:COUNT[:heldout]              generated word problems
     sums:COUNT[:heldout]                    generated chats that ask for sums of two-digit numbers
+    calculations:COUNT[:heldout]            generated chats that ask for a product and a sum, or a
+                                            difference, with responses that call a calculator
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
 
@@ -40,6 +42,7 @@ from jax_ppo.types import Example
 GENERATORS = {
     "arithmetic": "jax_ppo.demonstration.arithmetic:generate_arithmetic_examples",
     "sums": "jax_ppo.demonstration.arithmetic:generate_sum_examples",
+    "calculations": "jax_ppo.demonstration.arithmetic:generate_calculation_examples",
     "stories": "jax_ppo.demonstration.stories:generate_story_examples",
 }
 SCHEMES = (*GENERATORS, "hf", "tfds")
@@ -47,8 +50,8 @@ FORMS = (
     "files ("
     + ", ".join(files.SUFFIXES)
     + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `sums:COUNT[:heldout]`, "
-    "`stories:COUNT[:heldout]`, `hf:OWNER/NAME[@REVISION]/FILE`, `hf:OWNER/NAME[/FOLDER][:SPLIT]` "
-    "or `tfds:NAME/SPLIT`"
+    "`calculations:COUNT[:heldout]`, `stories:COUNT[:heldout]`, `hf:OWNER/NAME[@REVISION]/FILE`, "
+    "`hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
 )
 # More examples would fill the memory of the host.
 MAX_GENERATED_DIGITS = 7

@@ -2,8 +2,8 @@
 
 Training and held-out problems are disjoint by their operands: no operand triple of a held-out
 problem occurs, in that order, in a training problem, whatever the story around it. Sums of two
-two-digit numbers, asked in chats of small pretrained models, are disjoint, too: one pair of numbers
-in ten is held out.
+two-digit numbers and calculations in words, asked in chats of small pretrained models, are
+disjoint, too: one pair of numbers in ten is held out.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ GUESS_ACCURACY = 0.15  # probability that an answer without a worked solution is
 _PROBLEM_STREAM = 101
 _SOLUTION_STREAM = 202
 _SUM_STREAM = 303
+_CALCULATION_STREAM = 404
 
 _NAMES = (
     ("Tom", "he"),
@@ -217,4 +218,31 @@ def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> li
         question = f"What is {first} + {second}? Answer with the number only."
         prompt = ({"role": "user", "content": question},)
         examples.append(Example(prompt, data_source="sums", ground_truth=str(first + second)))
+    return examples
+
+
+def generate_calculation_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
+    """Return calculations in words, of data_source "sums", with solutions by a calculator.
+
+    A solution writes the expression and `=`, the calculator's value and then the answer, as a
+    dialogue with `environments/calculator.py` does. The seed is ignored.
+    """
+    del seed
+    rng = np.random.default_rng([_CALCULATION_STREAM, split == "heldout"])
+    examples: list[Example] = []
+    while len(examples) < count:
+        first, second, third = (int(rng.integers(low, 10 * low)) for low in (100, 10, 100))
+        sign, word = (("+", "plus"), ("-", "minus"))[rng.integers(2)]
+        if (zlib.crc32(f"{first} {second}".encode()) % 10 == 0) != (split == "heldout"):
+            continue
+        answer = _add_or_subtract(first * second, sign, third)
+        example = Example(
+            prompt=(
+                {"role": "user", "content": f"What is {first} times {second} {word} {third}?"},
+            ),
+            data_source="sums",
+            ground_truth=str(answer),
+            response=f"{first} * {second} {sign} {third} ={answer}. The answer is {answer}.",
+        )
+        examples.append(example)
     return examples

@@ -8,7 +8,11 @@ import pytest
 from jax_ppo.config import command_line, config_files, loading, plugins
 from jax_ppo.errors import UserError
 
-COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model"}
+COMMANDS = {
+    "hh_rlhf_sft": "sft",
+    "hh_rlhf_reward": "reward_model",
+    "smollm2_calculator_sft": "sft",
+}
 
 
 @pytest.mark.parametrize("name", config_files.shipped_names())

@@ -3,6 +3,7 @@ import re
 import pytest
 
 from jax_ppo.demonstration import arithmetic, stories
+from jax_ppo.environments.calculator import calculate
 
 
 def find_numbers(prompt):
@@ -138,3 +139,24 @@ def test_sums_are_asked_right_in_chats_and_held_out_ones_are_not_trained():
         a, b = map(int, re.findall(r"\d+", example.prompt[0]["content"]))
         assert int(example.ground_truth) == a + b and 10 <= min(a, b) <= max(a, b) < 100
     assert arithmetic.generate_sum_examples(5) == train[:5]
+
+
+def test_calculations_are_solved_by_the_calculator_and_held_out_ones_are_not_trained():
+    train, heldout = (
+        arithmetic.generate_calculation_examples(500, split) for split in ("train", "heldout")
+    )
+    asked = [
+        {tuple(re.findall(r"\d+", e.prompt[0]["content"])[:2]) for e in split}
+        for split in (train, heldout)
+    ]
+    assert asked[0].isdisjoint(asked[1])
+    for example in (*train[:50], *heldout[:50]):
+        question = example.prompt[0]["content"]
+        a, b, sign, c = re.fullmatch(
+            r"What is (\d{3}) times (\d\d) (plus|minus) (\d{3})\?", question
+        ).groups()
+        value = int(a) * int(b) + {"plus": 1, "minus": -1}[sign] * int(c)
+        call, observed, answer = re.split(r"(?<==)|(?=\.)", example.response, maxsplit=2)
+        assert calculate(call) == observed == example.ground_truth == str(value)
+        assert answer == f". The answer is {value}."
+    assert arithmetic.generate_calculation_examples(5) == train[:5]
