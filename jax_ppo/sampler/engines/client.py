@@ -21,17 +21,30 @@ KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
 # Ends the whole process group with the run, however the run ends, and with the server, whose
 # workers would otherwise keep their memory.
 _SUPERVISOR = """
-import os, signal, subprocess, sys, threading
+import glob, os, signal, subprocess, sys, threading, time
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+is_asked = False
 def end(*ignored):
-    server.terminate()  # lets it remove what it has in shared memory
+    global is_asked
+    is_asked = True
+    server.terminate()  # lets it and its workers remove what they have in shared memory
     threading.Timer(10, os.killpg, (0, signal.SIGKILL)).start()
 def watch():
     sys.stdin.buffer.read()
     end()
 signal.signal(signal.SIGTERM, end)
 threading.Thread(target=watch, daemon=True).start()
+def has_workers():
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            state, _, group = open(path).read().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if state != "Z" and int(group) == os.getpgrp() and f"/{os.getpid()}/" not in path:
+            return True
 server.wait()
+while is_asked and has_workers():
+    time.sleep(0.05)
 os.killpg(0, signal.SIGKILL)
 """
 

@@ -280,6 +280,15 @@ class TestFaults:
             with pytest.raises(UserError, match=message):
                 engine.start()
 
+    def test_workers_have_time_to_clean_up(self, tmp_path):
+        """They remove what they have in shared memory after the server has ended."""
+        worker = f"trap '' TERM; touch {tmp_path}/started; sleep 0.3; touch {tmp_path}/cleaned"
+        process = server.ServerProcess(["sh", "-c", f"({worker}) & wait"], {}, tmp_path / "log")
+        while not (tmp_path / "started").exists():
+            time.sleep(0.01)
+        process.stop()
+        assert (tmp_path / "cleaned").exists()
+
     @pytest.mark.slow
     def test_a_server_of_ours_ends_with_its_workers(self, tmp_path):
         program = f"sleep 1000 & echo $! > {tmp_path}/worker; wait"
