@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logit_softcap": 30.0,
         "sliding_window": 16,
         "local_layers": (True, False),
-        "query_pre_attn_scalar": 8.0,
+        "query_pre_attn_scalar": 8,
     },
 }
 MODELS = (*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"))
