@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import json
 import operator
 import shlex
 import statistics
@@ -71,9 +72,13 @@ class Journal:
     ) -> None:
         """Open the logs, which continue after the step that the progress has reached.
 
-        `options` are all options of the run, by section.
+        `options` are all options of the run, by section; those of config.json are kept if no step
+        is left.
         """
         self.progress = progress
+        # No step is left that would read other options than those of the run.
+        if 0 < total_steps <= progress.step and (workdir / "config.json").exists():
+            options = json.loads((workdir / "config.json").read_text())
         self._trainer = trainer
         self._experiment_name = options["experiment_name"]
         self._total_steps = total_steps

@@ -136,6 +136,8 @@ def find_progress(
         )
     for line in (*changes, outlook):
         report(line)
+    if latest >= total_steps:
+        changes = []  # of options that no step has used
     history = _history(meta)
     history["changed_options"] = [
         *history.get("changed_options", []),

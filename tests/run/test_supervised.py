@@ -257,6 +257,12 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     (tmp_path / "halves" / "config.json").write_text(json.dumps(dataclasses.asdict(options)))
     replay.main(["replay", f"--workdir={tmp_path / 'halves'}", "--step=11", "--verify"])
     assert "verified steps 10 to 11: equal in tokens, loss, weights" in capsys.readouterr().out
+    # A finished run keeps the options that its steps have used.
+    saved = json.loads((tmp_path / "halves" / "config.json").read_text())
+    changed = load(files, "--config.actor.optim.lr=1e-7", command=command)
+    supervised_loop.train(changed, tmp_path / "halves", task)
+    assert "all 12 steps are done" in capsys.readouterr().out
+    assert json.loads((tmp_path / "halves" / "config.json").read_text()) == saved
 
 
 @pytest.mark.slow

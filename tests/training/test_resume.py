@@ -29,8 +29,10 @@ def test_it_goes_on_or_has_nothing_left_to_do(capsys):
     config = tiny.config()
     assert find_progress_of_saved_run(config, 5, dataclasses.asdict(config)).position == 24
     assert capsys.readouterr().out == "resuming after step 3 of 5\n"
-    find_progress_of_saved_run(config, 3, dataclasses.asdict(config))
+    saved = dataclasses.asdict(tiny.config(trainer__warn_kl_above=2.0))
+    progress = find_progress_of_saved_run(config, 3, saved)
     assert "all 3 steps are done" in capsys.readouterr().out
+    assert progress.changed_options == []
 
 
 def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
