@@ -46,6 +46,7 @@ class StepPlan:
     mesh: dict[str, int]  # size of each mesh axis
     rollout_mesh: dict[str, int]  # size of each axis of the mesh for decoding
     decoding_devices: int  # devices that only decode
+    decodes_beside: bool  # they decode a whole step while the others learn
     available: float | None  # bytes per device; `None` if unknown
     is_compiled: bool  # the machine's own compiler measured the temporaries
     source: str  # origin of the temporaries, for the user
@@ -74,12 +75,13 @@ class StepPlan:
     def seconds(self) -> float | None:
         """Return the predicted seconds of all phases together; `None` if one is unknown.
 
-        Devices that only decode sample while the others do the rest.
+        Devices that only decode sample the next step while the others do the rest. Partial rollouts
+        wait for most of their stages.
         """
         known = {phase.name: phase.seconds for phase in self.phases if phase.seconds is not None}
         if len(known) < len(self.phases):
             return None
-        beside = known.pop("sample", 0.0) if self.decoding_devices else 0.0
+        beside = known.pop("sample", 0.0) if self.decodes_beside else 0.0
         return max(beside, sum(known.values()))
 
     def _per_second(self, tokens: int) -> float | None:
@@ -164,6 +166,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             mesh=dict(mesh.shape),
             rollout_mesh=dict(step.rollout_mesh.shape),
             decoding_devices=separate,
+            decodes_beside=bool(separate) and config.rollout.max_staleness == 1,
             available=topology.available_bytes,
             is_compiled=devices is not None,
             source=" ".join(source.split()),

@@ -55,6 +55,12 @@ def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
     assert "decoding on 2 other devices, data 2 x fsdp 1 x model 1\n" in heading
 
 
+def test_partial_rollouts_wait_for_their_stages(folder):
+    changes = {"rollout__max_staleness": 2, "rollout__stage_length": 2}
+    planned = plan(folder, "h100:4", mesh__data=1, mesh__fsdp=2, **SEPARATE | changes)
+    assert planned.seconds == pytest.approx(sum(phase.seconds for phase in planned.phases))
+
+
 @pytest.mark.slow
 def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
     compiled = plan(folder, "cpu:4", True, mesh__data=1, mesh__fsdp=2, **SEPARATE)
