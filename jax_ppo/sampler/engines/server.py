@@ -47,7 +47,8 @@ class ServerEngine(ExternalEngine):
     _python = ""  # empty: the server is not ours
     _has_run = False
     _has_base = False  # the server has the weights to which adapters are added
-    _adapter_name, _loads = "", 0  # of the adapters that it loaded last, and how often it did
+    _adapter_name = ""  # of the adapters that it loaded last
+    _loads = 0  # how often it was to load adapters
 
     def start(self) -> None:
         """Require a server with all routes, or an interpreter that has vLLM."""
@@ -245,16 +246,15 @@ class ServerEngine(ExternalEngine):
     def _publish_adapters(self, protocol: ServerProtocol) -> None:
         """Let the server load the adapters under a new name, and forget those before."""
         assert protocol.load_adapters is not None and protocol.unload_adapters is not None
-        old, self._loads = self._adapter_name, self._loads + 1
-        self._adapter_name = f"{self._version}-{self._loads}"
+        self._loads += 1
+        old, new = self._adapter_name, f"{self._version}-{self._loads}"
         try:
-            self._post_all(
-                protocol.load_adapters(str(self.adapters), self._adapter_name, self._version)
-            )
+            self._post_all(protocol.load_adapters(str(self.adapters), new, self._version))
         except ServerFault as fault:
-            if fault.status and self._loads == 1:
+            if fault.status and not old:
                 raise AdaptersRefused(str(fault)) from None
             raise
+        self._adapter_name = new
         if old:
             with contextlib.suppress(ServerFault):  # a server that was restarted has none
                 self._post_all([protocol.unload_adapters(old)])

@@ -442,6 +442,30 @@ class TestAdapters:
                 assert same(self.generate(engine, actor, prompts, adapters), first)
         assert [name == "weights" for name in fake.loaded] == [False, True, False]
 
+    @pytest.mark.parametrize("refusal", ["", "no adapters"])
+    def test_adapters_that_were_not_loaded_are_tried_again(
+        self, actor, folder, prompts, adapters, monkeypatch, refusal
+    ):
+        """The ones before are still forgotten, and a refusal is still one."""
+        with FakeServer() as fake:
+            fake.adapters, fake.refusal = {}, refusal
+            engine = self.make_engine(actor, adapters, folder, url=fake.url)
+            post, tried = client.Client.post, []
+
+            def be_late(self, route, body):
+                if route == "/v1/load_lora_adapter":
+                    tried.append(body["lora_name"])
+                    if len(tried) % 2:
+                        raise client.ServerFault(f"{route}: TimeoutError")
+                return post(self, route, body)
+
+            monkeypatch.setattr(client.Client, "post", be_late)
+            with running(engine):
+                for change in (0, 1):
+                    self.generate(engine, actor, prompts, adapters, change)
+                assert engine.takes_adapters is not bool(refusal)
+        assert list(fake.adapters) == ([] if refusal else tried[-1:])
+
     def test_a_server_of_ours_starts_with_the_base(self, actor, folder, prompts, adapters, python):
         """A new one gets the newest adapters."""
         rollouts = []
