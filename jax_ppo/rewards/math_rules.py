@@ -22,18 +22,25 @@ _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _FRACTION = re.compile(rf"\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")
 # A fraction of numbers or letters that needs no parentheses, and a number in front of it.
 _PLAIN_FRACTION = re.compile(
-    r"(?<![\w.}])(\d+(?=\\frac\{\d+\}))?\\frac\{(-?\d+|[a-z])\}\{(\d+|[a-z])\}(?![\w{\\])"
+    r"(?<![\w.}])(\d+(?=\\frac\{\d+\}))?"
+    r"\\frac\{(-?[\d.,]*\d|[a-z])\}\{([\d.,]*\d|[a-z])\}(?![\w{\\])"
 )
 _ROOT = re.compile(r"\\sqrt\s*(\w)")
-# A number with a letter directly behind it that begins no unit, ordinal, time or exponent.
+# A number with a letter directly behind it, or one or two after a blank, that begin no unit,
+# ordinal, time or exponent.
+_NO_UNIT = (
+    r"(?!(?:[cdkmn]?m|[km]?g|m?[lL]|cc|ft|ha|hrs?|h|in|lbs?|mi|min|mph|oz|pt|qt|sq|s|yd|st|nd|rd|th"
+    r"|am|pm)\b)"
+)
 _FACTOR = re.compile(
-    r"[-+]?[\d.,/]*\d(?!(?:[cdkm]?m|[km]?g|mL|ml|L|ft|lb|h|s|min|mph|st|nd|rd|th|am|pm)\b)"
-    r"(?![eE][-+]?\d)[^\W\d_]"
+    rf"[-+]?[\d.,/]*\d(?:{_NO_UNIT}(?![eE][-+]?\d)[^\W\d_]| {_NO_UNIT}[a-z]{{1,2}}\b)"
 )
 _DECORATION = re.compile(r"\\?\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?(?:[CF]\b)?|\\(?=%)|\*\*|`")
 # What a value is assigned to; of several assignments none is left out.
-_ASSIGNMENT = re.compile(r"\A(?:[^=]*|(?:(?!and|or|[,;]).)*)=(?!.*=)")
-_MIXED = re.compile(r"(?<![\w.}])(\d+) +(\d+)/(\d+)(?![\w/])")
+_ASSIGNMENT = re.compile(
+    r"\A(?:[^=]*|(?:(?!(?:\\l|(?<![A-Za-z]))(?:and|or)(?![A-Za-z])|[,;]).)*)=(?!.*=)"
+)
+_MIXED = re.compile(r"(?<![\w.}])(\d+) +(\d{1,2})/(\d{1,3})(?![\w/])")
 # Characters that stand for digits and LaTeX.
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹０１２３４５６７８９", "0123456789" * 2)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -137,7 +144,8 @@ def _plain_answer(answer: str) -> str:
 
 def _parse_quantity(answer: str) -> Quantity | None:
     """Return the number that an answer is; letters directly behind it are factors, or a unit."""
-    return None if _FACTOR.match(answer.strip()) else parse_number(answer)
+    answer = " ".join(answer.split())
+    return None if _FACTOR.match(answer) else parse_number(answer)
 
 
 def answers_agree(answer: str, ground_truth: str) -> bool:

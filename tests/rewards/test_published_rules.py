@@ -147,6 +147,8 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
         (r"\frac{11}{2}", r"\frac112", False),
         (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
         (r"\frac{\sqrt{2}}{2}", r"\frac{\sqrt2}{2}", True),
+        (r"\frac{3.5}{2}", "1.75", True),
+        (r"\frac{1,000}{4}", "250", True),
         # Letters behind a number are factors, if they are no unit.
         ("2a", "2b", False),
         ("2", "2a", False),
@@ -155,11 +157,18 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
         ("2π", r"2\pi", True),
         ("2cm", "2", True),
         ("2 inches", "2", True),
+        ("2 cm", "2", True),
+        ("4 r", "4r", True),
+        ("4 r", "4", False),
+        ("2 ab", "2 cd", False),
+        ("1.5 × 10^3", "1500", True),
         ("1e3", "1000", True),
         # All of several values count.
         ("x=5, y=2", "x=1, y=2", False),
         ("x=5 and y=2", "x=1 and y=2", False),
         ("x = 3 + 2 = 5", "5", True),
+        ("factor = 3 + 2 = 5", "5", True),
+        (r"x=5\lor x=6", r"x=4\lor x=6", False),
         ("f(1, 2) = 5", "5", True),
         # Characters that stand for LaTeX.
         ("\u22123", "-3", True),
