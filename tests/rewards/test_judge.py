@@ -108,6 +108,7 @@ def test_equal_requests_are_sent_once(server):
         ('Two errors.\n```json\n{"score": 4, "of": 10}\n```\nThat is 4 of 10.', 4),
         ('First {"score": 1}, rather {"score": 4, "confidence": 0.9}.', 4),
         ('{"score": 4,} of 10', 10),
+        ('{"column": "score"} 4', 4),
     ],
 )
 def test_a_model_judges_in_words(server, reply, expected):
