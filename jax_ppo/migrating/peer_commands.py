@@ -17,9 +17,9 @@ EXAMPLES = {
     "openrlhf": "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 128",
 }
 # A variable of the shell, also with a default: $NAME, ${NAME}, ${NAME:-8}, ${NAME:-$HOME/data}.
-_VARIABLE = r"\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./-]*)?\})"
+_VARIABLE = r"\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./~-]*)?\})"
 for _ in range(3):
-    _VARIABLE = _VARIABLE.replace(r"[\w./-]*", rf"(?:[\w./-]|{_VARIABLE})*")
+    _VARIABLE = _VARIABLE.replace(r"[\w./~-]*", rf"(?:[\w./~-]|{_VARIABLE})*")
 VARIABLE = re.compile(rf"({_VARIABLE})", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # Arguments that a shell fills in, "$@" and "${NAME[@]}", and what ends a command.

@@ -543,6 +543,7 @@ def test_what_is_no_command_is_one_line(framework, text, message):
     [
         ("$HOME/x y", "\"$HOME\"'/x y'"),
         ("${SIZE:-8}", '"${SIZE:-8}"'),
+        ("${DATA:-~/data}", '"${DATA:-~/data}"'),
         ("$(touch a)", "'$(touch a)'"),
         ('$A"; touch a; "', """"$A"'"; touch a; "'"""),
     ],
