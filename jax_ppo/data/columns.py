@@ -113,9 +113,10 @@ def parse_ground_truth(value: Any) -> Any:
     # Data frames store integers as floats if a value is missing.
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    # A number that was stored in 32 bits has more digits in 64 than it was written with.
-    is_long = isinstance(value, float) and len(str(value)) > 14
-    return str(np.float32(value) if is_long and float(np.float32(value)) == value else value)
+    # A number of six digits that was stored in 32 bits has many more in 64.
+    short = float(f"{value:.6g}") if isinstance(value, float) else value
+    is_written_short = len(str(short)) + 5 < len(str(value)) and float(np.float32(short)) == value
+    return str(short if is_written_short else value)
 
 
 def is_missing(value: Any) -> bool:

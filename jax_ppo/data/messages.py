@@ -6,6 +6,7 @@ JSON of messages, as CSV files hold them, is read as such.
 
 import contextlib
 import json
+import re
 from typing import Any
 
 from jax_ppo.errors import UserError, shorten
@@ -26,6 +27,7 @@ _ROLES = {
     "observation": "tool",
 }
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # the types of parts that are text
+_MESSAGE_START = re.compile(r'\{"(role":"\w+","(content|tool_calls)|from":"\w+","value)"')
 # What the assistant says besides a message's content.
 _SAID_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
@@ -47,7 +49,7 @@ def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
 
 def _parse_text(text: str, location: str, prompt_key: str) -> Any:
     """Return messages that a text holds as JSON, or else the text."""
-    start = "".join(text.lstrip()[:40].split()).removeprefix("array(").lstrip("[")
+    start = "".join(text.lstrip()[:80].split()).removeprefix("array(").lstrip("[")
     if start.startswith(("{'role'", "{'content'", "{'from'", "{'value'")):
         raise UserError(
             f"{location}: {prompt_key} holds messages as Python prints them; write JSON (in Python "
@@ -59,16 +61,22 @@ def _parse_text(text: str, location: str, prompt_key: str) -> Any:
         value = json.loads(text)
     except ValueError as error:
         # Other text after the JSON shows that it is only quoted.
-        if start.startswith(('{"role":"', '{"from":"')) and text.rstrip()[-1] in "]}":
+        if _MESSAGE_START.match(start) and text.rstrip()[-1] in "]}":
             raise UserError(
                 f"{location}: {prompt_key} holds messages that are not JSON ({error}), got "
                 f"{quote_cell(text)}"
             ) from error
         return text
     messages = value if isinstance(value, list) else [value]
-    if all(isinstance(m, dict) and isinstance(m.get("role", m.get("from")), str) for m in messages):
-        return messages
-    return text
+    return messages if all(map(_resembles_message, messages)) else text
+
+
+def _resembles_message(value: Any) -> bool:
+    """Return whether a value of JSON is a message, rather than other data with a role or sender."""
+    names = _keys(value)
+    if "role" in names:
+        return isinstance(value["role"], str) and not names.isdisjoint(("content", "tool_calls"))
+    return {"from", "value"} <= names
 
 
 def _keys(value: Any) -> set[str]:
@@ -77,7 +85,7 @@ def _keys(value: Any) -> set[str]:
 
 def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
     if {"from", "value"} <= _keys(message) and "role" not in message:
-        role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
+        role = _ROLES.get(str(message["from"]).lower())
         if role is None:
             raise UserError(
                 f"{location}: {name} has a message from {quote_cell(message['from'])}; expected "

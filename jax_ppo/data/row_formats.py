@@ -440,8 +440,10 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     readings = [_Reading(name, str(truth)) for name, truth in truths.items() if truth != ""]
     if not key and len({reading.prompt for reading in readings}) > 1:
         raise _disagreement(readings, "reference answer", "config.data.ground_truth_key", location)
-    if reward_model or readings:
-        return truths["reward_model" if reward_model else readings[0].column], False
+    if readings:
+        return truths[readings[0].column], False
+    if reward_model:
+        return "", False
     if "answer" in values:
         return _read_answer(values["answer"], location)
     # The rule extracts the boxed answer from the solution.

@@ -234,6 +234,8 @@ def test_an_answer_beside_a_solution_is_the_reference_answer(answer, ground_trut
         ([None, float("nan"), "4"], ["4"]),
         ([float(np.float32(0.1)), 2], ["0.1", 2]),
         (0.12345678901234568, "0.12345678901234568"),
+        (2.0**-13, "0.0001220703125"),
+        (184756 / 2**20, "0.17619705200195312"),
         (1e300, str(int(1e300))),
     ],
 )
@@ -252,6 +254,7 @@ def test_two_reference_answers_of_a_row_must_agree():
     assert parse_row(row | {"ground_truth": 4}, "here").ground_truth == "4"
     for key, truth in (("ground_truth", "5"), ("reward_model", "4")):
         assert parse_row(row, "here", Columns(ground_truth=key)).ground_truth == truth
+    assert parse_row(row | {"reward_model": {"style": "rule"}}, "here").ground_truth == "5"
 
 
 def test_whole_chats_beside_their_prompt_as_text_are_a_pair():
@@ -336,6 +339,14 @@ def test_messages_as_json_text_are_messages():
     assert parse_row({"prompt": quoted}, "here").prompt == quoted
     for text in ('{"a": 1}', "[1, 2]", '[{"role": 1}]', "{'a': 1}", '{"'):
         assert parse_row({"prompt": text}, "here").prompt == text
+    # Data with a role or a sender are no messages.
+    for text in (
+        '{"from": "A", "to": "B"}',
+        '{"role": "nurse", "age": 4}',
+        '{"role": "user"} in {x}',
+    ):
+        example = parse_row({"prompt": text, "response": text}, "here")
+        assert (example.prompt, example.response) == (text, text)
     with pytest.raises(UserError, match="prompt holds messages as Python prints them; write JSON"):
         parse_row({"prompt": str(chat)}, "here")
     with pytest.raises(UserError, match="prompt holds messages as Python prints them; write JSON"):
@@ -357,13 +368,15 @@ def test_sharegpts_messages_and_parts_of_text_are_read():
 
 @pytest.mark.parametrize(
     ("asks", "answers"),
-    [("human", "gpt"), ("User", "Assistant"), ("user", "model"), ("prompter", "bot")],
+    [("human", "gpt"), ("User", "Assistant"), ("user", "model"), ("Prompter", "bot")],
 )
 def test_roles_by_other_names_are_known(asks, answers):
     """Regression: the answer was sampled from as a part of the prompt."""
     messages = [{"role": asks, "content": "Hi"}, {"role": answers, "content": "Ho"}]
-    example = parse_row({"messages": messages}, "here")
-    assert (example.prompt, example.response) == ((user("Hi"),), "Ho")
+    share = [{"from": asks, "value": "Hi"}, {"from": answers, "value": "Ho"}]
+    for chat in (messages, share):
+        example = parse_row({"messages": chat}, "here")
+        assert (example.prompt, example.response) == ((user("Hi"),), "Ho")
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "reasoning_content", "thinking"])
