@@ -104,7 +104,8 @@ def queue_cache_shapes(
             tokens=jax.ShapeDtypeStruct((rows, width), jnp.int32),
             lengths=jax.ShapeDtypeStruct((rows,), jnp.int32),
         )
-        # Key-value heads are copied until the mesh in context can split them.
-        with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+        # Key-value heads are copied until the mesh in context can split them. An abstract mesh
+        # must have as many devices as the one before.
+        with jax.set_mesh(rollout_mesh):
             stages += cache_shapes(model, options, prompts)
     return stages
