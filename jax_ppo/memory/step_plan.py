@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError, counted
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_phases
@@ -135,9 +136,14 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     platform = topology.device_type.platform
     # All GPUs that can be named have bfloat16.
     config = dataclasses.replace(config, model=resolve_dtype(config.model, platform))
+    separate = config.rollout.mesh.devices
+    if separate and topology.has_several_hosts:
+        raise UserError(
+            f"config.rollout.mesh.devices={separate}: expected 0 on {topology.name}, which has "
+            "several hosts: JAX does not copy weights to devices of other processes"
+        )
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
-    separate = config.rollout.mesh.devices
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology), decoding=separate)
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
@@ -236,8 +242,10 @@ def format_plan(plan: StepPlan) -> str:
 def _heading(plan: StepPlan) -> str:
     shape = _mesh_text(plan.mesh)
     if plan.rollout_mesh != plan.mesh or plan.decoding_devices:
-        others = f"{plan.decoding_devices} other devices, " if plan.decoding_devices else ""
-        shape += f", decoding on {others}{_mesh_text(plan.rollout_mesh)}"
+        shape += ", decoding on "
+        if plan.decoding_devices:
+            shape += f"{counted(plan.decoding_devices, 'other device')}, "
+        shape += _mesh_text(plan.rollout_mesh)
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
     if _counts_process(plan):
         lines.append("programs that run at the same time count each other's gradients as temporary")

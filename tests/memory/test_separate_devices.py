@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.memory import decoding_slots, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
@@ -61,6 +62,13 @@ def test_partial_rollouts_wait_for_their_stages(folder):
     assert planned.seconds == pytest.approx(sum(phase.seconds for phase in planned.phases))
 
 
+def test_a_plan_refuses_several_hosts_and_takes_six_devices_beside_two(folder):
+    with pytest.raises(UserError, match="devices=2: expected 0 on h100:16, which has several"):
+        plan(folder, "h100:16", **SEPARATE)
+    planned = plan(folder, "v5e:2x4", **SEPARATE)
+    assert (planned.mesh["data"], planned.rollout_mesh["data"]) == (6, 2)
+
+
 @pytest.mark.slow
 def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
     compiled = plan(folder, "cpu:4", True, mesh__data=1, mesh__fsdp=2, **SEPARATE)
@@ -73,7 +81,7 @@ def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
 
 def test_the_check_at_the_start_and_the_slots_know_both_kinds(monkeypatch):
     config = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, **SEPARATE)
-    mesh = meshes.make_mesh(config.mesh, jax.devices()[:4], decoding=2)
+    mesh = meshes.make_mesh(config.mesh, jax.devices()[:5], decoding=2)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
     with jax.set_mesh(mesh):
         run = PPOMemory(config, tiny.networks(config), mesh)
@@ -95,12 +103,13 @@ def test_the_check_at_the_start_and_the_slots_know_both_kinds(monkeypatch):
         monkeypatch.setattr(
             decoding_slots, "read_memory_limit", lambda: (least.separate + left) / 0.9
         )
-        return decoding_slots.count_decoding_slots(run, rollout_mesh, sampling)
+        with jax.set_mesh(mesh):
+            return decoding_slots.count_decoding_slots(run, rollout_mesh, sampling)
 
     # The weights and optimizer states that learn take no room from the samples.
     assert count_slots(20_000 + 16 * slot) == count_slots(20_000) + 16 == 24
     assert resident > least.separate + 20_000
     # What would help keeps the devices that decode.
     changes = dict(PossibleChanges(config, mesh))
-    split = "config.mesh.data=1 with config.mesh.fsdp=2 and config.rollout.mesh.model=2"
+    split = "config.mesh.data=1 with config.mesh.fsdp=3 and config.rollout.mesh.model=2"
     assert changes[split].rollout.mesh.devices == 2

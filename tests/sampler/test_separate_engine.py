@@ -1,7 +1,6 @@
 """Devices that only decode: what lies on them, what they draw, and what is refused."""
 
 import dataclasses
-import types
 
 import jax
 import numpy as np
@@ -137,7 +136,7 @@ def test_the_last_devices_decode_and_the_others_learn():
         meshes.make_mesh(MeshShape(fsdp=8), jax.devices()[:8], decoding=2)
 
 
-def test_several_processes_are_refused_before_anything_is_loaded():
-    hosts = [types.SimpleNamespace(process_index=index // 2) for index in range(4)]
+def test_several_processes_are_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"devices=1: expected 0 with several processes"):
-        meshes.make_mesh(MeshShape(), hosts, decoding=1)
+        make_meshes(4, 1)
