@@ -42,9 +42,9 @@ _ASSIGNMENT = re.compile(
 )
 _MIXED = re.compile(r"(?<![\w.}])(\d+) +(\d{1,2})/(\d{1,3})(?![\w/])")
 # Characters that stand for digits and LaTeX.
-_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹０１２３４５６７８９", "0123456789" * 2)
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_POWER = re.compile(r"\^\{(\d+)\}(?!\d)")
+_DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹０１２３４５６７８９", "-" + "0123456789" * 2)
+_SUPERSCRIPT = re.compile("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_POWER = re.compile(r"\^\{(-?\d+)\}(?!\d)")
 _ROOT_SIGN = re.compile(r"√(?:(\w+)|\(([^()]*)\))")
 _SYMBOLS = str.maketrans(
     {
@@ -130,7 +130,8 @@ def _write_latex(answer: str) -> str:
 def _plain_answer(answer: str) -> str:
     """Return the number that an answer in LaTeX is, in one notation, or else its text."""
     boxed = last_boxed(answer)
-    answer = _write_latex(answer if boxed is None else boxed)
+    # A backslash at the end is the rest of a space or of a line break.
+    answer = _write_latex((answer if boxed is None else boxed).strip().rstrip("\\ "))
     answer = _ASSIGNMENT.sub("", answer)
     answer = _TEXT_COMMAND.sub(r" \1", _DECORATION.sub("", answer))
     answer = _FRACTION.sub(r"\\frac{\1\2}{\3\4}", _ROOT.sub(r"\\sqrt{\1}", answer))

@@ -163,6 +163,8 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
         ("2 ab", "2 cd", False),
         ("1.5 × 10^3", "1500", True),
         ("1e3", "1000", True),
+        (r"5 \\", "5", True),
+        ("5", "5\\ ", True),
         # All of several values count.
         ("x=5, y=2", "x=1, y=2", False),
         ("x=5 and y=2", "x=1 and y=2", False),
@@ -175,6 +177,8 @@ def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, cor
         ("½", r"\frac{1}{2}", True),
         ("√2", r"\sqrt{2}", True),
         ("x²", "x^2", True),
+        ("x⁻¹", "x^{-1}", True),
+        ("1.5×10⁻³", "0.0015", True),
         ("2^{10}", "2^10", True),
         ("x^{2y}", "x^2y", False),
         ("５", "5", True),
