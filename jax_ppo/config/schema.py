@@ -123,7 +123,9 @@ WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollo
 HAS_LOCAL_DIR = is_set("trainer.local_dir")
 SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
-HAS_ROLLOUT_MESH = is_set("rollout.mesh.model",
+HAS_ROLLOUT_MESH = Condition(
+    lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
+    "`rollout.mesh.model` or `rollout.mesh.devices` is set",
     "decoding uses config.mesh; set config.rollout.mesh.model")
 DECODES_ON_DEVICES = option_is("rollout.engine", "built-in",
     "config.rollout.engine={config.rollout.engine!r} decodes elsewhere; use the built-in engine")

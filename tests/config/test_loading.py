@@ -359,6 +359,10 @@ def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
     assert devices == {"train": 2, "critic": 2, "plan": 2, "evaluate": 0, "sft": 0}
 
 
+def test_separate_devices_may_split_a_cache_without_splitting_matrices():
+    assert validated(**SEPARATE, rollout__mesh__context=2).rollout.mesh.model is None
+
+
 def test_wrong_type_is_named():
     values = loading.default_config()
     with values.ignore_type():

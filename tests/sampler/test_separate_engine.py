@@ -68,6 +68,7 @@ def test_weights_lie_on_the_devices_that_decode_alone_and_stay_there():
     [
         (2, 1, {}, {}),
         (4, 2, {}, {}),
+        (4, 2, {"context": 2}, {"model": 1, "context": 2}),
         (4, 2, {"model": 2}, {"model": 2}),
         (5, 2, {"model": 2}, {"model": 2}),  # three learn: rows divide otherwise
     ],
