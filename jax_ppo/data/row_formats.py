@@ -429,7 +429,8 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     reward_model = values.get("reward_model")
     if key and key in values and key != "reward_model":
         return _read_answer(values[key], location)
-    if key and not reward_model:
+    # What reward_model holds is named by either of its names.
+    if key and not (reward_model and key in ("reward_model", "ground_truth")):
         raise UserError(
             f"{location}: config.data.ground_truth_key={key!r} names none of the columns with a "
             f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"

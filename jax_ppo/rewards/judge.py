@@ -18,7 +18,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import JSONServer
 from jax_ppo.rewards.custom import parse_reward_output
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.rules import RewardResult, after_thinking
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
@@ -120,7 +120,11 @@ def _read_message(reply: Any) -> str:
 
 
 def _read_score(text: str) -> Any:
-    """Return the score that a reply holds as JSON, alone or within text, or its last number."""
+    """Return the score that a reply holds as JSON, alone or within text, or its last number.
+
+    What the judge has thought before does not count.
+    """
+    text = after_thinking(text)
     if block := _CODE_BLOCK.fullmatch(text):
         text = block[1]
     for stated in (text, *_SCORE_OBJECT.findall(text)[-1:]):

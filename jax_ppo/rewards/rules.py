@@ -73,11 +73,16 @@ def read_final_part(response: str) -> tuple[str, bool]:
     return text, False
 
 
+# A backslash of LaTeX, which JSON needs twice: of `\frac` it would make a form feed and "rac". That
+# of `\n` is one if a command follows.
+_COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
+
+
 def listed_texts(ground_truth: str) -> list[str]:
     """Return the entries of a ground truth that is a JSON list of texts, or else itself alone."""
     if ground_truth.startswith('["'):
         with contextlib.suppress(ValueError):
-            return list(map(str, json.loads(ground_truth)))
+            return list(map(str, json.loads(_COMMAND.sub(r"\\\\", ground_truth))))
     return [ground_truth]
 
 

@@ -255,6 +255,8 @@ def test_two_reference_answers_of_a_row_must_agree():
     for key, truth in (("ground_truth", "5"), ("reward_model", "4")):
         assert parse_row(row, "here", Columns(ground_truth=key)).ground_truth == truth
     assert parse_row(row | {"reward_model": {"style": "rule"}}, "here").ground_truth == "5"
+    with pytest.raises(UserError, match="ground_truth_key='truth' names none of the columns"):
+        parse_row(row, "here", Columns(ground_truth="truth"))
 
 
 def test_whole_chats_beside_their_prompt_as_text_are_a_pair():

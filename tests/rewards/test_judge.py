@@ -109,6 +109,7 @@ def test_equal_requests_are_sent_once(server):
         ('First {"score": 1}, rather {"score": 4, "confidence": 0.9}.', 4),
         ('{"score": 4,} of 10', 10),
         ('{"column": "score"} 4', 4),
+        ('<think>{"score": 1}? Rather more.</think>\n4', 4),
     ],
 )
 def test_a_model_judges_in_words(server, reply, expected):

@@ -209,6 +209,8 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("2a", "2b", False),
         ("18", '["18"]', True),
         (r"\frac{1}{2}", r'["18", "\\frac{1}{2}"]', True),
+        (r"\frac{1}{2}", r'["18", "\frac{1}{2}"]', True),
+        (r"\sqrt{2}", r'["\sqrt{2}"]', True),
         ("19", '["18"]', False),
     ],
 )
