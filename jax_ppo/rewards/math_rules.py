@@ -30,7 +30,7 @@ _ROOT = re.compile(r"\\sqrt\s*(\w)")
 # ordinal, time or exponent.
 _NO_UNIT = (
     r"(?!(?:[cdkmn]?m|[km]?g|m?[lL]|cc|ft|ha|hrs?|h|in|lbs?|mi|min|mph|oz|pt|qt|sq|s|yd|st|nd|rd|th"
-    r"|am|pm)\b)"
+    r"|am|pm|kWh|days|feet|[a-z]{5,})\b)"  # nobody writes a product of five letters
 )
 _FACTOR = re.compile(
     rf"[-+]?[\d.,/]*\d(?:{_NO_UNIT}(?![eE][-+]?\d)[^\W\d_]| {_NO_UNIT}[a-z]{{1,2}}\b)"

@@ -206,6 +206,8 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("5 i", "5", False),
         ("2 ab", "2 cd", False),
         ("18", "18 dollars", True),
+        ("18cents", "18", True),
+        ("2abc", "2", False),
         ("2a", "2b", False),
         ("18", '["18"]', True),
         (r"\frac{1}{2}", r'["18", "\\frac{1}{2}"]', True),
