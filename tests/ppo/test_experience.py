@@ -341,7 +341,9 @@ def test_an_estimator_of_ones_own(per_token, tmp_path):
     assert advantages == [[0, 0], [2], [0], [-3]]
     assert np.isfinite(experience.advantages).all()
     wrong = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:mean", **options)
-    with pytest.raises(UserError, match=r"adv_estimator=.*:mean': returned shape \(\); expected"):
+    with pytest.raises(
+        UserError, match=r"adv_estimator=.*:mean': returned an array of shape \(\); expected"
+    ):
         estimate(wrong, [1, 3, 5, 2], lengths)
 
 
@@ -358,7 +360,9 @@ def test_a_kl_estimator_of_ones_own(tmp_path):
     assert float(metrics["kl/reference"]) == pytest.approx(1.0)
     assert float(metrics["reward/shaped_mean"]) == pytest.approx(2.0)
     config = tiny.config(algorithm__kl_penalty=f"{tmp_path}/mine.py:total", **options)
-    with pytest.raises(UserError, match=r"kl_penalty=.*:total': returned shape \(\); expected one"):
+    with pytest.raises(
+        UserError, match=r"kl_penalty=.*:total': returned an array of shape \(\); expected one"
+    ):
         estimate(config, [3.0], [2], **logprobs)
 
 
