@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import exact_rollouts, forward_passes
 from jax_ppo.ppo.mini_batches import Partition, RolloutPacker, make_packer
@@ -22,8 +23,9 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws
 from jax_ppo.sampler.drafts import replace_tokens
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.networks import Networks
+from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.random_streams import SampleKeys, training_stream
+from jax_ppo.training.roles import read_networks
 from jax_ppo.types import Prompts, Rollout
 
 LLAMA = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
@@ -42,7 +44,7 @@ ARCHITECTURES = {
         logit_softcap=30.0,
         sliding_window=6,
         local_layers=(True, False),
-        query_pre_attn_scalar=4.0,
+        query_pre_attn_scalar=4,
     ),
 }
 SLOW = {("llama", "bfloat16"), ("gemma2", "float32")}
@@ -50,6 +52,20 @@ CASES = [
     pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.exhaustive)
     for case in itertools.product(ARCHITECTURES, ("float32", "bfloat16"))
 ]
+
+
+def test_soft_caps_of_scores_are_computed_again_for_gradients(tmp_path):
+    """Regression: kept for gradients, scores of Gemma 2 were rounded otherwise on a CPU."""
+    gemma2 = ARCHITECTURES["gemma2"]
+    params = tiny.init_params(Transformer(gemma2), jax.random.key(0), "lm")
+    export_checkpoint(params, gemma2, tmp_path)
+    options = {"algorithm__adv_estimator": "grpo", "algorithm__use_reference": False}
+    options |= {"rollout__n": 2, "rollout__exact": True, "rollout__reuse_logprobs": "auto"}
+    folders = Folders(actor=tmp_path)
+    with pytest.raises(UserError, match=r"gradient_checkpointing=False: .* with .*exact=True"):
+        read_networks(tiny.config(**options), folders)
+    computed_again = tiny.config(model__gradient_checkpointing=True, **options)
+    assert read_networks(computed_again, folders).actor.remat
 
 
 def test_a_response_ends_with_the_first_token_that_is_drawn_otherwise():
