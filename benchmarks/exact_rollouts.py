@@ -5,8 +5,8 @@
 Trains small random models of three families for 200 optimizer steps on about a million tokens
 each in float32, and the first one as long in bfloat16, with various slots, packings, micro-batches,
 responses to a prompt and epochs. A mini-batch is a whole rollout, so that all log-probs of the
-sampler are compared with those that the update starts from. Prints the tokens, those that the
-forward pass drew otherwise than the sampler, and those with other bits, and writes
+sampler are compared with those that the update starts from. Prints the number of tokens, of those
+that the forward pass drew again as another token, and of those with other bits, and writes
 results/exact_rollouts.json. The exit code is 1 if any bit differs.
 """
 

@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error that ends a command: of Ctrl-C one line, as its modules may still load."""
+    """Print an error that ends a command; Ctrl-C, also while modules load, in one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by SIGINT", file=sys.stderr)
     else:
@@ -58,5 +58,5 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Any) ->
 
 # The package is imported for a command: `python -m jax_ppo...` (Python looks for it under this
 # name), or the console script.
-if sys.argv[:1] == ["-m"] or "".join(sys.argv[:1]).endswith("jax-ppo"):
+if sys.argv and (sys.argv[0] == "-m" or sys.argv[0].endswith("jax-ppo")):
     sys.excepthook = _print_error

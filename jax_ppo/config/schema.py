@@ -138,7 +138,7 @@ USES_REFERENCE = option_is("algorithm.use_reference", True,
 USES_KL_COEFFICIENT = option_is("algorithm.use_kl_in_reward", True,
     "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True")
 HAS_DATA_AXIS_ALONE = Condition(
-    lambda c: c.rollout.mesh.model is None and not c.rollout.mesh.devices and all(
+    lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(
         getattr(c.mesh, axis) == 1 for axis in ("fsdp", "model", "stage", "context", "expert")),
     "`mesh.data` is the only axis, also of decoding",
     "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "

@@ -91,8 +91,10 @@ def parts_of_questions(values: dict[str, Any]) -> list[str]:
     """Return the columns with values that a question needs: its choices, or what it is about."""
     names = {str(name).lower(): name for name, value in values.items() if value}
     parts = [names[name] for name in names if name in CHOICES or _SINGLE_CHOICE.fullmatch(name)]
-    # One letter alone is the name of anything.
-    return parts or ["A"] * ({"A", "B", "C"} <= values.keys())
+    # Single letters are choices if there are at least three.
+    if not parts and {"A", "B", "C"} <= values.keys():
+        return ["A"]
+    return parts
 
 
 def parse_ground_truth(value: Any) -> Any:

@@ -193,8 +193,8 @@ def _render_example(
             said = [message["content"].strip()]
         if not all(part in text for part in said):
             raise UserError(
-                f"{location}: the prompt lacks a message of the role {message['role']!r}, "
-                f"{shorten(str(said))}; write it in a form that the chat template renders"
+                f"{location}: the chat template leaves out a message of the role "
+                f"{message['role']!r}, {shorten(str(said))}; write it in a form that it renders"
             )
     return text, special
 

@@ -63,7 +63,7 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
 
 
 def enlarge_adapters(adapters: Params, lora: Lora) -> Params:
-    """Return adapters with random B: they change what projections compute by a part of its size."""
+    """Return adapters with random B, which change the outputs of projections noticeably."""
     flat = traverse_util.flatten_dict(adapters)
     for number, (path, x) in enumerate(sorted(flat.items())):
         if path[-1] == "lora_b":

@@ -62,7 +62,7 @@ def draw_exactly(
         if not count:
             rollout = dataclasses.replace(rollout, slot_steps=slot_steps)
             return sampled._replace(rollout=rollout, metrics={**sampled.metrics, **metrics})
-        # Other lengths are packed in other rows, where tokens may round otherwise, without end.
+        # Other lengths are packed in other rows, where tokens may round differently, without end.
         if metrics["rollout/exact_passes"] > parts.sampling.max_response_length:
             raise UserError(
                 f"config.rollout.exact=True: {count} responses still change after "

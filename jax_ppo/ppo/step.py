@@ -28,7 +28,6 @@ from jax_ppo.ppo.response_sampling import (
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.step_parts import (
     CarriedOver,
-    ResponsePool,
     SampledBatch,
     StepObserver,
     StepParts,
@@ -84,9 +83,7 @@ def take_ppo_step(
     options, nets = parts.step_options, parts.nets
 
     # 1. Sample responses.
-    with observer.phase("rollout"):
-        continued = wait_for(carried_over)
-    sampled = sample_responses(parts, state, batches, step, observer, continued)
+    sampled = sample_responses(parts, state, batches, step, observer, carried_over)
     if options.rollout.exact:
         sampled = draw_exactly(parts, state, sampled, step, observer)
     # Wait for the lengths of the responses, which the packing depends on.
@@ -161,10 +158,12 @@ def sample_responses(
     batches: TrainingBatches,
     step: int,
     observer: StepObserver,
-    carried_over: SampledBatch | ResponsePool | None,
+    from_last_step: CarriedOver | None,
 ) -> SampledBatch:
     """Return the samples of a step: carried over, given, or sampled now and perhaps selected."""
     training, options = parts.training, parts.step_options
+    with observer.phase("rollout"):
+        carried_over = wait_for(from_last_step)
     if options.rollout.max_staleness > 1:
         assert not isinstance(carried_over, SampledBatch), "max_staleness > 1 carries over a pool"
         return sample_partial_batch(parts, state, batches, step, observer, carried_over)

@@ -77,8 +77,9 @@ class Journal:
         """
         self.progress = progress
         # No step is left that would read other options than those of the run.
-        if 0 < total_steps <= progress.step and (workdir / "config.json").exists():
-            options = json.loads((workdir / "config.json").read_text())
+        if 0 < total_steps <= progress.step:
+            with contextlib.suppress(OSError, ValueError):
+                options = json.loads((workdir / "config.json").read_text())
         self._trainer = trainer
         self._experiment_name = options["experiment_name"]
         self._total_steps = total_steps

@@ -34,7 +34,7 @@ _NUMBER = re.compile(
     # The end of the scale is not the score.
     r"(?:\W{0,4}(?:/|\bout\s+of\b)\W{0,4}\d+(?:\.\d+)?)?"
 )
-# The JSON object in which models state the score; its other numbers are none.
+# The JSON object in which models state the score; its other numbers are no scores.
 _SCORE_OBJECT = re.compile(r'\{[^{}]*"score"\s*:[^{}]*\}')
 # A reply that is one block of code, as models write JSON.
 _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)

@@ -26,7 +26,7 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 class DrawStates(NamedTuple):
-    """What the next draw of N samples depends on, besides their tokens.
+    """The inputs of the next draw of N samples, besides their tokens.
 
     Attributes:
       keys: uint32 [N, ...], the data of the samples' random keys.

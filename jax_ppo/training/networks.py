@@ -126,8 +126,8 @@ class NetworkReader:
         ):
             raise UserError(
                 "config.model.gradient_checkpointing=False: expected True with "
-                "config.rollout.exact=True for a model with a soft cap of attention scores, which "
-                "a program that keeps them for gradients rounds otherwise"
+                "config.rollout.exact=True for a model with a soft cap of attention scores: the "
+                "update would round scores that it keeps for gradients differently"
             )
         decoder = self._build_decoder(architecture)
         lora = None

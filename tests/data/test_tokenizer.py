@@ -251,12 +251,12 @@ def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
     user = {"role": "user", "content": " Tom\n"}
     tokenize_prompts([Example((user,), "x")], with_specials, PromptEncoding(max_prompt_length=64))
     rows = [Example(({"role": "developer", "content": "Be brief."}, user), "x")]
-    with pytest.raises(UserError, match="example 1: the prompt lacks a message of .*'developer'"):
+    with pytest.raises(UserError, match="example 1: the chat template leaves out .*'developer'"):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     tokenize_prompts(rows, with_specials, PromptEncoding(64, chat_template=False))
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     rows = [Example((user, called, {"role": "tool", "content": "4"}), "x")]
-    with pytest.raises(UserError, match=r"lacks a message .*'assistant', \['add'\]"):
+    with pytest.raises(UserError, match=r"leaves out .*'assistant', \['add'\]"):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     with_specials.chat_template = "{{ messages[1].tool_calls }}" + with_specials.chat_template
     tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
