@@ -6,7 +6,8 @@
 set -eu
 torch_index=https://download.pytorch.org/whl/cpu
 python3.11 -m venv "$1"
-"$1/bin/pip" install torch==2.13.0 trl==1.12.0 google-tunix==0.1.7 --extra-index-url "$torch_index"
+"$1/bin/pip" install torch==2.13.0 trl==1.12.0 peft==0.21.2 google-tunix==0.1.7 \
+    --extra-index-url "$torch_index"
 # tunix requires an older safetensors, which would force an older transformers, but also works with
 # the newer one.
 "$1/bin/pip" install transformers==5.23.0

@@ -43,7 +43,8 @@ REWARD_SIDES = {"rule": "tunix", "model": "trl"}  # library that runs with this 
 LENGTH_SIDES = {"forced": [], "verl": ["torch-padded"]}  # additional sides for these lengths
 RESPONSE = {"forced": 64, "verl": workload.VERL["longest"]}
 
-GPU_SIDES = ("ours", "trl")
+FLEXIBLE_SIDES = ("ours", "trl")  # also on a GPU, in bfloat16, with adapters
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 SCORING = ("reference", "values", "reward")
 TORCH_SETTINGS = {"train_rows": ("update",), "forward_rows": SCORING}
@@ -143,6 +144,19 @@ def parse() -> argparse.Namespace:
         help="cuda: one GPU, matrix products in bfloat16, weights in float32; sides ours and trl; "
         "peak memory is the GPU's",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the matrix products; default: float32 on a CPU, bfloat16 on a GPU; weights are in "
+        "float32; bfloat16 on a CPU: sides ours and trl",
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train adapters of this rank on all matrices of actor and critic; sides ours and trl",
+    )
     parser.add_argument("--samples", type=int, default=32, help="prompts per step")
     parser.add_argument(
         "--reward",
@@ -195,8 +209,9 @@ def parse() -> argparse.Namespace:
     known = ["ours", "torch", REWARD_SIDES[args.reward], *LENGTH_SIDES[args.lengths]]
     if args.size == "small":
         known.append("floor")
-    if args.platform == "cuda":
-        known = [side for side in known if side in GPU_SIDES]
+    if args.platform == "cuda" or args.dtype == "bfloat16" or args.lora:
+        known = [side for side in known if side in FLEXIBLE_SIDES]
+    args.dtype = args.dtype or DTYPES[args.platform]
     args.sides = args.sides or known
     args.response = args.response or RESPONSE[args.lengths]
     harness.validate_sides(parser, args, known)
@@ -213,6 +228,10 @@ def result_name(args: argparse.Namespace) -> str:
     name = f"ppo_step_{args.lengths}_{args.reward}"
     if args.platform != "cpu":
         name += f"_{args.platform}"
+    if args.dtype != DTYPES[args.platform]:
+        name += f"_{args.dtype}"
+    if args.lora:
+        name += f"_lora{args.lora}"
     if args.size != "small":
         name += f"_{args.size}"
     if args.response != RESPONSE[args.lengths]:
@@ -239,6 +258,8 @@ def make_settings(args: argparse.Namespace, folder: Path) -> dict:
         "model": str(workload.make_model(folder / "model", chance, **size)),
         "reward_model": reward_model,
         "platform": args.platform,
+        "dtype": args.dtype,
+        "lora": args.lora,
         "samples": args.samples,
         "prompt": 64,
         "response": args.response,

@@ -132,6 +132,8 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
             samples=4,
             size="small",
             platform="cpu",
+            dtype="float32",
+            lora=2,
             sides=["ours"],
             set=[],
             eager=False,

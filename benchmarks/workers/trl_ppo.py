@@ -26,6 +26,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from turnstile import Turnstile
 
 PROMPTS = 1024
+MATRICES = r".*\.(self_attn|mlp)\.\w+_proj"
 
 
 class Door(TrainerCallback):
@@ -67,6 +68,15 @@ def time_phases(turnstile: Turnstile, trainer: PPOTrainer, forward) -> None:
     trainer.optimizer.step = turnstile.phase("update", trainer.optimizer.step)
 
 
+def add_adapters(model: torch.nn.Module, rank: int) -> None:
+    """Freeze the model and add adapters to all matrices of its layers, in place."""
+    import peft
+
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=rank, lora_alpha=16, target_modules=MATRICES), model
+    )
+
+
 def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"] + "/tokenizer")
     prompts = Dataset.from_list(
@@ -80,11 +90,15 @@ def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
         AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
         for path in (settings["model"], settings["reward_model"])
     )
+    if settings["lora"]:
+        add_adapters(policy, settings["lora"])
+        add_adapters(value, settings["lora"])
+        value.score.requires_grad_(True)
     train_rows = settings["micro_batches"]["train_rows"]
     options = PPOConfig(
         output_dir=folder,
         use_cpu=settings["platform"] == "cpu",
-        bf16=settings["platform"] == "cuda",
+        bf16=settings["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         per_device_train_batch_size=train_rows,
         gradient_accumulation_steps=settings["samples"] // train_rows,
