@@ -25,7 +25,12 @@ ROUTES = {
     "SGLang": ("/generate", "/update_weights_from_disk"),
     "completions": ("/v1/completions", "/weight_info", *UPDATES),
 }
-ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_VLLM_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADAPTERS = {
+    "vLLM": _VLLM_ADAPTERS,
+    "SGLang": ("/load_lora_adapter", "/unload_lora_adapter", "/update_weight_version"),
+    "completions": _VLLM_ADAPTERS,
+}
 
 
 class FakeServer:
@@ -99,12 +104,12 @@ class FakeServer:
 
     def answer(self, path, body):
         """Return status and body of the reply."""
-        routes = ROUTES[self.kind] + (ADAPTERS if self.adapters is not None else ())
+        routes = ROUTES[self.kind] + (ADAPTERS[self.kind] if self.adapters is not None else ())
         if path == "/openapi.json":
             return 200, {"paths": dict.fromkeys(routes)}
         if path not in routes:
             return 404, {"error": f"no {path}"}
-        if path in ADAPTERS:
+        if path.endswith("_lora_adapter"):
             return self.answer_adapters(path, body["lora_name"], body.get("lora_path"))
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
@@ -129,15 +134,16 @@ class FakeServer:
         self.weights = Path(folder)
 
     def answer_adapters(self, path, name, folder):
-        if path == "/v1/unload_lora_adapter":
-            return (200, "Success") if self.adapters.pop(name, None) else (404, {"error": "none"})
+        success = {"success": True} if self.kind == "SGLang" else "Success"
+        if "unload" in path:
+            return (200, success) if self.adapters.pop(name, None) else (404, {"error": "none"})
         if name in self.adapters:
             return 400, {"error": "already loaded"}
         if self.refusal:
-            return 500, {"error": self.refusal}
+            return 400 if self.kind == "SGLang" else 500, {"error": self.refusal}
         self.loaded.append(name)
         self.adapters[name] = (Path(folder) / "adapter_model.safetensors").read_bytes()
-        return 200, "Success"
+        return 200, success
 
     def answer_request(self, body):
         with self.lock:
@@ -147,9 +153,10 @@ class FakeServer:
             number = len(self.requests)
             prompt = body.get("token_ids") or body.get("input_ids") or body.get("prompt")
             options = body.get("sampling_params", body)
-            if "model" in body and body["model"] not in (self.adapters or ()):
-                return 404, {"error": "no such model"}
-            self.adapter = self.adapters[body["model"]] if "model" in body else b""
+            name = adapters_of(body)
+            if name and name not in (self.adapters or ()):
+                return 400 if self.kind == "SGLang" else 404, {"error": "no such adapters"}
+            self.adapter = self.adapters[name] if name else b""
             tokens, logprobs = self.sample(prompt, options)
         reply = {"tokens": tokens, "logprobs": logprobs, "version": self.version, "status": 200}
         reply = self.fault(reply, number)
@@ -183,6 +190,11 @@ class FakeServer:
         if length < longest:
             tokens[-1] = ends[0]
         return tokens, [-math.log(self.vocabulary)] * length
+
+
+def adapters_of(request):
+    """Return the name of the adapters that a request gives."""
+    return request.get("model") or request.get("lora_path")
 
 
 def main():

@@ -28,9 +28,11 @@ class ServerProtocol:
       request: (prompt, seed, options) -> body of the request.
       read: the reply's body -> what it says. Raises `LookupError` or `TypeError` if it is another.
       update: (folder, version) -> routes and bodies that make the server load weights, in order.
-      load_adapters: the same for adapters in PEFT's format, with the name that requests then give
-        as their model; `None` if they are always merged.
+      load_adapters: the same for adapters in PEFT's format: (folder, name, version) -> ...
       unload_adapters: name -> route and body that make the server forget adapters.
+      adapter_key: the field of a request that has the name of the adapters.
+      unknown_adapters: HTTP's status of a request with adapters that the server does not have.
+      adapter_hint: how to start the server so that it has the routes for adapters.
       version_route: where the version is asked for, if replies do not contain it.
       hint: how to start the server so that it has all routes.
     """
@@ -40,8 +42,11 @@ class ServerProtocol:
     request: Callable[[list[int], int, SamplingOptions], dict[str, Any]]
     read: Callable[[Any], Reply]
     update: Callable[[str, str], list[Call]]
-    load_adapters: Callable[[str, str, str], list[Call]] | None = None
-    unload_adapters: Callable[[str], Call] | None = None
+    load_adapters: Callable[[str, str, str], list[Call]]
+    unload_adapters: Callable[[str], Call]
+    adapter_key: str = "model"
+    unknown_adapters: int = 404
+    adapter_hint: str = ""
     version_route: str = ""
     hint: str = ""
 
@@ -53,11 +58,9 @@ class ServerProtocol:
 
     def adapter_obstacle(self, routes: Collection[str]) -> str:
         """Return why a server with these routes is not sent adapters, or "" if it is."""
-        if self.load_adapters is None or self.unload_adapters is None:
-            return f"{self.name} is sent whole weights only"
-        needed = [self.load_adapters("", "", "")[0][0], self.unload_adapters("")[0]]
-        if missing := [route for route in needed if route not in routes]:
-            return f"the server lacks {', '.join(missing)}; {_ADAPTER_HINT}"
+        needed = [*self.load_adapters("", "", ""), self.unload_adapters("")]
+        if missing := [route for route, _ in needed if route not in routes]:
+            return f"the server lacks {', '.join(missing)}" + self.adapter_hint
         return ""
 
 
@@ -178,7 +181,18 @@ def _sglang_update(folder: str, version: str) -> list[Call]:
     return [("/update_weights_from_disk", {"model_path": folder, "weight_version": version})]
 
 
-_ADAPTER_HINT = "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+def _sglang_load_adapters(folder: str, name: str, version: str) -> list[Call]:
+    return [
+        ("/load_lora_adapter", {"lora_name": name, "lora_path": folder}),
+        ("/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+    ]
+
+
+def _sglang_unload_adapters(name: str) -> Call:
+    return "/unload_lora_adapter", {"lora_name": name}
+
+
+_ADAPTER_HINT = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
 _VLLM_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 PROTOCOLS = (
     ServerProtocol(
@@ -189,6 +203,7 @@ PROTOCOLS = (
         update=_vllm_update,
         load_adapters=_vllm_load_adapters,
         unload_adapters=_vllm_unload_adapters,
+        adapter_hint=_ADAPTER_HINT,
         hint=_VLLM_HINT,
     ),
     ServerProtocol(
@@ -197,6 +212,10 @@ PROTOCOLS = (
         request=_sglang_request,
         read=_read_sglang,
         update=_sglang_update,
+        load_adapters=_sglang_load_adapters,
+        unload_adapters=_sglang_unload_adapters,
+        adapter_key="lora_path",
+        unknown_adapters=400,
     ),
     ServerProtocol(
         name="completions",
@@ -206,6 +225,7 @@ PROTOCOLS = (
         update=_vllm_update,
         load_adapters=_vllm_load_adapters,
         unload_adapters=_vllm_unload_adapters,
+        adapter_hint=_ADAPTER_HINT,
         version_route="/weight_info",
         hint=_VLLM_HINT,
     ),

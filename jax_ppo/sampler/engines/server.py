@@ -28,6 +28,7 @@ from jax_ppo.sampler.engines.protocols import Call, Reply, ServerProtocol, choos
 ATTEMPTS = 3  # in a row without any new response
 _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
+_STOP_SECONDS = 5.0
 _PAUSE = 0.2
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
 _NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
@@ -48,6 +49,7 @@ class ServerEngine(ExternalEngine):
     _has_run = False
     _has_base = False  # the server has the weights to which adapters are added
     _adapter_name = ""  # of the adapters that it loaded last
+    _adapter_names: tuple[str, ...] = ()  # of all that it may still hold
     _loads = 0  # how often it was to load adapters
 
     def start(self) -> None:
@@ -85,9 +87,12 @@ class ServerEngine(ExternalEngine):
         return ""
 
     def stop(self) -> None:
-        """End a server that this engine has started."""
+        """End a server that this engine has started; let another forget our adapters."""
         if self._process is not None:
             self._process.stop()
+        elif self._protocol is not None and self._adapter_names:
+            self._client = Client(self.options.url, _STOP_SECONDS)
+            self._unload_adapters(self._protocol, self._adapter_names)
         super().stop()
 
     def load_weights(self) -> None:
@@ -201,11 +206,11 @@ class ServerEngine(ExternalEngine):
         assert protocol is not None
         request = protocol.request(prompt, seed, options)
         if self.takes_adapters:
-            request["model"] = self._adapter_name
+            request[protocol.adapter_key] = self._adapter_name
         try:
             body = self._client.post(protocol.sample_route, request)
         except ServerFault as fault:
-            if self.takes_adapters and fault.status == 404:
+            if self.takes_adapters and fault.status == protocol.unknown_adapters:
                 fault.is_final = False  # a server that was restarted does not know them
             raise
         try:
@@ -245,19 +250,24 @@ class ServerEngine(ExternalEngine):
 
     def _publish_adapters(self, protocol: ServerProtocol) -> None:
         """Let the server load the adapters under a new name, and forget those before."""
-        assert protocol.load_adapters is not None and protocol.unload_adapters is not None
         self._loads += 1
-        old, new = self._adapter_name, f"{self._version}-{self._loads}"
+        name = f"{self._version}-{self._loads}"
+        # Without a reply it may have loaded them all the same.
+        self._adapter_names += (name,)
         try:
-            self._post_all(protocol.load_adapters(str(self.adapters), new, self._version))
+            self._post_all(protocol.load_adapters(str(self.adapters), name, self._version))
         except ServerFault as fault:
-            if fault.status and not old:
+            if fault.status and not self._adapter_name:
                 raise AdaptersRefused(str(fault)) from None
             raise
-        self._adapter_name = new
-        if old:
+        self._adapter_name = name
+        self._unload_adapters(protocol, self._adapter_names[:-1])
+        self._adapter_names = (name,)
+
+    def _unload_adapters(self, protocol: ServerProtocol, names: Sequence[str]) -> None:
+        for name in names:
             with contextlib.suppress(ServerFault):  # a server that was restarted has none
-                self._post_all([protocol.unload_adapters(old)])
+                self._post_all([protocol.unload_adapters(name)])
 
     def _post_all(self, calls: Sequence[Call]) -> None:
         for route, body in calls:

@@ -399,7 +399,7 @@ class TestAdapters:
             rollout = engine.generate(prompts, jax.random.key(7), options)
             return jax.tree.map(np.asarray, rollout)
 
-    @pytest.mark.parametrize("kind", ["vLLM", "completions"])
+    @pytest.mark.parametrize("kind", fake_rollout_server.ROUTES)
     def test_adapters_alone_are_sent_after_the_base(self, actor, folder, prompts, adapters, kind):
         with FakeServer(kind) as fake:
             fake.adapters = {}
@@ -409,12 +409,14 @@ class TestAdapters:
                     self.generate(engine, actor, prompts, adapters, change) for change in (0, 1, 0)
                 ]
                 first, probe, *names = fake.loaded
-                used = {request["model"] for request in fake.requests}
+                used = set(map(fake_rollout_server.adapters_of, fake.requests))
                 base = read_tensors(engine.weights)
                 written = read_tensors(engine.adapters)
+                held = list(fake.adapters)
         # The first adapters are random, to see that all projections are adapted.
         assert first == "weights" and len(names) == 3 and used == set(names)
-        assert len({probe, *names}) == 4 and list(fake.adapters) == [names[-1]]
+        assert len({probe, *names}) == 4 and held == [names[-1]]
+        assert not fake.adapters  # at the end it holds none of ours
         assert all(f"-{version}-" in name for version, name in enumerate(names, start=1))
         for name, tensor in read_tensors(folder).items():
             np.testing.assert_array_equal(base[name], tensor)
@@ -424,10 +426,11 @@ class TestAdapters:
         np.testing.assert_array_equal(written[b], kernels["lora_b"][0].T)
         assert same(rollouts[0], rollouts[2]) and not same(rollouts[0], rollouts[1])
 
+    @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
     def test_a_restarted_server_gets_base_and_adapters_again(
-        self, actor, folder, prompts, adapters
+        self, actor, folder, prompts, adapters, kind
     ):
-        with FakeServer() as fake:
+        with FakeServer(kind) as fake:
             fake.adapters = {}
             engine = self.make_engine(actor, adapters, folder, url=fake.url)
             with running(engine):
@@ -446,7 +449,7 @@ class TestAdapters:
     def test_adapters_that_were_not_loaded_are_tried_again(
         self, actor, folder, prompts, adapters, monkeypatch, refusal
     ):
-        """The ones before are still forgotten, and a refusal is still one."""
+        """The ones before are forgotten, loaded too late or not, and a refusal is still one."""
         with FakeServer() as fake:
             fake.adapters, fake.refusal = {}, refusal
             engine = self.make_engine(actor, adapters, folder, url=fake.url)
@@ -456,6 +459,8 @@ class TestAdapters:
                 if route == "/v1/load_lora_adapter":
                     tried.append(body["lora_name"])
                     if len(tried) % 2:
+                        if not refusal:
+                            post(self, route, body)
                         raise client.ServerFault(f"{route}: TimeoutError")
                 return post(self, route, body)
 
@@ -464,7 +469,7 @@ class TestAdapters:
                 for change in (0, 1):
                     self.generate(engine, actor, prompts, adapters, change)
                 assert engine.takes_adapters is not bool(refusal)
-        assert list(fake.adapters) == ([] if refusal else tried[-1:])
+                assert list(fake.adapters) == ([] if refusal else tried[-1:])
 
     def test_a_server_of_ours_starts_with_the_base(self, actor, folder, prompts, adapters, python):
         """A new one gets the newest adapters."""
@@ -480,21 +485,23 @@ class TestAdapters:
         assert same(*rollouts)
 
     @pytest.mark.parametrize(
-        ("adapters_of_server", "refusal", "changes", "reason"),
+        ("kind", "adapters_of_server", "refusal", "changes", "reason"),
         [
-            (None, "", {}, "the server lacks /v1/load_lora_adapter, .*--enable-lora"),
-            ({}, "rank 9 is greater than max_lora_rank 8", {}, "HTTP 500: .*max_lora_rank 8"),
-            ({}, "", {"family": "phi3", "qkv_bias": False}, "phi3 hold q_proj in larger tensors"),
+            ("vLLM", None, "", {}, "the server lacks /v1/load_lora_adapter, .*--enable-lora"),
+            ("vLLM", {}, "rank 9 is above max_lora_rank 8", {}, "HTTP 500: .*max_lora_rank 8"),
+            ("SGLang", None, "", {}, "the server lacks /load_lora_adapter, .*_adapter$"),
+            ("SGLang", {}, "LoRA is not enabled", {}, "HTTP 400: .*LoRA is not enabled"),
+            ("vLLM", {}, "", {"family": "phi3", "qkv_bias": False}, "phi3 hold q_proj in larger"),
         ],
     )
     def test_what_a_server_cannot_do_is_said_and_adapters_are_merged(
-        self, actor, tmp_path, prompts, caplog, adapters_of_server, refusal, changes, reason
+        self, actor, tmp_path, prompts, caplog, kind, adapters_of_server, refusal, changes, reason
     ):
         architecture = dataclasses.replace(tiny_actor.ARCHITECTURE, **changes)
         actor = tiny_actor.Actor(architecture) if changes else actor
         adapters = init_adapters(architecture, LORA, jax.random.key(1), "lm")
         save.export_checkpoint(actor.stacked, architecture, tmp_path / "model")
-        with FakeServer() as fake:
+        with FakeServer(kind) as fake:
             fake.adapters, fake.refusal = adapters_of_server, refusal
             engine = self.make_engine(actor, adapters, tmp_path / "model", url=fake.url)
             with running(engine):
@@ -504,7 +511,7 @@ class TestAdapters:
         (record,) = caplog.records
         assert re.search(f"adapters are merged into the weights: .*{reason}", record.message)
         assert fake.loaded[-2:] == ["weights", "weights"] and not fake.adapters
-        assert "model" not in fake.requests[-1]
+        assert not fake_rollout_server.adapters_of(fake.requests[-1])
         adapters = jax.tree.map(lambda x: x[0] + 0.25, adapters["layers"]["mlp"]["down_proj"])
         kernel = actor.stacked["layers"]["mlp"]["down_proj"]["kernel"][0]
         expected = lora.merge_kernel(kernel, adapters["lora_a"], adapters["lora_b"], LORA.scale)
