@@ -10,7 +10,7 @@ import functools
 import shlex
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
@@ -42,8 +42,10 @@ RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
 class _Rule(NamedTuple):
     """A combination of options that is refused."""
 
-    option: str  # the option that the message begins with, by its dotted name
-    is_broken: Callable[[Config], object]  # whether a `Config` breaks the rule
+    # The dotted names of the options that it is about; the message begins with the first that
+    # breaks it.
+    options: str | tuple[str, ...]
+    is_broken: Callable[[Config, Any], object]  # whether a `Config` breaks it with the value of one
     message: str  # the text after `config.OPTION=VALUE: `, with fields of the config `c`
 
 
@@ -51,190 +53,189 @@ def _estimator(algorithm: Algorithm) -> AdvantageEstimator:
     return ADVANTAGE_ESTIMATORS.lookup(algorithm.adv_estimator)
 
 
-def _leaves_one(rollout: RolloutOptions, option: str) -> bool:
-    """Return whether this option of `rollout` leaves one response to each prompt."""
-    return (rollout.keep or rollout.n) < 2 and (option == "keep") == bool(rollout.keep)
-
-
 # fmt: off
 # Without the formatter, as in schema.py.
 RANKING_RULES = (
-    _Rule("evaluate.rank_by", lambda c: c.rollout.val_kwargs.n < 2,
+    _Rule("evaluate.rank_by", lambda c, value: c.rollout.val_kwargs.n < 2,
         "ranks the responses to a prompt, and config.rollout.val_kwargs.n="
         "{c.rollout.val_kwargs.n}; set it to 2 or more"),
-    _Rule("evaluate.rank_by", lambda c: c.rollout.val_kwargs.temperature == 0,
+    _Rule("evaluate.rank_by", lambda c, value: c.rollout.val_kwargs.temperature == 0,
         "config.rollout.val_kwargs.temperature=0 gives equal responses; set it above 0"),
-    _Rule("evaluate.rank_by", lambda c: c.evaluate.rank_by == "critic" and not c.has_critic,
+    _Rule("evaluate.rank_by", lambda c, value: value == "critic" and not c.has_critic,
         "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}; "
         "expected 'gae'"),
     # The value of a whole response is that of its last token.
     _Rule("evaluate.rank_by",
-        lambda c: c.evaluate.rank_by == "critic" and _estimator(c.algorithm).values_turns,
+        lambda c, value: value == "critic" and _estimator(c.algorithm).values_turns,
         "with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} the critic learns "
         "values only where turns start; expected 'gae' or 'bi_level_gae'"),
     _Rule("evaluate.rank_by",
-        lambda c: c.evaluate.rank_by == "reward_model" and not c.reward.model_path,
+        lambda c, value: value == "reward_model" and not c.reward.model_path,
         "there is no reward model; set config.reward.model_path"),
+)
+SCORE_RULES = (
+    _Rule("algorithm.adv_estimator",
+        lambda c, value: (
+            _estimator(c.algorithm).needs_greedy or _estimator(c.algorithm).needs_components),
+        "compares greedy responses or several rewards, which jax_ppo.score does not have; choose "
+        "another estimator"),
 )
 # Of responses that files give.
 FILE_RULES = (
-    _Rule("reward.normalize", lambda c: c.reward.normalize == "reference",
+    _Rule("reward.normalize", lambda c, value: value == "reference",
         "samples responses, and config.score.file gives them; expected 'none' or 'running'"),
-    _Rule("score.reward_key", lambda c: c.score.reward_key and c.reward.model_path,
+    _Rule("score.reward_key", lambda c, value: value and c.reward.model_path,
         "the rewards are in the rows; unset config.reward.model_path, or this for the reward "
         "model's"),
 )
 _SHARES = "; set one of them to its default"
 ROW_RULES = (
     _Rule("packing.row_length",
-        lambda c: (c.packing.row_length or c.sequence_length) < c.sequence_length,
+        lambda c, value: (value or c.sequence_length) < c.sequence_length,
         "a row must hold config.data.max_prompt_length + config.data.max_response_length = "
         "{c.sequence_length} tokens; set it to that or more"),
-    _Rule("packing.share_prompts", lambda c: c.packing.share_prompts and not c.packing.enabled,
+    _Rule("packing.share_prompts", lambda c, value: value and not c.packing.enabled,
         f"config.packing.enabled=False gives each sample a separate row{_SHARES}"),
-    _Rule("packing.share_prompts", lambda c: c.packing.share_prompts and c.mesh.context > 1,
+    _Rule("packing.share_prompts", lambda c, value: value and c.mesh.context > 1,
         f"config.mesh.context={{c.mesh.context}} splits rows by tokens{_SHARES}"),
     _Rule("packing.share_prompts",
-        lambda c: c.packing.share_prompts and c.actor.router_aux_loss_coef,
+        lambda c, value: value and c.actor.router_aux_loss_coef,
         "config.actor.router_aux_loss_coef={c.actor.router_aux_loss_coef} is computed per sample"
         f"{_SHARES}"),
     _Rule("packing.share_prompts",
-        lambda c: c.packing.share_prompts and c.critic.router_aux_loss_coef,
+        lambda c, value: value and c.critic.router_aux_loss_coef,
         "config.critic.router_aux_loss_coef={c.critic.router_aux_loss_coef} is computed per sample"
         f"{_SHARES}"),
 )
 SAMPLING_RULES = (
-    _Rule("rollout.top_k", lambda c: c.rollout.top_k == 0,
+    _Rule(("rollout.top_k", "rollout.val_kwargs.top_k"), lambda c, value: value == 0,
         "expected -1 (all tokens) or at least 1"),
-    _Rule("rollout.val_kwargs.top_k", lambda c: c.rollout.val_kwargs.top_k == 0,
-        "expected -1 (all tokens) or at least 1"),
-    _Rule("rollout.min_new_tokens", lambda c: c.rollout.min_new_tokens > c.data.max_response_length,
+    _Rule("rollout.min_new_tokens", lambda c, value: value > c.data.max_response_length,
         "must be at most config.data.max_response_length={c.data.max_response_length}"),
-    _Rule("rollout.keep", lambda c: c.rollout.keep is not None and c.rollout.keep > c.rollout.n,
+    _Rule("rollout.keep", lambda c, value: value is not None and value > c.rollout.n,
         "expected at most config.rollout.n={c.rollout.n}"),
 )
 ENGINE_RULES = (  # of external ones
-    _Rule("rollout.mesh.model", lambda c: c.rollout.mesh.model is not None,
+    _Rule("rollout.mesh.model", lambda c, value: value is not None,
         "config.rollout.engine={c.rollout.engine!r} does not decode on the mesh; unset it"),
-    _Rule("rollout.reuse_logprobs", lambda c: c.rollout.reuse_logprobs == "always",
+    _Rule("rollout.reuse_logprobs", lambda c, value: value == "always",
         "config.rollout.engine={c.rollout.engine!r} rounds differently, so its log-probs are "
         "compared with the trainer's; set it to 'auto'"),
 )
-_ONE_OF_A_GROUP = (
-    "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} compares responses to one "
-    "prompt; set it to 2 or more")
-_EQUAL_REWARDS = (
-    "config.algorithm.filter_groups.enable=True compares the rewards of a prompt's responses; set "
-    "it to 2 or more")
+SERVER_RULES = (  # of external engines, too
+    _Rule("rollout.temperature",
+        lambda c, value: value != 1 and (c.rollout.filters_tokens or c.rollout.logit_bias),
+        "servers report log-probs before temperature and filters or after both; set it to 1, unset "
+        "top_k, top_p, min_p, min_new_tokens and logit_bias, or use the built-in engine"),
+)
+ENVIRONMENT_RULES = (
+    _Rule("rollout.multi_turn.environment", lambda c, value: value and ":" not in value,
+        "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
+    _Rule("data.cache_dir",
+        lambda c, value: value and c.rollout.multi_turn.environment.startswith("tools:"),
+        "the prompts in it do not describe the tools of config.rollout.multi_turn.environment="
+        "{c.rollout.multi_turn.environment!r}; leave it empty"),
+)
 # What an estimator, or the selection of prompts, compares.
 COMPARISON_RULES = (
     # The advantage of a single response within its group is always 0.
-    _Rule("rollout.n",
-        lambda c: _estimator(c.algorithm).needs_groups and _leaves_one(c.rollout, "n"),
-        _ONE_OF_A_GROUP),
-    _Rule("rollout.keep",
-        lambda c: _estimator(c.algorithm).needs_groups and _leaves_one(c.rollout, "keep"),
-        _ONE_OF_A_GROUP),
-    _Rule("rollout.n", lambda c: c.algorithm.filter_groups.enable and _leaves_one(c.rollout, "n"),
-        _EQUAL_REWARDS),
-    _Rule("rollout.keep",
-        lambda c: c.algorithm.filter_groups.enable and _leaves_one(c.rollout, "keep"),
-        _EQUAL_REWARDS),
+    _Rule(("rollout.keep", "rollout.n"),
+        lambda c, value: value == c.responses_per_prompt == 1 and (
+            _estimator(c.algorithm).needs_groups),
+        "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} compares responses to one "
+        "prompt; set it to 2 or more"),
+    _Rule(("rollout.keep", "rollout.n"),
+        lambda c, value: value == c.responses_per_prompt == 1 and c.algorithm.filter_groups.enable,
+        "config.algorithm.filter_groups.enable=True compares the rewards of a prompt's responses; "
+        "set it to 2 or more"),
     _Rule("algorithm.adv_estimator",
-        lambda c: _estimator(c.algorithm).needs_components and not (
+        lambda c, value: _estimator(c.algorithm).needs_components and not (
             parsing.parse_names(c.reward.components)),
         "normalizes each reward of a response; name those that the reward function returns: "
         "config.reward.components=NAME:WEIGHT,NAME:WEIGHT"),
     _Rule("algorithm.adv_estimator",
-        lambda c: c.selects_samples and (
+        lambda c, value: c.selects_samples and (
             _estimator(c.algorithm).needs_components or _estimator(c.algorithm).needs_greedy),
         "cannot compare responses that were selected by their rewards; leave "
         "config.algorithm.filter_groups.enable and config.rollout.keep unset"),
     _Rule("algorithm.adv_estimator",
-        lambda c: _estimator(c.algorithm).needs_greedy and c.rollout.max_staleness,
+        lambda c, value: _estimator(c.algorithm).needs_greedy and c.rollout.max_staleness,
         "a checkpoint does not hold greedy responses that were sampled a step ahead; set "
         "config.rollout.max_staleness=0"),
     _Rule("algorithm.adv_estimator",
-        lambda c: _estimator(c.algorithm).needs_greedy and c.reward.model_path,
+        lambda c, value: _estimator(c.algorithm).needs_greedy and c.reward.model_path,
         "only rules score its greedy responses; leave "
         "config.reward.model_path={c.reward.model_path!r} empty"),
     _Rule("algorithm.adv_estimator",
-        lambda c: _estimator(c.algorithm).needs_greedy and c.rollout.multi_turn.environment,
+        lambda c, value: _estimator(c.algorithm).needs_greedy and c.rollout.multi_turn.environment,
         "only rules score its greedy responses; leave config.rollout.multi_turn.environment="
         "{c.rollout.multi_turn.environment!r} empty"),
 )
 LOSS_RULES = (
     _Rule("reward.overlong_buffer_len",  # verl#2107
-        lambda c: c.reward.overlong_buffer_len > c.data.max_response_length,
+        lambda c, value: value > c.data.max_response_length,
         "expected at most config.data.max_response_length={c.data.max_response_length}"),
     _Rule("teacher.reward_coef",
-        lambda c: c.teacher.path and not (c.teacher.reward_coef or c.teacher.loss_coef),
+        lambda c, value: c.teacher.path and not (c.teacher.reward_coef or c.teacher.loss_coef),
         "expected more than 0, or a config.teacher.loss_coef above 0; otherwise nothing reads "
         "config.teacher.path"),
     # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
     _Rule("algorithm.kl_ctrl.horizon",
-        lambda c: c.algorithm.kl_ctrl.type == "adaptive" and (
-            c.algorithm.kl_ctrl.horizon < c.samples_per_step),
+        lambda c, value: c.algorithm.kl_ctrl.type == "adaptive" and value < c.samples_per_step,
         "must be at least the {c.samples_per_step} samples of a step, or one step could take the "
         "coefficient far past its target"),
-    _Rule("actor.clip_ratio_c", lambda c: c.actor.clip_ratio_c and c.actor.clip_ratio_c <= 1,
+    _Rule("actor.clip_ratio_c", lambda c, value: value and value <= 1,
         "the dual clip's constant must be above 1; 0 turns it off"),
     _Rule("rollout.reuse_logprobs",
-        lambda c: c.rollout.reuse_logprobs == "always" and c.algorithm.rollout_is != "none",
+        lambda c, value: value == "always" and c.algorithm.rollout_is != "none",
         "leaves config.algorithm.rollout_is={c.algorithm.rollout_is!r} no other log-probs to "
         "compare the sampler's with; set it to 'auto'"),
 )
 MODEL_RULES = (
     _Rule("model.lora.path",
-        lambda c: c.model.lora.path and (
-            c.model.lora != dataclasses.replace(Lora(), path=c.model.lora.path)),
+        lambda c, value: value and c.model.lora != dataclasses.replace(Lora(), path=value),
         "determines rank, alpha and targets; leave config.model.lora.rank, alpha and targets at "
         "their defaults"),
     # The created model is taught only arithmetic.
     _Rule("model.path",
-        lambda c: not c.model.path and not c.data.train_files.startswith("arithmetic:"),
+        lambda c, value: not value and not c.data.train_files.startswith("arithmetic:"),
         "must be set to a Hugging Face folder or hub name; a model is created only for the "
         "`arithmetic` data"),
 )
 # Of `sft` and `reward_model`.
-_ADAPTERS = (
-    "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it unset")
 SUPERVISED_RULES = (
-    _Rule("model.lora.rank", lambda c: c.model.lora.rank, _ADAPTERS),
-    _Rule("model.lora.path", lambda c: c.model.lora.path, _ADAPTERS),
-    _Rule("mesh.virtual_replicas", lambda c: c.mesh.virtual_replicas,
+    _Rule(("model.lora.rank", "model.lora.path"), lambda c, value: value,
+        "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it "
+        "unset"),
+    _Rule("mesh.virtual_replicas", lambda c, value: value,
         "jax_ppo.{command} does not divide its batches among them; leave it at 0"),
 )
 SFT_RULES = (
-    _Rule("supervised.center_coef", lambda c: c.supervised.center_coef,
+    _Rule("supervised.center_coef", lambda c, value: value,
         "only jax_ppo.reward_model reads it"),
     *SUPERVISED_RULES,
 )
-_SIZE = "expected -1 or at least 1"
-_SPLIT = (  # a mean over sequences
-    "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set one "
-    "of them to its default")
 MESH_RULES = (
-    _Rule("mesh.data", lambda c: c.mesh.data == 0, _SIZE),
-    _Rule("mesh.fsdp", lambda c: c.mesh.fsdp == 0, _SIZE),
-    _Rule("mesh.model", lambda c: c.mesh.model == 0, _SIZE),
-    _Rule("rollout.mesh.data", lambda c: c.rollout.mesh.data == 0, _SIZE),
-    _Rule("actor.router_aux_loss_coef",
-        lambda c: c.mesh.context > 1 and c.actor.router_aux_loss_coef, _SPLIT),
-    _Rule("critic.router_aux_loss_coef",
-        lambda c: c.mesh.context > 1 and c.critic.router_aux_loss_coef, _SPLIT),
-    _Rule("supervised.router_aux_loss_coef",
-        lambda c: c.mesh.context > 1 and c.supervised.router_aux_loss_coef, _SPLIT),
+    _Rule(("mesh.data", "mesh.fsdp", "mesh.model", "rollout.mesh.data"),
+        lambda c, value: value == 0,
+        "expected -1 or at least 1"),
+    # A mean over sequences.
+    _Rule(tuple(f"{name}.router_aux_loss_coef" for name in ("actor", "critic", "supervised")),
+        lambda c, value: value and c.mesh.context > 1,
+        "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set "
+        "one of them to its default"),
 )
 # fmt: on
 
 
 def _apply(rules: Iterable[_Rule], config: Config, command: str = "train") -> None:
     """Raise `UserError` for the first of the rules that the options break."""
-    for name, is_broken, message in rules:
-        if is_broken(config):
-            problem = message.format(c=config, command=command)
-            raise UserError(f"config.{name}={option_value(config, name)!r}: {problem}")
+    for options, is_broken, message in rules:
+        for name in (options,) if isinstance(options, str) else options:
+            value: Any = option_value(config, name)
+            if is_broken(config, value):
+                problem = message.format(c=config, command=command)
+                raise UserError(f"config.{name}={value!r}: {problem}")
 
 
 def validate_config(config: Config, command: str) -> None:
@@ -257,18 +258,13 @@ def validate_config(config: Config, command: str) -> None:
 
 
 def _validate_ppo_config(config: Config, command: str) -> None:
-    data, rollout, estimator = config.data, config.rollout, config.algorithm.adv_estimator
+    data, rollout = config.data, config.rollout
     if command == "evaluate" and config.evaluate.rank_by != "none":
         _apply(RANKING_RULES, config)
     elif command == "score":
         _require_set("score.file", config.score.file)
         _require_set("model.path", config.model.path)
-        entry = _estimator(config.algorithm)
-        if entry.needs_greedy or entry.needs_components:
-            raise UserError(
-                f"config.algorithm.adv_estimator={estimator!r}: compares greedy responses or "
-                "several rewards, which jax_ppo.score does not have; choose another estimator"
-            )
+        _apply(SCORE_RULES, config)
     elif command in ("train", "critic") and not config.learns_from_files:
         # A share of given responses excludes training files; its requirement asks for the rows.
         if command == "critic" or config.teacher.on_policy_fraction == 1:
@@ -291,7 +287,10 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     if ROLLOUT_ENGINES.lookup(rollout.engine).is_external:
         _apply(ENGINE_RULES, config)
         _validate_external_engine(rollout)
-    _validate_environment(rollout.multi_turn, data.cache_dir)
+        if ROLLOUT_ENGINES.lookup(rollout.engine).is_server:
+            _apply(SERVER_RULES, config)
+    _apply(ENVIRONMENT_RULES, config)
+    _validate_environment(rollout.multi_turn)
     components = config.reward.components
     _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
     _apply(COMPARISON_RULES, config)
@@ -419,21 +418,11 @@ def _require_address(option: str, url: str, key_variable: str, has_path: bool = 
         raise UserError(f"{option}{shown}: {problem}")
 
 
-def _validate_environment(options: MultiTurn, cache_dir: str) -> None:
-    """Validate the name of an environment, and the options that belong to its kind."""
+def _validate_environment(options: MultiTurn) -> None:
+    """Validate the address of an environment, and the limit that belongs to its kind."""
     environment = options.environment
-    if environment and ":" not in environment:
-        raise UserError(
-            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class, "
-            "path/to/file.py:Class or http://HOST:PORT"
-        )
     limit = ""
     if environment.startswith("tools:"):
-        if cache_dir:
-            raise UserError(
-                f"config.data.cache_dir={cache_dir!r}: the prompts in it do not describe the tools "
-                f"of config.rollout.multi_turn.environment={environment!r}; leave it empty"
-            )
         limit = "python_timeout"
     elif environment.startswith(("http://", "https://")):
         option = "config.rollout.multi_turn.environment"
@@ -527,12 +516,6 @@ def _validate_external_engine(rollout: RolloutOptions) -> None:
         _require_address("config.rollout.url", rollout.url, "JAX_PPO_ROLLOUT_KEY")
     arguments = rollout.vllm.arguments
     _parse(f"config.rollout.vllm.arguments={arguments!r}", arguments, shlex.split)
-    if rollout.temperature != 1 and (rollout.filters_tokens or rollout.logit_bias):
-        raise UserError(
-            f"config.rollout.temperature={rollout.temperature}: servers report log-probs before "
-            "temperature and filters or after both; set it to 1, unset top_k, top_p, min_p, "
-            "min_new_tokens and logit_bias, or use the built-in engine"
-        )
 
 
 def _validate_created_model(create: Create) -> None:

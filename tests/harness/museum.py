@@ -2023,7 +2023,7 @@ MOMENTS_AND_SHAPING = [
         holds="such a buffer is rejected before the run",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="LOSS_RULES",
-        old="c.reward.overlong_buffer_len > c.data.max_response_length",
+        old="value > c.data.max_response_length",
         new="False",
     ),
     Exhibit(
@@ -2036,9 +2036,9 @@ MOMENTS_AND_SHAPING = [
             "an estimator that compares responses requires two per prompt, checked before the run"
         ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="_leaves_one",
-        old="(rollout.keep or rollout.n) < 2",
-        new="(rollout.keep or rollout.n) < 1",
+        where="COMPARISON_RULES",
+        old="value == c.responses_per_prompt == 1 and _estimator(c.algorithm).needs_groups",
+        new="False",
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",
