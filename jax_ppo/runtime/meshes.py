@@ -75,7 +75,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None, decodin
 def _leave_devices(devices: list[jax.Device], count: int) -> list[jax.Device]:
     """Return all but the last `count` devices; raise `UserError` if they cannot be left."""
     option = f"config.rollout.mesh.devices={count}"
-    # Not the processes that devices name: those of a plan's TPUs are a guess of the compiler.
+    # Not the processes that devices name: for a plan's TPUs the compiler guesses them.
     if jax.process_count() > 1:
         raise UserError(
             f"{option}: expected 0 with several processes: JAX does not copy weights to devices "
@@ -116,8 +116,8 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
 
     The slow network between slices is left to the first axes, in the order of `AXES`, which
     exchange the least: a mesh with `data` = the number of slices sends nothing but gradients from
-    one to another, one with `stage` = that number mostly hidden states. `sizes` are those of the
-    axes, the most frequent exchanges last.
+    one to another, one with `stage` = that number mostly hidden states. `sizes` are the sizes of
+    the axes, the most frequent exchanges last.
 
     Raises:
       UserError: slices have different numbers of devices.
@@ -229,60 +229,11 @@ def validate_architecture(
     of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly. An
     encoder's heads are split, and its vocabulary is not. Messages name the section `option`.
     """
-    sizes = {
-        "model": {
-            "width of the queries": architecture.num_heads * architecture.head_dim,
-            "width of the keys": architecture.num_kv_heads * architecture.head_dim,
-            "MLP width": architecture.intermediate_size,
-        },
-        "fsdp": {"hidden size": architecture.hidden_size},
-    }
     if is_encoder:
-        sizes["model"]["attention heads"] = architecture.num_heads
+        sizes = _dimensions_of_encoder(architecture)
     else:
-        sizes["model"]["width of the shared expert"] = architecture.shared_expert_size
-        sizes["model"]["key heads of a Gated DeltaNet"] = architecture.delta_key_heads
-        if architecture.block == "convolution":
-            sizes["model"]["key heads beside short convolutions"] = architecture.num_kv_heads
-        for name, heads in (
-            ("queries", architecture.num_heads),
-            ("keys", architecture.global_kv_heads),
-        ):
-            width = heads * architecture.global_head_dim
-            sizes["model"][f"width of the {name} without a sliding window"] = width
-        further = architecture.num_layers * architecture.per_layer_size
-        sizes["fsdp"]["width of the embeddings of layers"] = further
-        width_of_values = architecture.num_heads * architecture.value_head_dim
-        sizes["model"]["width of the values"] = width_of_values
-        sizes["model"]["width of the MLP without experts"] = architecture.dense_size
-        sizes["fsdp"]["width of the latents"] = architecture.latent_size
-        sizes["fsdp"]["width of the queries' latents"] = architecture.query_latent_size or 0
-        sizes["model"]["vocabulary"] = architecture.vocab_size
-        sizes["stage"] = {"number of layers": architecture.num_layers}
-        sizes["expert"] = {"number of experts": architecture.num_experts}
-        parts = max(mesh.shape.get(axis, 1) for axis in ("context", COLUMNS))
-        if architecture.attention_sinks and parts > 1:
-            raise UserError(
-                f"{option}.context={parts}: must be 1, as the model has attention sinks, which are "
-                "only computed for whole sequences"
-            )
-        for is_mixed, which in (
-            (architecture.global_head_dim, "have wider heads"),
-            (any(architecture.dense_layers), "have no experts"),
-        ):
-            if is_mixed and mesh.shape.get("stage", 1) > 1:
-                raise UserError(
-                    f"{option}.stage={mesh.shape['stage']}: must be 1, as some layers of the "
-                    f"model {which}, and stages have layers of one kind"
-                )
-        if any(architecture.linear_layers):
-            for axis, size in (("context", parts), ("stage", mesh.shape.get("stage", 1))):
-                if size > 1:
-                    raise UserError(
-                        f"{option}.{axis}={size}: must be 1, as the model has layers with a "
-                        "recurrent state, which are only computed for whole sequences and whole "
-                        "models"
-                    )
+        _require_whole(mesh, architecture, option)
+        sizes = _dimensions_of_decoder(architecture)
     for axis, dimensions in sizes.items():
         factors = [axis]
         if axis == "fsdp":
@@ -298,3 +249,66 @@ def validate_architecture(
                 f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"
             )
+
+
+def _dimensions_of_encoder(a: Any) -> dict[str, dict[str, int]]:
+    """Return the dimensions of an encoder that each axis splits, by their names in messages."""
+    return {
+        "model": {
+            "width of the queries": a.num_heads * a.head_dim,
+            "width of the keys": a.num_kv_heads * a.head_dim,
+            "MLP width": a.intermediate_size,
+            "attention heads": a.num_heads,
+        },
+        "fsdp": {"hidden size": a.hidden_size},
+    }
+
+
+def _dimensions_of_decoder(a: Any) -> dict[str, dict[str, int]]:
+    """Return the dimensions of a decoder that each axis splits; what it does not have is 0."""
+    convolution_heads = a.num_kv_heads if a.block == "convolution" else 0
+    return {
+        "model": {
+            "width of the queries": a.num_heads * a.head_dim,
+            "width of the keys": a.num_kv_heads * a.head_dim,
+            "MLP width": a.intermediate_size,
+            "width of the shared expert": a.shared_expert_size,
+            "key heads of a Gated DeltaNet": a.delta_key_heads,
+            "key heads beside short convolutions": convolution_heads,
+            "width of the queries without a sliding window": a.num_heads * a.global_head_dim,
+            "width of the keys without a sliding window": a.global_kv_heads * a.global_head_dim,
+            "width of the values": a.num_heads * a.value_head_dim,
+            "width of the MLP without experts": a.dense_size,
+            "vocabulary": a.vocab_size,
+        },
+        "fsdp": {
+            "hidden size": a.hidden_size,
+            "width of the embeddings of layers": a.num_layers * a.per_layer_size,
+            "width of the latents": a.latent_size,
+            "width of the queries' latents": a.query_latent_size or 0,
+        },
+        "stage": {"number of layers": a.num_layers},
+        "expert": {"number of experts": a.num_experts},
+    }
+
+
+def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:
+    """Raise `UserError` if the mesh splits what is only computed for whole sequences or models."""
+    parts = max(mesh.shape.get(axis, 1) for axis in ("context", COLUMNS))
+    stages = mesh.shape.get("stage", 1)
+    sinks = "the model has attention sinks, which are only computed for whole sequences"
+    kinds = "some layers of the model {}, and stages have layers of one kind"
+    states = (
+        "the model has layers with a recurrent state, which are only computed for whole sequences "
+        "and whole models"
+    )
+    has_states = any(architecture.linear_layers)
+    for axis, size, is_whole, reason in (
+        ("context", parts, architecture.attention_sinks, sinks),
+        ("stage", stages, architecture.global_head_dim, kinds.format("have wider heads")),
+        ("stage", stages, any(architecture.dense_layers), kinds.format("have no experts")),
+        ("context", parts, has_states, states),
+        ("stage", stages, has_states, states),
+    ):
+        if is_whole and size > 1:
+            raise UserError(f"{option}.{axis}={size}: must be 1, as {reason}")
