@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ppo.memory.abstract_step import AbstractStep, Role
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.heads import without_part
 from jax_ppo.models.layers import LayerKind, layer_kinds
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
@@ -106,7 +107,7 @@ def whole_read_params(params: Params) -> Params:
 
     Of these it looks up the rows of its tokens alone, wherever a device stores them.
     """
-    return {name: own for name, own in params.items() if name != "embed_per_layer"}
+    return without_part(params, "embed_per_layer")
 
 
 def multiplied_elements(params: Params, mesh: Mesh | AbstractMesh) -> int:
@@ -140,7 +141,7 @@ def exchanged_bytes(
 
 
 def tokens_at_experts(architecture: Architecture, mesh: Mesh | AbstractMesh) -> int:
-    """Return the maximum number of tokens that a device's experts get, per token of its own.
+    """Return the maximum number of tokens that a device's experts get, per token of the device.
 
     Any token of the devices along `expert` may select any expert.
     """

@@ -36,14 +36,9 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
     return params
 
 
-def without_scalar_head(params: Params) -> Params:
-    """Return the parameters, or adapters, of a role without a scalar head."""
-    return {name: value for name, value in params.items() if name != "score"}
-
-
-def without_language_head(params: Params) -> Params:
-    """Return the parameters of a role without an output embedding."""
-    return {name: value for name, value in params.items() if name != "lm_head"}
+def without_part(params: Params, part: str) -> Params:
+    """Return parameters, adapters or gradients without one part: "score", "lm_head", "layers"."""
+    return {name: value for name, value in params.items() if name != part}
 
 
 def output_embedding(params: Params) -> Float[Array, "V D"]:

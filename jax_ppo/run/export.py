@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jax_ppo.models.heads import without_part
 from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
@@ -37,7 +38,7 @@ def _export_role(
     # A critic that is a head on the actor's trunk is in the actor's tree.
     source = role.name if role.name in state.models else "actor"
     net = run.nets[source]
-    trained = export.drop_head(state.models[source])
+    trained = without_part(state.models[source], export.left_out)
     architecture = net.architecture
     if role.name == "actor":
         # Elsewhere, too, a response ends where this run has ended it.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.models.heads import without_part
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import Transformer, stack_places, unroll_params
 from jax_ppo.runtime import sharding
@@ -27,7 +28,7 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
         return _to_decoding_form(actor, unroll_params(params, partial_stacks=partial_stacks))
 
     shapes = jax.eval_shape(make_weights, params)
-    # Decoding reads every weight per token, so it has a layout of its own.
+    # Decoding reads every weight per token, so it has another layout.
     a = actor.architecture
     rules = sharding.decode_rules(mesh, math.gcd(a.num_kv_heads, a.global_kv_heads))
     return jax.tree.map(
@@ -105,7 +106,7 @@ class WeightPreparation:
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
         with self._mesh_of_programs():
-            weights, index = self._others(_without_layers(params))
+            weights, index = self._others(without_part(params, "layers"))
             weights = self._copy(weights)
             stages = _count_stages(params["layers"])
             for name, missing in self._missing.items():
@@ -116,7 +117,7 @@ class WeightPreparation:
     def compile(self, params: Params) -> Params:
         """Compile the programs for parameters or their shapes, and return the copy's shapes."""
         with self._mesh_of_programs():
-            weights, index = compile_ahead(self._others, _without_layers(params))
+            weights, index = compile_ahead(self._others, without_part(params, "layers"))
             stages = _count_stages(params["layers"])
             layers = {
                 missing: compile_ahead(program, params["layers"], index, stages)[0]
@@ -147,10 +148,6 @@ def _copy_to(x: Any, layout: jax.sharding.NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=layout)
     return jax.device_put(x.addressable_data(0), layout)
-
-
-def _without_layers(params: Params) -> Params:
-    return {name: value for name, value in params.items() if name != "layers"}
 
 
 def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params, jax.Array]:
@@ -186,7 +183,7 @@ def _layer_in_decoding_form(
 
 
 def _take_layer(x: jax.Array, index: jax.Array, stages: int) -> jax.Array:
-    """Return `x[index]` of stacked layers, each stage of which is on devices of its own."""
+    """Return `x[index]` of stacked layers, each stage of which is on other devices."""
     if stages == 1:
         return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
     # An index into a split axis would gather all layers. Instead each stage takes one of its own,

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Optim
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
+from jax_ppo.models.heads import without_part
 from jax_ppo.runtime.parallelism.pipeline import num_stages
 from jax_ppo.runtime.parallelism.replicas import add_trees, sum_over_replicas
 from jax_ppo.runtime.sharding import constrain_rows
@@ -289,7 +290,7 @@ def add_gradient(
     """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
     The gradients of layers are added while they are computed (`models.gradient_sums`), so that no
-    second tree of them is in memory; those of adapters, for which `trains_layers` is False, are
+    second tree of them is in memory; gradients of adapters, for which `trains_layers` is False, are
     small. `zero_gradients` starts the total. `loss` maps parameters to a value and an auxiliary
     output, and runs the decoder once. `key` is the micro-batch's; `None` if the sum is wider than
     bfloat16.
@@ -307,9 +308,6 @@ def add_gradient(
     # The "gradient" with respect to it is the new sum of the layers' gradients.
     placeholder = jax.tree.map(jnp.zeros_like, total["layers"])
     gradient = jax.grad(loss_with_sum, argnums=(0, 1), has_aux=True)
-    (gradients, layers_total), aux = gradient(_without_layers(params), placeholder)
-    return add_gradients(_without_layers(total), gradients, key) | {"layers": layers_total}, aux
-
-
-def _without_layers(tree: Params) -> Params:
-    return {name: value for name, value in tree.items() if name != "layers"}
+    (gradients, layers_total), aux = gradient(without_part(params, "layers"), placeholder)
+    others_total = add_gradients(without_part(total, "layers"), gradients, key)
+    return others_total | {"layers": layers_total}, aux

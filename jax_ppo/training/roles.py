@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.config.schema import Actor, Config, Critic, Model, option_value
-from jax_ppo.models import heads
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
@@ -20,7 +19,6 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import work_directory
 from jax_ppo.training.networks import Folders, NetworkReader, Networks, critic_head
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.types import Params
 
 _DIGESTED_BYTES = 1 << 16
 
@@ -32,7 +30,7 @@ class Export:
     option: str  # that reads the folder
     adapter_folder: str
     is_wanted: Callable[[Config], bool] = lambda config: True  # of a run that exports its models
-    drop_head: Callable[[Params], Params]  # removes what a shared trunk has for another role
+    left_out: str  # the head that a shared trunk has for another role
     merges_adapters: bool = False  # into their base, besides
     per_token: bool = False  # it is read as a token classifier with one label
 
@@ -107,7 +105,7 @@ ROLES: tuple[ModelRole, ...] = (
             adapter_folder="adapter",
             is_wanted=lambda config: not config.trainer.critic_only,
             # A critic's head on a shared trunk is not part of the policy.
-            drop_head=heads.without_scalar_head,
+            left_out="score",
             merges_adapters=True,
         ),
     ),
@@ -128,7 +126,7 @@ ROLES: tuple[ModelRole, ...] = (
             option="critic.path",
             adapter_folder="critic",
             is_wanted=lambda config: config.has_critic and config.trainer.export_critic,
-            drop_head=heads.without_language_head,
+            left_out="lm_head",
             per_token=True,
         ),
     ),

@@ -78,7 +78,7 @@ class TrainState:
 
 def policy_params(nets: Networks, state: TrainState) -> Params:
     """Return the actor's parameters on devices, joined with their base, without a critic's head."""
-    return heads.without_scalar_head(placement.fetch(state.role_params("actor", nets)))
+    return heads.without_part(placement.fetch(state.role_params("actor", nets)), "score")
 
 
 def reference_policy(nets: Networks, state: TrainState) -> tuple[Transformer, Params]:

@@ -8,7 +8,6 @@ import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
-from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
@@ -51,9 +50,7 @@ TRAINED = ModelRole(
     head="lm",
     section="critic",
     is_trained=lambda config: True,
-    export=Export(
-        option="model.tokenizer_path", adapter_folder="adviser", drop_head=heads.without_scalar_head
-    ),
+    export=Export(option="model.tokenizer_path", adapter_folder="adviser", left_out="score"),
 )
 
 
