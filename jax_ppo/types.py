@@ -130,7 +130,7 @@ class Packing:
     """The place of each sample's tokens in packed rows. Leading dimensions may precede R.
 
     A row holds whole samples one after the other. `sample` also serves as the segment id that
-    attention does not cross. Where samples share prompts, those of one prompt are neighbors in a
+    attention does not cross. Where samples share prompts, samples of one prompt are neighbors in a
     row: the first is whole, and the others begin with the prompt's last token, from which their
     first token is predicted, and read the tokens before it from the first.
     """

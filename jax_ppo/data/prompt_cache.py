@@ -2,7 +2,7 @@
 
 The rows that are not dropped, with the tokens of their prompts, are written to Arrow files in
 `data.cache_dir`, each for a few row groups of a Parquet file, and looked up there. The memory does
-not grow with the data; the order, the dropped prompts and the positions are those of data in
+not grow with the data; order, dropped prompts and positions are the same as for data in
 memory. A file is named IDENTITY.CHECKSUM.arrow, by hashes of everything that determines its
 contents and of the contents: any run with the same data and tokenizer uses it, an interrupted run
 continues where it stopped, and damage is found before the first step.

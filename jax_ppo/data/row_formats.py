@@ -161,7 +161,7 @@ def _choose_prompt(
         # A pair precedes plain text, which is then the user's message of the same chat.
         readings.append(pair)
     if not readings:
-        raise _missing_prompt_error(row, values, pair, location)
+        raise _missing_prompt_error(row, pair, location)
     if columns.prompt:
         reading, *others = readings
         # A whole chat must answer the prompt that the option names.
@@ -282,7 +282,7 @@ def _disagreement(readings: list[_Reading], meaning: str, option: str, location:
     )
 
 
-def _missing_prompt_error(row: Row, values: Row, pair: _Reading | None, location: str) -> UserError:
+def _missing_prompt_error(row: Row, pair: _Reading | None, location: str) -> UserError:
     found = ", ".join(
         f"{name} (no value)" if is_missing(value) else str(name) for name, value in row.items()
     )

@@ -107,7 +107,7 @@ def generate_problem(index: int, split: str) -> Problem:
         raise ValueError(
             f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
         )
-    # Each problem has a stream of its own, so that it does not depend on those before it.
+    # Each problem has a separate stream, so that it does not depend on those before it.
     rng = np.random.default_rng([_PROBLEM_STREAM, SPLITS.index(split), index])
     signs = ("+-", "-+")[rng.integers(2)]
     choices = _split_operands(signs, split)

@@ -60,7 +60,7 @@ def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> 
     names = story_names(split)
     examples = []
     for index in range(count):
-        # Each example has a stream of its own: example 5 is the same whatever the count.
+        # Each example has a separate stream: example 5 is the same whatever the count.
         rng = np.random.default_rng([_STREAM, seed, SPLITS.index(split), index])
         prompt, name = _draw_opening(rng, names)
         example = Example(
@@ -81,7 +81,7 @@ def _draw_item(rng: np.random.Generator, items: Sequence[str]) -> str:
 def _draw_opening(rng: np.random.Generator, names: Sequence[str]) -> tuple[str, str]:
     """Return an opening and the name in it."""
     name = _draw_item(rng, names)
-    # Girls and boys have names of their own; an animal may have any name.
+    # Girls and boys have different names; an animal may have any name.
     if rng.random() >= 0.6:
         kind = _draw_item(rng, ANIMALS)
     elif name in GIRLS:

@@ -62,7 +62,7 @@ def describe_model(create: Create, seed: int, folder: Path) -> None:
         return
     pairs = _generate_pairs(create.steps, 1.0, seed)
     texts = [prompt + response for prompt, response in pairs]
-    # Each process writes a folder of its own: they may share a disk. A hidden one is not uploaded.
+    # Each process writes a separate folder: they may share a disk. A hidden one is not uploaded.
     tokenizer_folder = folder.with_name(f".{folder.name}_tokenizer_{jax.process_index()}")
     tokenizer = tokenizer_lib.train_tokenizer(
         texts[:TOKENIZER_EXAMPLES], create.vocab_size, tokenizer_folder

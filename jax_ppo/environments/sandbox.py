@@ -1,4 +1,4 @@
-"""Run code that a model wrote: in a process of its own, with little time, memory and access.
+"""Run code that a model wrote: in a separate process, with little time, memory and access.
 
 The process has a temporary working folder, an environment without the run's variables, limits of
 processor time, memory, files and output, and, where Linux allows it, no network, no other

@@ -11,7 +11,7 @@ import struct
 import sys
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38  # of prctl(2)
-# Of unshare(2): a network, processes, shared memory and mounts of its own, without any rights.
+# Of unshare(2): separate network, processes, shared memory and mounts, without any rights.
 _NAMESPACES = 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000 | 0x10000000
 _SOCKETS = b"/run"  # the folder of the system's sockets, which Landlock does not deny
 _MAX_PROCESSES, _MAX_FILES = 64, 64

@@ -61,8 +61,8 @@ def full_kl(
 
     It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
     receive none. Cost, precision, the gradient of a soft cap and the arguments are as for
-    `logprobs.token_logprobs`; temperature, soft cap and kept tokens are those of both models, and
-    the vocabulary is the same.
+    `logprobs.token_logprobs`; both models have the same temperature, soft cap, kept tokens
+    and vocabulary.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
@@ -83,7 +83,7 @@ def full_kl(
     )
 
 
-# Hidden states and unembedding, those of the reference, mask and kept tokens.
+# Hidden states and unembedding of the actor and of the reference, mask and kept tokens.
 _Inputs = tuple[Any, ...]
 
 

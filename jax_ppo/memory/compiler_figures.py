@@ -33,7 +33,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
       UserError: the compiler failed for another reason than memory.
     """
     recorder = _Recorder(step.mesh, step.decoding_weights)
-    # Arrays that have a column of their own, by identity: each program gets the shapes that the one
+    # Arrays that have a separate column, by identity: each program gets the shapes that the one
     # before it returned.
     counted = {id(x) for x in jax.tree.leaves(step.state)}
     phases: dict[str, PhaseMemory] = {}
@@ -133,7 +133,7 @@ def _measure_phase(
     step: AbstractStep, name: str, program: _CompiledProgram, counted: set[int]
 ) -> PhaseMemory:
     batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
-    # The decoding copy has a column of its own.
+    # The decoding copy has a separate column.
     if find_step_program(name).kind != "resharding":
         batch += program.new_result_bytes
     resident = resident_memory(step, name)

@@ -112,7 +112,7 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     batch = bytes_per_device((step.prompts, packed.forward, packed.mini_batches))
     if packed.whole is not packed.forward:
         batch += bytes_per_device(packed.whole)
-    # Routed experts and kept tokens; during sampling those of the step before, too.
+    # Routed experts and kept tokens; during sampling the step before has a record, too.
     record = record_bytes(
         step.nets.actor.architecture,
         step.sampling,
@@ -316,7 +316,7 @@ def backward_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> in
 def output_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`.
 
-    `score_bytes` are those of attention's scores, which are freed before the MLP begins.
+    `score_bytes` is the size of attention's scores, which are freed before the MLP begins.
     """
     architecture = role.architecture
     parts = mesh.shape["model"]
@@ -449,7 +449,7 @@ def _pair_bytes(
 def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Mesh) -> int:
     """Return the number of scores of all blocks of queries of xla's attention.
 
-    `tokens` are a device's, `queries` those of one row.
+    `tokens` counts a device's tokens, `queries` the queries of one row.
     """
     row_parts = meshes.row_parts(mesh)
     block = query_block_size(queries)

@@ -2,7 +2,7 @@
 
 `[options]` maps an answer (our option, or why there is none) to the names that have it there. Names
 are compared without `actor_rollout_ref.`; one that ends in `.*` stands for all options of a group
-that have no answer of their own. verl, TRL and OpenRLHF also have tables of their programs
+that have no separate answer. verl, TRL and OpenRLHF also have tables of their programs
 (`Program`) and of the options that name data (`DataOptions`), from which commands are translated.
 """
 

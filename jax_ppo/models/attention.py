@@ -3,7 +3,7 @@
 Each program takes q [B, T, H, d], k and v [B, T, K, d] and segments int32 [B, T] (or `None` if
 each row is one segment), and returns [B, T, H, d] in the type of q. Query head h reads key head
 h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment; or,
-with `PrefixedSegments`, also those of another segment, which the segments after it share.
+with `PrefixedSegments`, also the tokens of another segment, which the segments after it share.
 The options are
 
     scale           factor on the product of query and key; None: d ** -0.5

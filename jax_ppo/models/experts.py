@@ -192,7 +192,7 @@ def limit_to_groups(
     DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and V3 (arXiv 2412.19437, section 2.1.2).
 
     A group has E / `groups` consecutive experts, and each token `selected` groups. The score of a
-    group is the sum of those of its best `counted` experts.
+    group is the sum of the scores of its best `counted` experts.
     """
     if selected == groups:
         return scores
@@ -243,7 +243,7 @@ def run_experts(
 ) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
-    `projections` are those of all experts, or of consecutive ones from `first_expert` on; the
+    `projections` belong to all experts, or to consecutive ones from `first_expert` on; the
     others add nothing.
     """
     k = experts_RxLxk.shape[-1]

@@ -1,6 +1,6 @@
 """A loop over layers whose backward pass adds each layer's gradient to a sum.
 
-The gradient of an ordinary loop is a tree of its own, beside the sum over micro-batches that it is
+The gradient of an ordinary loop is a separate tree beside the sum over micro-batches that it is
 added to afterwards. Here the backward loop carries the sum and adds to it in place.
 
 A backward loop carries the cotangents of what the forward loop carries. The forward loop therefore

@@ -11,8 +11,8 @@ Its parameters are, per layer,
     attention/{q_a_proj, q_b_proj} or q_proj, {kv_a_proj_with_mqa, kv_b_proj, o_proj}/kernel
     attention/{q_a_norm, kv_a_norm}/scale
 
-The numbers of a head of `q_b_proj` are those that are not rotated, then the others; those of
-`kv_b_proj` its key, then its value.
+A head of `q_b_proj` has first the numbers that are not rotated, then the others; a head of
+`kv_b_proj` has its key, then its value.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class LatentDense(Dense):
     def from_latents(
         self, x_BxHxc: Float[Array, "B H c"], first: int, width: int
     ) -> Float[Array, "B H n"]:
-        """Return the `width` columns of each head from the `first` on, of latents of its own."""
+        """Return the `width` columns of each head from the `first` on, of separate latents."""
         out: Any = 0
         for weights, scale in self._factors(x_BxHxc, first, width):
             product = x_BxHxc

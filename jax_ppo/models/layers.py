@@ -212,8 +212,8 @@ class Attention(DecoderModule):
     ) -> tuple[jax.Array, Columns]:
         """Return the output [B, T, D], and keys and values or the cache with these tokens.
 
-        A layer that shares keys and values gets those of the earlier layer as its cache, without
-        columns where they are of whole sequences, [B, T, K, d].
+        A layer that shares keys and values gets the earlier layer's as its cache, without columns
+        where they are of whole sequences, [B, T, K, d].
         """
         a = self.options.architecture
         is_shared = a.shared_layers > 0 and kind.is_shared
@@ -303,7 +303,7 @@ class Attention(DecoderModule):
     def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
         """Return cos and sin for a layer of this kind."""
         a = self.options.architecture
-        # The first rotation is that of global layers; local ones may have a base of their own.
+        # The first rotation is that of global layers; local ones may have another base.
         cos, sin = rotations[0]
         if a.local_rope_theta is not None:
             if isinstance(kind.is_local, bool):

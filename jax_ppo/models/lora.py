@@ -55,7 +55,7 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
             params[path] = jnp.zeros(row.full_shape, jnp.float32)
             continue
         bound = row.shape[0] ** -0.5
-        # Each tensor has a key of its own, by its place in the sorted table.
+        # Each tensor has a separate key, by its place in the sorted table.
         params[path] = jax.random.uniform(
             jax.random.fold_in(key, number), row.full_shape, minval=-bound, maxval=bound
         )
@@ -73,7 +73,7 @@ def enlarge_adapters(adapters: Params, lora: Lora) -> Params:
 
 
 def omit_adapters(adapters: Params, projections: Collection[str]) -> Params:
-    """Return the adapters with zeros in place of those of some projections, in all layers."""
+    """Return the adapters with zeros for some projections, in all layers."""
     flat = traverse_util.flatten_dict(adapters)
     omitted = {path: jnp.zeros_like(x) for path, x in flat.items() if path[-2] in projections}
     return traverse_util.unflatten_dict(flat | omitted)

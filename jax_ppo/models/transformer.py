@@ -556,7 +556,7 @@ def _drop_unused(architecture: Architecture, layers: Params) -> Params:
 
 
 def _join_dicts(join: Callable[[list[jax.Array]], jax.Array], parts: list[Auxiliary]) -> Auxiliary:
-    """Return the joined entries of those of the dicts that have any."""
+    """Return the joined entries of the dicts that have any."""
     filled = [part for part in parts if part]
     return {name: join([part[name] for part in filled]) for name in (filled or [{}])[0]}
 

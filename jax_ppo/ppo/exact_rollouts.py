@@ -1,7 +1,7 @@
 """Responses that the update's own forward pass draws, bit for bit (`rollout.exact`).
 
-The sampler decodes with a cache: its matrix products have other shapes than those of packed rows,
-and round differently. So its responses are drafts here. A forward pass over the rows and
+The sampler decodes with a cache: its matrix products have other shapes than for packed rows, and
+round differently. So its responses are drafts here. A forward pass over the rows and
 micro-batches of the update's first epoch computes the log-prob of each token, and draws it again
 with its addressed random numbers. Where another token is drawn, it takes the place of the first,
 the response continues from there, and all are read again, until no token differs.
@@ -84,7 +84,7 @@ def compile_exact_sampling(
     packed: PackedRows,
     key: jax.Array,
 ) -> Rollout:
-    """Compile what `draw_exactly` runs for the shapes of a rollout; return those of the result."""
+    """Compile what `draw_exactly` runs for the shapes of a rollout; return the result's shapes."""
     without_steps = dataclasses.replace(rollout, slot_steps=None)
     drawn, replaced, draws, _ = _draw_again(step, state, without_steps, packed, key, compile_ahead)
     assert isinstance(step.engine, BuiltInEngine), "the options require it"

@@ -2,7 +2,7 @@
 
 `estimate_experience` is a pipeline: shape rewards, subtract the KL penalty, estimate advantages,
 whiten, normalize returns, weight by importance, and set the next step's control. Each part is a
-function; those of rewards are in `reward_shaping.py`, those of advantages in `advantages.py`.
+function; rewards are shaped in `reward_shaping.py`, advantages estimated in `advantages.py`.
 """
 
 import functools

@@ -28,7 +28,7 @@ class RolloutPacking:
       forward: rows of all samples, for the passes that only read.
       whole: rows of all samples that share nothing, for a reward model; `forward` if those do not
         share either, or if nothing reads them.
-      mini_batches: those of the actor and of a separate critic, by role.
+      mini_batches: the actor's and a separate critic's, by role.
       padding: share of the places in the actor's rows that hold no token, 0..1.
       lengths: int [B] on the host, tokens of each sample's prompt and response.
       whole_prompts: where samples share prompts, for "forward" and each trained role: int [B] on
@@ -72,7 +72,7 @@ class RolloutPacker:
       seed: seed of the shuffling.
       prompts_per_step: prompts of a rollout.
       row_length: L, tokens of a packed row.
-      packed: False gives each sample a row of its own.
+      packed: False gives each sample a separate row.
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
       partitions: how a rollout is divided for the actor and for a separate critic, by role.
       replicas: virtual replicas, among which the rows of each micro-batch are divided as among
@@ -105,8 +105,8 @@ class RolloutPacker:
     ) -> RolloutPacking:
         """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
 
-        `lengths` are the tokens of each sample's prompt and response, int [B]; `prompt_lengths`
-        those of each prompt, int [N], where samples may share it.
+        `lengths` counts the tokens of each sample's prompt and response, int [B]; `prompt_lengths`
+        the tokens of each prompt, int [N], where samples may share it.
         """
         shared = None
         if self.responses_per_row:

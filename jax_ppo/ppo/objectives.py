@@ -80,7 +80,7 @@ class UpdateOptions:
         the same scale.
       rounding_seed: the run's seed if either role rounds to bfloat16, else 0.
       logs_optimizer_steps: see `Learner`.
-      is_exact: whether to count log-probs whose bits are not those of the rollout.
+      is_exact: whether to count log-probs whose bits differ from the rollout's.
     """
 
     actor: Actor

@@ -80,7 +80,7 @@ def sample_partial_batch(
     observer: StepObserver,
     pool: ResponsePool | None,
 ) -> SampledBatch:
-    """Continue the responses of the pool until those of a step are complete; return these.
+    """Continue the responses of the pool until a step's are complete; return these.
 
     `pool` is what the previous step left; `None` fills a new one.
     """
@@ -149,7 +149,7 @@ def _fill(
 ) -> ResponsePool:
     """Return the pool with new prompts in its empty places."""
     entering = 1 if pool is not None else BATCHES_IN_POOL
-    # The batches' numbers address their random numbers, as those of steps do otherwise.
+    # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
     last = step + BATCHES_IN_POOL
     pools = [_begin(parts, next(batches), number) for number in range(last - entering, last)]
     count = parts.step_options.prompts_per_step

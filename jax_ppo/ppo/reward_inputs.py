@@ -90,7 +90,7 @@ def make_reward_inputs(
         actor_tokenizer=actor_tokenizer,
         rows_per_device=options.micro_batch_size_per_device,
         packed=packed,
-        # An encoder reads whole rows: context devices take rows of their own.
+        # An encoder reads whole rows: context devices take different rows.
         row_parts=1 if is_encoder else meshes.row_parts(mesh),
     )
 

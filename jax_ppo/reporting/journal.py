@@ -72,11 +72,11 @@ class Journal:
     ) -> None:
         """Open the logs, which continue after the step that the progress has reached.
 
-        `options` are all options of the run, by section; those of config.json are kept if no step
+        `options` are all options of the run, by section; config.json keeps its options if no step
         is left.
         """
         self.progress = progress
-        # No step is left that would read other options than those of the run.
+        # No step is left that would read other options.
         if 0 < total_steps <= progress.step:
             with contextlib.suppress(OSError, ValueError):
                 options = json.loads((workdir / "config.json").read_text())

@@ -90,7 +90,7 @@ class MetricsLog(contextlib.ExitStack):
         is_main: bool,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """Open the files of the loggers in `options`; continue those of an interrupted run.
+        """Open the files of the loggers in `options`; continue the files of an interrupted run.
 
         Takes the same arguments as `open_tracker`. Only the main process (`is_main`) writes.
 

@@ -70,7 +70,7 @@ def validate_data_sources(
 
     Call it before a run. A user-defined function accepts everything. Otherwise each data_source
     must have a built-in rule, unless terms name the rules, and the ground truth must have the form
-    that the rule requires. `function` and `terms` are those of `config.reward`.
+    that the rule requires. `function` and `terms` are `config.reward`'s.
     """
     obstacle = next(find_obstacles(examples, function, terms), None)
     if obstacle is not None:

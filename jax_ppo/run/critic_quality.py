@@ -45,7 +45,7 @@ def predict_returns(
     """Return the critic's predictions for the responses of a batch.
 
     The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
-    `rewards` [B] are those of whole responses; of the rules', those within the responses are read.
+    `rewards` [B] are of whole responses; of `rule_rewards`, only rewards within them are read.
     The first `num_real` responses count; the others fill up the batch.
     """
     options = run.step_options

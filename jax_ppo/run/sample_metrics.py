@@ -25,8 +25,8 @@ def measure_sampling(
     """Return metrics of the sampled responses, scalars on the mesh (docs/metrics.md).
 
     Responses to a prompt are adjacent. `accepted_B` is `SampledBatch.accepted`; `correct_B` is NaN
-    where correctness is undefined; `rewards_B` are those of whole responses, `steps_BxT` those
-    within them, if there are any.
+    where correctness is undefined; `rewards_B` are rewards of whole responses, `steps_BxT`
+    rewards within them, if there are any.
     """
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(

@@ -247,7 +247,7 @@ def described_devices(topology: Topology) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(**describe(topology)).devices)
     except (RuntimeError, NotImplementedError) as error:
-        # An installed compiler refuses a machine by an error of its own type.
+        # An installed compiler refuses a machine with an error of another type.
         if isinstance(error, jax.errors.JaxRuntimeError):
             reason = str(error).partition("\n")[0]
             raise UserError(f"--topology={topology.name}: {reason}") from error

@@ -75,7 +75,7 @@ def continue_responses(
 ) -> tuple[Rollout, DrawStates]:
     """Draw up to `options.stage_length` tokens of each response that has not ended. Pure.
 
-    With unchanged weights, the tokens are those of `generate_responses`, up to the rounding of
+    With unchanged weights, `generate_responses` would draw the same tokens, up to the rounding of
     logits, however the calls divide them. `model`, `options` and `params` are as there;
     `options.n` has no effect, since each sample has its own prompt here. `any_shard`: see
     `DecodeJob`. `rollout` has versions if weights may differ from call to

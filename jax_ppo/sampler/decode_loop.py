@@ -147,7 +147,7 @@ def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 
 def _needs_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
-    """Return whether the queue has samples, or the busy slots exceed those of the next loop."""
+    """Return whether the queue has samples, or more slots are busy than the next loop has."""
     too_many = busy_slots(job, state).sum() > narrower
     return job.any_shard(has_queue(job, state) | too_many)
 
@@ -247,7 +247,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     if options.max_contexts > 1:
         columns_B, is_first_B = dialogues.context_positions(state, sample_B, positions_B)
         columns_B = jnp.where(busy_B, columns_B, 0)
-        # Recurrent states have no columns: those of a new context are empty.
+        # Recurrent states have no columns: at the start of a new context they are empty.
         before = keep_states(before, jax.tree.map(jnp.zeros_like, before), is_first_B)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], columns_B[:, None], cache=before

@@ -164,7 +164,7 @@ def token_logprob(
     """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
 
     `sums_B`, which `draw_tokens` returned for their weights, save one pass through them. They may
-    be those of a part of the tokens that holds the likeliest: it is then the only one drawn from.
+    be sums over a part of the tokens that holds the likeliest: only this part is then drawn from.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
     drawn_B = shards.sum(_take_local(logits_BxV, index_B))

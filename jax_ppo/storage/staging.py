@@ -47,7 +47,7 @@ class StagedFolder:
     def fetch(self, *names: str) -> None:
         """Replace the contents of the local folder with files from the bucket.
 
-        These are the files directly in the work directory, and those of the folders `names`.
+        These are the files directly in the work directory and in the folders `names`.
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             fetched = {

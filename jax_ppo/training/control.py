@@ -23,7 +23,7 @@ def first_control(
     """Return the `Control` of step 0: the first KL coefficient, and running moments.
 
     Moments of scores are kept for `reward.normalize`, and moments of returns for
-    `critic.normalize_values`; `returns` has those of a critic that continues.
+    `critic.normalize_values`; `returns` has the moments of a critic that continues.
     """
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}

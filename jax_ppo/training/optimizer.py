@@ -116,7 +116,7 @@ def _is_matrix(params: Params) -> Params:
 def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> jax.Array:
     """Return a learning rate that rises from `lr / lr_warmup_steps`, then follows `lr_schedule`.
 
-    `step` counts, from 0, the steps that trained this model before, `total_steps` those of the run.
+    `step` counts, from 0, the steps that trained this model before; the run has `total_steps`.
     """
     warmup_steps = options.lr_warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)

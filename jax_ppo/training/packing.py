@@ -107,7 +107,7 @@ class SharedPrompts:
         return min(members, prompts * -(-self.samples_per_prompt // self.responses_per_row))
 
     def bundle(self, samples: np.ndarray, lengths_B: np.ndarray, row_length: int) -> list[Any]:
-        """Return the bundles of samples: those of one prompt that fit a row together.
+        """Return the bundles of samples: samples of one prompt that fit a row together.
 
         No two bundles of a prompt fit a row together, so that its tokens are in a row once.
         """
@@ -304,7 +304,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         kept_tokens = kept_tokens[samples, steps]
     segments, prefixes = packing.sample, None
     if packing.samples_per_prompt:
-        # Segments after those of the samples.
+        # Numbers of segments after the samples' numbers.
         prompts = len(sequences.lengths) + samples // packing.samples_per_prompt
         prefixes = jnp.where(filled, prompts, -1)
         is_shared = packing.position < sequences.prompt_lengths[samples] - 1
@@ -312,7 +312,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     positions, indices = packing.position, None
     if sequences.context_starts is not None:
         contexts, positions = _locate_contexts(sequences, sequences.context_starts, packing)
-        # Segments after those of samples and prompts. A later context reads no prompt.
+        # Numbers after the samples' and prompts' numbers. A later context reads no prompt.
         later = filled & (contexts > 0)
         segments = jnp.where(later, 2 * len(sequences.lengths) * contexts + samples, segments)
         if prefixes is not None:

@@ -41,7 +41,7 @@ QUANTITIES = {
 def hash_quantities(quantities: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
     """Return the hash of each tree of arrays, under `PREFIX` and its name.
 
-    Names are those of QUANTITIES, or weights/ROLE; a tree that is `None` is left out.
+    Names are in QUANTITIES, or weights/ROLE; a tree that is `None` is left out.
     """
     hashes = {}
     for name, tree in placement.to_device(quantities).items():
@@ -120,8 +120,8 @@ class HashLog:
     ) -> None:
         """Append the hashes of a step, numbered from 1.
 
-        `hashes` is the result of `take_hashes`, `options` that of `hash_options`, and `versions`
-        are those of software and devices.
+        `hashes` is the result of `take_hashes`, and `options` the result of `hash_options`;
+        `versions` are the versions of software and devices.
         """
         entry = {
             "step": step,

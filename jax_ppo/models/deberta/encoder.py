@@ -69,7 +69,7 @@ class EncoderModule(nn.Module):
 def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
     """Return the rows of these distances in the table of relative positions, int32.
 
-    With log_buckets, each distance up to S / 2 has a row of its own. Beyond, rows cover ranges that
+    With log_buckets, each distance up to S / 2 has a separate row. Beyond, rows cover ranges that
     grow geometrically up to max_relative_distance; the last row holds everything farther.
     """
     span = a.relative_span

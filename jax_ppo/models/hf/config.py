@@ -172,8 +172,8 @@ def _read_global_heads(
 ) -> dict[str, int]:
     """Return the sizes of heads in layers without a sliding window.
 
-    transformers writes them for each of these layers in `per_layer_config`; if they are those of
-    local layers, it writes an empty one.
+    transformers writes them for each of these layers in `per_layer_config`; if local layers have
+    the same sizes, it writes an empty one.
     """
     heads = reader.optional_integer("num_global_key_value_heads")
     if heads is None or not reader.boolean("attention_k_eq_v"):

@@ -23,7 +23,7 @@ CAUSAL_MASKS = (".attn.bias", ".attention.bias")
 MASKED_SCORES = (".attn.masked_bias", ".attention.masked_bias")
 # Layers that predict further tokens than the next, from the hidden states of all others: beginnings
 # of their names (Qwen3.5), and the end of a name that each of them has alone (DeepSeek-V3), whose
-# numbers follow those of the other layers.
+# numbers follow the other layers' numbers.
 MULTI_TOKEN_HEADS = "mtp."
 MULTI_TOKEN_LAYER = ".eh_proj.weight"
 # Any score below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.

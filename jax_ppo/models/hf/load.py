@@ -46,7 +46,7 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     """Return the architecture of a checkpoint.
 
     The EOS ids of config.json are followed by the further ones of generation_config.json. As in
-    transformers 5, a checkpoint that stores an output embedding of its own has it, even if
+    transformers 5, a checkpoint that stores a separate output embedding has it, even if
     config.json calls the model tied. `needs_weights=False` also accepts a folder without weights.
 
     Raises:

@@ -157,7 +157,7 @@ class _OneRope:
         self._default_theta = default_theta
         self._max_length = reader.integer("max_position_embeddings")
         self._original_length: int | None = None
-        # Where layer types have parameters of their own, transformers ignores this field.
+        # Where layer types have separate parameters, transformers ignores this field.
         if family.local_rope_theta is None:
             self._original_length = _read_original_length(reader)
 
@@ -212,7 +212,7 @@ class _OneRope:
         if self._family.local_rope_theta is None:
             del supported["proportional"]
         if self._family.has_global_heads:
-            # Their factors would be those of local layers, whose heads may be narrower.
+            # Their factors would be local layers', whose heads may be narrower.
             del supported["yarn"], supported["longrope"]
         if kind not in supported:
             raise self._reader.error(

@@ -60,7 +60,7 @@ def export_checkpoint(
 
     The folder appears complete or not at all: it is written under another name and renamed; in a
     bucket, config.json is its last file. In a run of several processes, all of them must call this,
-    and each writes weight files of its own. No host holds more than two tensors at a time, and the
+    and each writes separate weight files. No host holds more than two tensors at a time, and the
     files do not depend on the number of processes.
 
     Args:
@@ -103,7 +103,7 @@ def export_checkpoint(
 def exported_head(
     params: dict[str, Any], architecture: Architecture, per_token: bool
 ) -> tuple[dict[str, Any], str]:
-    """Return parameters, or adapters, with those of their head in transformers, and its name.
+    """Return parameters, or adapters, with their head as transformers stores it, and its name.
 
     `per_token` is as for `export_checkpoint`, and names are as in `names.HEADS`.
     """
@@ -176,7 +176,7 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
         if bucket := work_directory.bucket_of(folder):
             bucket.remove(bucket.name_of(folder))
     distributed.barrier("export begins")
-    # In a run that writes to a bucket, each process has a folder of its own.
+    # In a run that writes to a bucket, each process has a separate folder.
     temporary.mkdir(parents=True, exist_ok=True)
     yield temporary
     distributed.barrier("export written")
