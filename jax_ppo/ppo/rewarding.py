@@ -193,6 +193,22 @@ class RuleScorer:
             extra_scores=self._place_components(responses, scored, total),
         )
 
+    def add_model_scores(
+        self, nets: Networks, state: TrainState, rewards: RuleRewards, rows: ModelInputs
+    ) -> jax.Array:
+        """Return the scores [B] plus the weighted ones of the reward model, if there is one.
+
+        It reads `rows`, the sampled tokens packed, unless it has its own tokenizer.
+        """
+        if nets.reward is None:
+            return rewards.scores
+        params = state.role_params("reward", nets)
+        inputs = rewards.model_inputs or rows
+        model_scores = forward_passes.reward_model_scores(
+            nets.reward, params, *inputs, self.options.score_position
+        )
+        return _add_weighted(rewards.scores, model_scores, self.model_weight)
+
     def _place_components(
         self, responses: LocalResponses, scored: ScoredBatch, total: int
     ) -> jax.Array | None:
@@ -340,25 +356,6 @@ class FailedSteps:
                 f"failure of step {step + 1} was {sample}",
                 details=cause,
             )
-
-
-def add_reward_model_scores(
-    nets: Networks,
-    state: TrainState,
-    scores: jax.Array,
-    inputs: ModelInputs,
-    position: str,
-    weight: float,
-) -> jax.Array:
-    """Return `scores` [B] plus the weighted ones of the reward model, if there is one.
-
-    `inputs` are what the reward model reads: sequences, their packing, and its micro-batch count.
-    """
-    if nets.reward is None:
-        return scores
-    params = state.role_params("reward", nets)
-    model_scores = forward_passes.reward_model_scores(nets.reward, params, *inputs, position)
-    return _add_weighted(scores, model_scores, weight)
 
 
 @functools.partial(jax.jit, static_argnames=("weight",))

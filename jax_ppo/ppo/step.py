@@ -25,7 +25,7 @@ from jax_ppo.ppo.response_sampling import (
     sample_selected_batch,
     take_given_batch,
 )
-from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step_parts import (
     CarriedOver,
     SampledBatch,
@@ -109,14 +109,7 @@ def take_ppo_step(
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):
         rule_rewards = apply_rules(parts, sampled, batches)
-    rewards = add_reward_model_scores(
-        nets,
-        state,
-        rule_rewards.scores,
-        rule_rewards.model_inputs or (sequences, *packed.whole),
-        options.experience.reward.score_position,
-        parts.rules.model_weight,
-    )
+    rewards = parts.rules.add_model_scores(nets, state, rule_rewards, (sequences, *packed.whole))
 
     # 4. Estimate advantages and returns.
     experience, metrics = estimate_experience(

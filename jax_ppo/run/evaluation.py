@@ -14,7 +14,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.reward_shaping import last_actions
-from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores, mean_of_known
+from jax_ppo.ppo.rewarding import RuleRewards, mean_of_known
 from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.parts import PPORun
@@ -237,18 +237,14 @@ def response_rewards(
     """
     if run.nets.reward is None:
         return rule_rewards.scores
-    inputs = rule_rewards.model_inputs
-    if inputs is None:
+    rows = rule_rewards.model_inputs
+    if rows is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
-        inputs = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
-    return add_reward_model_scores(
-        run.nets,
-        state,
-        rule_rewards.scores,
-        inputs,
-        run.config.reward.score_position,
-        run.rules.model_weight if model_weight is None else model_weight,
-    )
+        rows = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
+    rules = run.rules
+    if model_weight is not None:
+        rules = dataclasses.replace(rules, model_weight=model_weight)
+    return rules.add_model_scores(run.nets, state, rule_rewards, rows)
 
 
 def rank_responses(
