@@ -218,17 +218,8 @@ def load_checkpoint(
     """
     with _open_checkpoint(folder) as checkpoint:
         rows = _stored_tensors(checkpoint, architecture, head)
-        places = tensors.flatten_like(shardings, rows, "`shardings`")
-        rows_to_read = tensors_to_read(rows, head)
-        _validate_checkpoint(checkpoint, rows_to_read, head, architecture)
-        return read_parameters(
-            checkpoint,
-            rows=rows,
-            rows_to_read=rows_to_read,
-            places=places,
-            dtype=dtype,
-            progress=progress,
-        )
+        _validate_checkpoint(checkpoint, tensors_to_read(rows, head), head, architecture)
+        return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
 
 
 def _stored_tensors(
@@ -248,17 +239,18 @@ def tensors_to_read(rows: TensorTable, head: str) -> TensorTable:
 
 def read_parameters(
     checkpoint: SafetensorsCheckpoint,
-    *,
     rows: TensorTable,
-    rows_to_read: TensorTable,
-    places: dict[tensors.Path, Sharding],
+    head: str,
+    shardings: dict[str, Any],
     dtype: DTypeLike,
     progress: Progress | None,
 ) -> dict[str, Any]:
     """Return the parameters of a tensor table as a nested dict of sharded arrays.
 
-    `rows` has all parameters; those that are not in `rows_to_read` are zeros.
+    What `tensors_to_read` leaves out is zeros; the other arguments are as for `load_checkpoint`.
     """
+    places = tensors.flatten_like(shardings, rows, "`shardings`")
+    rows_to_read = tensors_to_read(rows, head)
     dtype = np.dtype(dtype)
     total = sum(len(row.names()) for row in rows_to_read.values())
     counter = itertools.count(1)

@@ -164,18 +164,9 @@ def load_adapters(
         names it.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
-    places = flatten_like(shardings, rows, "`shardings`")
-    rows_to_read = tensors_to_read(rows, head)
     with _open_adapters(Path(folder)) as checkpoint:
-        _validate_tensors(checkpoint, rows_to_read, head)
-        return read_parameters(
-            checkpoint,
-            rows=rows,
-            rows_to_read=rows_to_read,
-            places=places,
-            dtype=dtype,
-            progress=progress,
-        )
+        _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
+        return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
 
 
 def validate_adapters(
