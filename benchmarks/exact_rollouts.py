@@ -182,7 +182,7 @@ def run(folder: Path, number: int, steps: int, changes: dict[str, Any]) -> list[
     }
     workdir = folder / f"run{number}"
     with contextlib.redirect_stdout(sys.stderr):
-        ppo_training.train(load_config(None, options | changes), workdir)
+        ppo_training.train_ppo(load_config(None, options | changes), workdir)
     with (workdir / "training_metrics.csv").open() as file:
         table = list(csv.DictReader(file))
     names = (

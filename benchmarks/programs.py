@@ -126,7 +126,7 @@ class Step:
             rollout=schema.RolloutOptions(
                 n=self.responses, logprob_micro_batch_size_per_device=rows
             ),
-            packing=schema.Packing(share_prompts=self.share_prompts),
+            packing=schema.PackingOptions(share_prompts=self.share_prompts),
         )
 
     @property

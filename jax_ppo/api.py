@@ -63,7 +63,7 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
     validation.validate_config(config, "train")
     workdir = workdir or Path("output") / config.experiment_name
     with command.prepared_run(config, workdir) as (resolved, folder):
-        return ppo_training.train(resolved, folder)
+        return ppo_training.train_ppo(resolved, folder)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:

@@ -23,8 +23,8 @@ from jax_ppo.runtime import signals
 
 # What runs a command, given its options and the folder to write to; imported once they are valid.
 RUNNERS = {
-    "train": "jax_ppo.run.ppo_training:train",
-    "critic": "jax_ppo.run.ppo_training:train",
+    "train": "jax_ppo.run.ppo_training:train_ppo",
+    "critic": "jax_ppo.run.ppo_training:train_ppo",
     "evaluate": "jax_ppo.run.standalone_evaluation:evaluate_model",
     "score": "jax_ppo.run.token_scores:score_file",
     "sft": "jax_ppo.run.supervised_loop:train_sft",

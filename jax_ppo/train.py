@@ -10,7 +10,7 @@ from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
-    """Parse `arguments` (`sys.argv`), then call `jax_ppo.run.ppo_training.train`."""
+    """Parse `arguments` (`sys.argv`), then call `jax_ppo.run.ppo_training.train_ppo`."""
     command.run_command(arguments, "train")
 
 

@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
 
-Runs ppo_training.train itself and pauses it where it requests the next batch. There it waits for
-the update, which would otherwise overlap with the next step.
+Runs ppo_training.train_ppo itself and pauses it where it requests the next batch. There it waits
+for the update, which would otherwise overlap with the next step.
 """
 
 import json
@@ -116,7 +116,7 @@ def main(settings: dict) -> None:
     )
     stop_between_steps(turnstile, settings["samples"] * settings["prompt"])
     with tempfile.TemporaryDirectory() as folder:
-        ppo_training.train(make_config(Path(folder), settings), Path(folder) / "run")
+        ppo_training.train_ppo(make_config(Path(folder), settings), Path(folder) / "run")
 
 
 if __name__ == "__main__":

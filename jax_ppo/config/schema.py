@@ -340,7 +340,7 @@ class Create:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class LoraOptions:
     """Low-rank adapters."""
 
     rank: int = option(0,
@@ -382,7 +382,7 @@ class Model:
         "splash on TPUs if packing.row_length is unset or a multiple of 128; auto: cudnn or "
         "splash where it can run",
         choices=("auto", "xla", "cudnn", "splash"))
-    lora: Lora = section(Lora, read_by=MODELS)
+    lora: LoraOptions = section(LoraOptions, read_by=MODELS)
     create: Create = section(Create, read_by=SAMPLING)
 
 
@@ -1099,7 +1099,7 @@ class Supervised:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class PackingOptions:
     """Packing of several samples into one row."""
 
     enabled: bool = option(True, "pack several samples into a row; off: one sample per row, padded")
@@ -1278,7 +1278,7 @@ class Config:
     evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
     score: Score = section(Score, read_by=ADVANTAGES)
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
-    packing: Packing = section(Packing)
+    packing: PackingOptions = section(PackingOptions)
     mesh: MeshShape = section(MeshShape)
     distributed: Distributed = section(Distributed)
     trainer: Trainer = section(Trainer, read_by=LEARNING)

@@ -22,10 +22,10 @@ from jax_ppo.config.schema import (
     Critic,
     Data,
     Distributed,
-    Lora,
+    LoraOptions,
     MeshShape,
     MultiTurn,
-    Packing,
+    PackingOptions,
     RolloutOptions,
     Trainer,
     all_options,
@@ -193,7 +193,7 @@ LOSS_RULES = (
 )
 MODEL_RULES = (
     _Rule("model.lora.path",
-        lambda c, value: value and c.model.lora != dataclasses.replace(Lora(), path=value),
+        lambda c, value: value and c.model.lora != dataclasses.replace(LoraOptions(), path=value),
         "determines rank, alpha and targets; leave config.model.lora.rank, alpha and targets at "
         "their defaults"),
     # The created model is taught only arithmetic.
@@ -528,7 +528,7 @@ def _validate_created_model(create: Create) -> None:
         )
 
 
-def _validate_mesh(mesh: MeshShape, packing: Packing) -> None:
+def _validate_mesh(mesh: MeshShape, packing: PackingOptions) -> None:
     """Validate that one axis at most is free and that `mesh.context` splits a packed row evenly."""
     row_length = packing.row_length
     parts = mesh.context

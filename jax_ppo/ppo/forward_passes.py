@@ -318,7 +318,7 @@ def _compute_rows(
     def logprobs(
         net: Transformer, params: Params, hidden: jax.Array, with_entropy: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
-        return forward.token_logprobs(
+        return forward.target_logprobs(
             net, params, hidden, rows, options.temperature, with_entropy=with_entropy
         )
 
@@ -350,7 +350,7 @@ def _compute_rows(
         ref_hidden = forward.hidden_states(ref_net, reference, rows)
         yield "ref_logprobs", logprobs(ref_net, reference, ref_hidden)[0]
     if options.full_kl:
-        kl = forward.reference_kl(
+        kl = forward.kl_over_vocabulary(
             net, actor, hidden, ref_net, reference, ref_hidden, rows, options.temperature
         )
         yield "kl", kl

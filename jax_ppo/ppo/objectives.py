@@ -243,7 +243,7 @@ class ActorObjective(RolloutObjective):
             net, params, rows, with_router_loss=actor.router_aux_loss_coef > 0, replays_routing=True
         )
         # One pass over the vocabulary gives log-probs and entropy.
-        logprobs_RxL, entropy_RxL = forward.token_logprobs(
+        logprobs_RxL, entropy_RxL = forward.target_logprobs(
             net, params, hidden, rows, options.temperature
         )
         assert entropy_RxL is not None, "the loss needs the entropy"
@@ -325,7 +325,7 @@ class ActorObjective(RolloutObjective):
     ) -> Float[Array, "R L"]:
         """Return KL(actor || other) of each token, with another frozen policy."""
         other_hidden = forward.hidden_states(other_net, other, rows)
-        return forward.reference_kl(
+        return forward.kl_over_vocabulary(
             self.net, params, hidden, other_net, other, other_hidden, rows, self.options.temperature
         )
 

@@ -57,7 +57,7 @@ ROLLOUT = "rollout"
 POOL = "pool"
 
 
-def train(
+def train_ppo(
     config: Config, workdir: Path, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
 ) -> dict[str, Any]:
     """Train; `cycle` takes the steps, or repeats some of them."""

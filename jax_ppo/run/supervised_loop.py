@@ -65,7 +65,7 @@ State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 Batch = tuple[Sequences, Packing, jax.Array]
 
 
-def train(
+def train_supervised(
     config: Config, workdir: Path, task: Task, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
 ) -> dict[str, Any]:
     """Train; `cycle` takes the steps, or repeats some of them."""
@@ -82,8 +82,8 @@ def train(
     return cycle(config, workdir, build, "quality")
 
 
-train_sft = functools.partial(train, task=SFT)
-train_reward_model = functools.partial(train, task=REWARD_MODEL)
+train_sft = functools.partial(train_supervised, task=SFT)
+train_reward_model = functools.partial(train_supervised, task=REWARD_MODEL)
 
 
 @dataclasses.dataclass

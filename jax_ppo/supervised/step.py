@@ -53,7 +53,7 @@ def _sum_negative_log_likelihood(
 ) -> Metrics:
     hidden, router_loss = _run_decoder(options, model, params, sequences, rows)
     # At temperature 1, and without the entropy, which this loss does not read.
-    logprobs = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)[0]
+    logprobs = forward.target_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)[0]
     return {"loss": -logprobs.sum()} | router_loss
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from jax_ppo.config.schema import Model, Packing, RolloutOptions
+from jax_ppo.config.schema import Model, PackingOptions, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import attention_programs, cache
@@ -15,7 +15,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 
 
-def packed_row_length(packing: Packing, attention: str, row_tokens: int, parts: int) -> int:
+def packed_row_length(packing: PackingOptions, attention: str, row_tokens: int, parts: int) -> int:
     """Return L, the number of tokens of a packed row in PPO, which `parts` devices split.
 
     Unless configured, it is `row_tokens` (`Config.row_tokens`), rounded up so that the platform's

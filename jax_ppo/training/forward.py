@@ -67,7 +67,7 @@ def run_decoder(
     return output.hidden, output.auxiliary["router_loss"].mean(0)
 
 
-def token_logprobs(
+def target_logprobs(
     model: Transformer,
     params: Params,
     hidden: Float[Array, "R L D"],
@@ -97,7 +97,7 @@ def token_logprobs(
     return values.reshape(shape), None if entropy is None else entropy.reshape(shape)
 
 
-def reference_kl(
+def kl_over_vocabulary(
     model: Transformer,
     params: Params,
     hidden: Float[Array, "R L D"],

@@ -63,5 +63,5 @@ def test_the_smoke_form_trains(name, tmp_path):
         "mesh.fsdp": -1,
         "model.create.steps": 20,
     }
-    summary = ppo_training.train(load_config(f"{name}:smoke", options), tmp_path)
+    summary = ppo_training.train_ppo(load_config(f"{name}:smoke", options), tmp_path)
     assert summary["steps"] == 2 and not summary["warnings"]

@@ -1083,7 +1083,7 @@ REWARD_AND_KL = [
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_compute_rows",
         old="logprobs(ref_net, reference, ref_hidden)",
-        new="forward.token_logprobs(ref_net, reference, ref_hidden, rows, 1.0)",
+        new="forward.target_logprobs(ref_net, reference, ref_hidden, rows, 1.0)",
     ),
     Exhibit(
         name="the_controller_always_adapts",
@@ -1258,7 +1258,9 @@ LOSSES_AND_RATIO = [
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="_compute_rows",
         old="logprobs(net, actor, hidden, with_entropy=options.entropy)",
-        new=("forward.token_logprobs(net, actor, hidden, rows, 1.0, with_entropy=options.entropy)"),
+        new=(
+            "forward.target_logprobs(net, actor, hidden, rows, 1.0, with_entropy=options.entropy)"
+        ),
     ),
     Exhibit(
         name="the_ratio_is_always_1",

@@ -198,5 +198,5 @@ def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
     config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
     with pytest.raises(UserError, match="config.mesh: a device needs at least"):
-        ppo_training.train(config, tmp_path / "work")
+        ppo_training.train_ppo(config, tmp_path / "work")
     assert "loaded" not in capsys.readouterr().out

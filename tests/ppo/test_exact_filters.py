@@ -107,7 +107,7 @@ def test_a_run_learns_the_distribution_that_it_samples(changes, tmp_path):
     )
 
     def run():
-        ppo_training.train(config, tmp_path / "run")
+        ppo_training.train_ppo(config, tmp_path / "run")
         with (tmp_path / "run" / "training_metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         return [

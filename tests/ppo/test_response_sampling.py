@@ -64,7 +64,7 @@ def files(tmp_path_factory):
 
 def train(files, workdir, **options):
     changes = {name.replace("__", "."): value for name, value in options.items()}
-    return ppo_training.train(loading.load_config(f"{files}/config.py", changes), workdir)
+    return ppo_training.train_ppo(loading.load_config(f"{files}/config.py", changes), workdir)
 
 
 def records_of_steps(workdir):

@@ -266,7 +266,7 @@ def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
     workdir = tmp_path / "run"
 
     def run():
-        ppo_training.train(config, workdir)
+        ppo_training.train_ppo(config, workdir)
         with (workdir / "training_metrics.csv").open() as file:
             return [float(row["rollout/logprob_difference"]) for row in csv.DictReader(file)]
 

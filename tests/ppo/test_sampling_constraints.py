@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 def train(model, workdir, **options):
     changes = {"model.path": model} | {f"rollout.{name}": value for name, value in options.items()}
-    return ppo_training.train(loading.load_config("arithmetic", OPTIONS | changes), workdir)
+    return ppo_training.train_ppo(loading.load_config("arithmetic", OPTIONS | changes), workdir)
 
 
 @pytest.mark.exhaustive

@@ -102,7 +102,7 @@ def test_families_have_the_same_logprobs_and_gradients(architecture):
         @jax.value_and_grad
         def run(params, rows=rows):
             hidden = forward.hidden_states(model, params, rows)
-            logprobs, _ = forward.token_logprobs(model, params, hidden, rows, 1.0)
+            logprobs, _ = forward.target_logprobs(model, params, hidden, rows, 1.0)
             weights = packing.to_rows(np.cos(np.arange(tiny.B * tiny.T)).reshape(tiny.B, -1), rows)
             return (logprobs * weights).sum()
 

@@ -212,7 +212,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
             ["train", f"--config={files}/config.py", override.format(files=files)]
         )
         assert isinstance(config, schema.Config)
-        ppo_training.train(config, tmp_path)
+        ppo_training.train_ppo(config, tmp_path)
 
 
 def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
@@ -236,7 +236,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
                 f"--config.critic.path={critic}",
             ]
         )
-        ppo_training.train(config, tmp_path / "run")
+        ppo_training.train_ppo(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_adapters_of_another_folder_are_refused(
             UserError if refused else KeyboardInterrupt,
             match=f"stand on '{base}'" if refused else "weights",
         ):
-            ppo_training.train(config, tmp_path)
+            ppo_training.train_ppo(config, tmp_path)
     finally:
         path.write_text(text)
     assert (f"stand on '{base}'" in caplog.text) == warned

@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
         trainer__max_checkpoints=4,
         trainer__total_training_steps=STEPS,
     )
-    ppo_training.train(config, folder / "run")
+    ppo_training.train_ppo(config, folder / "run")
     return config, folder / "run"
 
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_with_the_same_critic(trained):
     expected = weights.read_bytes()
     weights.unlink()
     shutil.rmtree(workdir / "checkpoints" / str(STEPS))
-    ppo_training.train(config, workdir)
+    ppo_training.train_ppo(config, workdir)
     assert weights.read_bytes() == expected
 
 
@@ -119,7 +119,7 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
         trainer__total_training_steps=24,
     )
     run = tmp_path / "run"
-    ppo_training.train(config, run)
+    ppo_training.train_ppo(config, run)
     with (run / "training_metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     # An epoch has each row once; the values of a step come before its update.
@@ -131,11 +131,11 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
     assert json.loads(refused)["location"].endswith("training_000004.jsonl:9")
     expected = (run / "critic" / "model.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints" / "24")
-    ppo_training.train(config, run)
+    ppo_training.train_ppo(config, run)
     assert (run / "critic" / "model.safetensors").read_bytes() == expected
     score = dataclasses.replace(config.score, reward_key="")
     with pytest.raises(UserError, match="data have changed"):
-        ppo_training.train(dataclasses.replace(config, score=score), run)
+        ppo_training.train_ppo(dataclasses.replace(config, score=score), run)
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
         trainer__save_freq=0,
         trainer__total_training_steps=1,
     )
-    ppo_training.train(ppo, tmp_path / "ppo")
+    ppo_training.train_ppo(ppo, tmp_path / "ppo")
     with (tmp_path / "ppo" / "training_metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert abs(float(row["critic/values_mean"])) > 0.01
@@ -178,7 +178,7 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
         states = StateBuilder.from_config(options, nets, tiny.make_mesh())
         return states.create_models(folders, lambda name: None)
 
-    ppo_training.train(continued("", True), tmp_path / "run")
+    ppo_training.train_ppo(continued("", True), tmp_path / "run")
     exported = tmp_path / "run" / "critic"
     unit = json.loads((exported / "value_unit.json").read_text())
     assert unit["count"] > 0 and unit["mean"] > 0
@@ -199,7 +199,7 @@ def test_adapters_of_the_critic_are_trained_alone(trained, tmp_path):
     config, _ = trained
     lora = dataclasses.replace(config.model.lora, rank=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora))
-    ppo_training.train(config, tmp_path / "run")
+    ppo_training.train_ppo(config, tmp_path / "run")
     assert (tmp_path / "run" / "critic" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "adapter").exists()
 
@@ -211,11 +211,11 @@ def test_a_resume_on_another_actor_is_refused(trained, tmp_path):
     copy = tmp_path / "llama"
     shutil.copytree(config.model.path, copy)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(copy)))
-    ppo_training.train(config, tmp_path / "run")
+    ppo_training.train_ppo(config, tmp_path / "run")
     weights = load_file(copy / "model.safetensors")
     save_file({name: x * 2 for name, x in weights.items()}, copy / "model.safetensors")
     with pytest.raises(UserError, match=r"config\.model\.path"):
-        ppo_training.train(config, tmp_path / "run")
+        ppo_training.train_ppo(config, tmp_path / "run")
 
 
 def test_targets_are_whole_returns_unless_lambda_is_set():

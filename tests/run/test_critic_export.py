@@ -48,7 +48,7 @@ def train(monkeypatch, workdir, **changes):
     with monkeypatch.context() as patch:
         patch.setattr(StateBuilder, "create", created)
         patch.setattr(ppo_training, "export_models", finished)
-        ppo_training.train(loading.load_config("arithmetic", OPTIONS | named), workdir)
+        ppo_training.train_ppo(loading.load_config("arithmetic", OPTIONS | named), workdir)
     return seen
 
 

@@ -87,7 +87,7 @@ def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
         "trainer.save_freq": 0,
         "trainer.export": False,
     }
-    summary = ppo_training.train(loading.load_config("arithmetic", options), tmp_path)
+    summary = ppo_training.train_ppo(loading.load_config("arithmetic", options), tmp_path)
     (rollouts,) = tmp_path.glob("rollouts/evaluation_000000.jsonl")
     records = [json.loads(line) for line in rollouts.read_text().splitlines()]
     returns = np.array([record["score"] - record["truncated"] for record in records])

@@ -79,7 +79,7 @@ def train(monkeypatch, devices, folder, workdir, **changes):
     available = jax.devices()[:devices]
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: available)
-        ppo_training.train(config, workdir)
+        ppo_training.train_ppo(config, workdir)
     return {number: entry["hashes"] for number, entry in read_hashes(workdir).items()}
 
 

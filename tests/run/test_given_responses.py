@@ -56,7 +56,7 @@ def test_a_draw_for_each_step_decides_whether_its_responses_are_given(tmp_path):
         trainer__export=True,
     )
     run = tmp_path / "run"
-    ppo_training.train(config, run)
+    ppo_training.train_ppo(config, run)
     with (run / "training_metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     given = [bool(row["rollout/given"]) for row in rows]
@@ -71,7 +71,7 @@ def test_a_draw_for_each_step_decides_whether_its_responses_are_given(tmp_path):
     # The steps of a resumed run have the same kinds.
     expected = (run / "actor" / "model.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints" / str(STEPS))
-    ppo_training.train(config, run)
+    ppo_training.train_ppo(config, run)
     assert (run / "actor" / "model.safetensors").read_bytes() == expected
 
 

@@ -395,7 +395,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "notes.txt").touch()
     with pytest.raises(UserError, match=f"{folder} exists and holds something other than an exp"):
-        ppo_training.train(tiny.config(model__lora__rank=rank), tmp_path)
+        ppo_training.train_ppo(tiny.config(model__lora__rank=rank), tmp_path)
 
 
 def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
@@ -403,10 +403,10 @@ def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, mon
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "notes.txt").touch()
     with pytest.raises(SystemExit):
-        ppo_training.train(tiny.config(), tmp_path)
+        ppo_training.train_ppo(tiny.config(), tmp_path)
     with pytest.raises(SystemExit):
-        ppo_training.train(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
+        ppo_training.train_ppo(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "adapter" / name).touch()
     with pytest.raises(SystemExit):
-        ppo_training.train(tiny.config(model__lora__rank=4), tmp_path)
+        ppo_training.train_ppo(tiny.config(model__lora__rank=4), tmp_path)

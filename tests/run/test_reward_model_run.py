@@ -195,4 +195,4 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message,
         ]
     )
     with pytest.raises(UserError, match=message):
-        ppo_training.train(config, tmp_path)
+        ppo_training.train_ppo(config, tmp_path)

@@ -239,14 +239,14 @@ def load(files, *overrides, command="sft"):
 def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
     """The run is stopped in the evaluation after step 4, which the resumed run repeats."""
     options = load(files, "--config.trainer.test_freq=4", command=command)
-    supervised_loop.train(options, tmp_path / "whole", task)
+    supervised_loop.train_supervised(options, tmp_path / "whole", task)
     monkeypatch.setattr(
         "jax_ppo.run.life_cycle.StopRequest.should_stop", lambda self, step: step == 4
     )
-    supervised_loop.train(options, tmp_path / "halves", task)
+    supervised_loop.train_supervised(options, tmp_path / "halves", task)
     assert not (tmp_path / "halves" / task.output).exists()
     monkeypatch.undo()
-    supervised_loop.train(options, tmp_path / "halves", task)
+    supervised_loop.train_supervised(options, tmp_path / "halves", task)
     assert "resuming after step 4 of 12" in capsys.readouterr().out
     assert read_metrics(tmp_path / "halves") == read_metrics(tmp_path / "whole")
     assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
@@ -260,7 +260,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     # A finished run keeps the options that its steps have used.
     saved = json.loads((tmp_path / "halves" / "config.json").read_text())
     changed = load(files, "--config.actor.optim.lr=1e-7", command=command)
-    supervised_loop.train(changed, tmp_path / "halves", task)
+    supervised_loop.train_supervised(changed, tmp_path / "halves", task)
     assert "all 12 steps are done" in capsys.readouterr().out
     assert json.loads((tmp_path / "halves" / "config.json").read_text()) == saved
 
@@ -279,11 +279,11 @@ def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypat
 
     monkeypatch.setattr(supervised_loop.SupervisedTraining, "take_step", die)
     with pytest.raises(KeyError):
-        supervised_loop.train(options, tmp_path / "run", supervised_tasks.SFT)
+        supervised_loop.train_supervised(options, tmp_path / "run", supervised_tasks.SFT)
     monkeypatch.undo()
-    supervised_loop.train(options, tmp_path / "run", supervised_tasks.SFT)
+    supervised_loop.train_supervised(options, tmp_path / "run", supervised_tasks.SFT)
     assert "resuming after step 4 of 6" in capsys.readouterr().out
-    supervised_loop.train(load(files, *steps), tmp_path / "whole", supervised_tasks.SFT)
+    supervised_loop.train_supervised(load(files, *steps), tmp_path / "whole", supervised_tasks.SFT)
     ours, theirs = (
         (tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("run", "whole")
     )
@@ -299,7 +299,7 @@ def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_pa
     }[command]
     mesh = "--config.mesh.fsdp=2", "--config.mesh.context=4"
     options = load(files, *mesh, f"--config.model.path={model}", command=command)
-    supervised_loop.train(options, tmp_path, task)
+    supervised_loop.train_supervised(options, tmp_path, task)
     for ours, theirs in zip(evaluations(tmp_path), evaluations(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
     rows = zip(read_metrics(tmp_path), read_metrics(whole), strict=True)
@@ -359,7 +359,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         "jax_ppo.run.supervised_loop.load_checkpoint", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        supervised_loop.train(
+        supervised_loop.train_supervised(
             load(files, override, command="reward_model"), tmp_path, supervised_tasks.REWARD_MODEL
         )
 
@@ -371,7 +371,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(files, tmp_path
     (tmp_path / supervised_tasks.SFT.output).mkdir()
     (tmp_path / supervised_tasks.SFT.output / "notes.txt").touch()
     with pytest.raises(UserError, match="exists and holds something other than an export"):
-        supervised_loop.train(load(files), tmp_path, supervised_tasks.SFT)
+        supervised_loop.train_supervised(load(files), tmp_path, supervised_tasks.SFT)
 
 
 def test_what_ppo_alone_reads_is_noted():

@@ -61,7 +61,7 @@ def load(command="score", **changes):
 def trained(tmp_path_factory):
     """Return the folder of a run of two steps with all responses of the second one."""
     workdir = tmp_path_factory.mktemp("run")
-    ppo_training.train(load("train"), workdir)
+    ppo_training.train_ppo(load("train"), workdir)
     return workdir
 
 
@@ -239,7 +239,7 @@ def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tm
         "rollout__val_kwargs__n": 2,
         "rollout__val_kwargs__temperature": 1.0,
     }
-    ppo_training.train(load("train", **options, trainer__test_freq=-1), run)
+    ppo_training.train_ppo(load("train", **options, trainer__test_freq=-1), run)
     file = str(run / "rollouts" / "training_000002.jsonl")
     values, ranks = [], []
     for number, model in enumerate((run / "checkpoints" / "2", run)):

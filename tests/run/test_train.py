@@ -557,7 +557,7 @@ def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
             meshes, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:devices])
         )
         steps = f"--config.trainer.total_training_steps={last_step}"
-        ppo_training.train(load_config(files, steps, *options, *shape), workdir)
+        ppo_training.train_ppo(load_config(files, steps, *options, *shape), workdir)
     rows, expected = read_step_rows(workdir), read_step_rows(undisturbed[0])
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
     for ours, theirs in zip(rows, expected, strict=True):
@@ -1190,7 +1190,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     )
     jax.config.update("jax_log_compiles", True)
     try:
-        ppo_training.train(
+        ppo_training.train_ppo(
             load_config(
                 files,
                 "--config.trainer.total_training_steps=2",
@@ -1293,7 +1293,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         lambda *_, **__: pytest.fail("weights were loaded"),
     )
     with pytest.raises(UserError, match=message):
-        ppo_training.train(
+        ppo_training.train_ppo(
             load_config(files, override, "--config.data.train_batch_size=8"), tmp_path
         )
 

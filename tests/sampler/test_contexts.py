@@ -107,7 +107,7 @@ def run_rows(actor, sequences, plan):
     """Return the log-probs of the actions by the forward pass of training, [B, T]."""
     rows = packing.gather_rows(sequences, plan)
     hidden = forward.hidden_states(actor.scored, actor.stacked, rows)
-    logprobs, _ = forward.token_logprobs(actor.scored, actor.stacked, hidden, rows, 1.0)
+    logprobs, _ = forward.target_logprobs(actor.scored, actor.stacked, hidden, rows, 1.0)
     return packing.to_samples(logprobs, rows, jnp.zeros(sequences.action_mask.shape))
 
 

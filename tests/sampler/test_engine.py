@@ -134,7 +134,7 @@ def config(tmp_path):
 @pytest.mark.slow
 def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     """The loop transfers weights once per step, and evaluation uses its own options."""
-    summary = ppo_training.train(config, tmp_path / "run")
+    summary = ppo_training.train_ppo(config, tmp_path / "run")
     assert json.loads((tmp_path / "calls.json").read_text()) == [
         "init",
         "start",
@@ -169,7 +169,7 @@ def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypa
         )
         trainer = dataclasses.replace(config.trainer, total_training_steps=2)
         workdir = tmp_path / f"run{deaths}"
-        summary = ppo_training.train(
+        summary = ppo_training.train_ppo(
             dataclasses.replace(config, rollout=rollout, trainer=trainer), workdir
         )
         assert summary["steps"] == 2

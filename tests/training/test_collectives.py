@@ -198,7 +198,7 @@ def test_parts_of_rows_exchange_keys_and_values_alone():
 
     def loss(params, rows):
         hidden = forward.hidden_states(model, params, rows)
-        return forward.token_logprobs(model, params, hidden, rows, 1.0)[0].sum()
+        return forward.target_logprobs(model, params, hidden, rows, 1.0)[0].sum()
 
     with jax.set_mesh(mesh):
         text = jax.jit(jax.grad(loss)).lower(params, rows).compile().as_text()
