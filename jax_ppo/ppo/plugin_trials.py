@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jax_ppo
 from jax_ppo.config.schema import Actor, Algorithm
 from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError, shorten
@@ -22,7 +21,7 @@ from jax_ppo.sampler.environment import DialogueAddresses, Environment, validate
 # Of the responses that a function is tried with: no multiple of the other, so that a sum over the
 # wrong axis has another shape.
 _SAMPLES, _TOKENS = 2, 5
-_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (jax, jax_ppo))
+_LIBRARIES = (f"{Path(jax.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
 def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
