@@ -149,25 +149,24 @@ def _train_critic_alone(config: Config) -> Config:
     With lambda below 1 the targets would contain values of a critic that knows nothing yet
     (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
     """
-    algorithm = config.algorithm
-    if algorithm.critic_lam is None:
-        algorithm = dataclasses.replace(algorithm, critic_lam=1.0)
-    trainer = dataclasses.replace(config.trainer, critic_only=True)
-    config = dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+    config = replace_options(config, {"trainer.critic_only": True})
+    if config.algorithm.critic_lam is None:
+        config = replace_options(config, {"algorithm.critic_lam": 1.0})
     if not config.learns_from_files:
         return config
     # Each row has one response, and rows are taken as they are: none is drawn or selected.
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, train_files="", cache_dir="", curriculum="none"),
-        rollout=dataclasses.replace(
-            config.rollout, n=1, keep=None, max_staleness=0, verify_drafts=False, exact=False
-        ),
-        algorithm=dataclasses.replace(
-            algorithm,
-            filter_groups=dataclasses.replace(algorithm.filter_groups, enable=False),
-        ),
-    )
+    values = {
+        "data.train_files": "",
+        "data.cache_dir": "",
+        "data.curriculum": "none",
+        "rollout.n": 1,
+        "rollout.keep": None,
+        "rollout.max_staleness": 0,
+        "rollout.verify_drafts": False,
+        "rollout.exact": False,
+        "algorithm.filter_groups.enable": False,
+    }
+    return replace_options(config, values)
 
 
 def find_option(name: str) -> Option:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Distributed
+from jax_ppo.config.schema import Config, Distributed, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.reporting import console
@@ -73,21 +73,17 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
     config = loading.from_config_dict(options, command)
     # A model that the run made for itself is in its folder.
     path = config.model.path or str(source / work_directory.WARM_UP_MODEL)
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=path),
+    values = {
+        "model.path": path,
         # It only takes steps, and writes all their responses.
-        trainer=dataclasses.replace(
-            config.trainer,
-            export=False,
-            local_dir="",
-            log_rollouts_freq=1,
-            log_rollouts=config.samples_per_step,
-            logger="",
-            plot_freq=0,
-        ),
-    )
-    return config, command
+        "trainer.export": False,
+        "trainer.local_dir": "",
+        "trainer.log_rollouts_freq": 1,
+        "trainer.log_rollouts": config.samples_per_step,
+        "trainer.logger": "",
+        "trainer.plot_freq": 0,
+    }
+    return replace_options(config, values), command
 
 
 def repeat_steps(
