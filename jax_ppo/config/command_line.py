@@ -82,9 +82,11 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if not config_values:
         example = EXAMPLES.get(command, "arithmetic")
         raise UserError(f"--config: must be given, for example --config={example}")
-    values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
+    values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1], command))
     with values.config.ignore_type():
         values.config.update_from_flattened_dict(unset)
+    overridden = [a.removeprefix("--config.").partition("=")[0] for a in other_arguments]
+    loading.replace_epochs(values.config, overridden)
     config = loading.from_config_dict(values.config, command)
     name = config.experiment_name + _SUFFIXES.get(command, "")
     workdir: str | Path = values.workdir or Path("output") / name

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-# Of the smoke form: prompts and tokens.
+SMOKE = "smoke"  # the argument that every file takes
+# Of its form: prompts and tokens.
 _SMOKE_BATCH = 8
 _SMOKE_RESPONSE = 24
 
@@ -61,10 +62,8 @@ def find_config_file(value: str) -> tuple[Path, str]:
     raise UserError(f"--config={value}: there is no such file{hint}")
 
 
-def call_get_config(
-    value: str, defaults: "ml_collections.ConfigDict"
-) -> "ml_collections.ConfigDict":
-    """Return the configuration that a value of `--config` names.
+def call_get_config(value: str) -> "ml_collections.ConfigDict":
+    """Return the configuration that a value of `--config` names; of `:smoke`, not yet shrunk.
 
     Raises:
       UserError: there is no such file, it has no `get_config`, or it raised an exception; the
@@ -81,8 +80,8 @@ def call_get_config(
             spec.loader.exec_module(module)
             if not callable(getattr(module, "get_config", None)):
                 raise UserError(f"--config={value}: the file has no function get_config")
-            if argument == "smoke":
-                config = shrink(module.get_config(), defaults, value)
+            if argument == SMOKE:
+                config = module.get_config()
             elif argument and not inspect.signature(module.get_config).parameters:
                 name = value.removesuffix(f":{argument}")
                 raise UserError(f"--config={value}: expected {name} or {name}:smoke")
@@ -149,20 +148,12 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return next(iter(difflib.get_close_matches(name, known, n=1)), "")
 
 
-def shrink(
-    config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict", value: str
-) -> "ml_collections.ConfigDict":
-    """Return the smoke form of a configuration: its algorithm with a model for two cores.
+def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict") -> None:
+    """Make a configuration, complete and valid, its smoke form: its algorithm for two cores.
 
     The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
-    the options of the small model that a run creates. The configuration is changed in place;
-    `value` is that of `--config`, for messages.
-
-    Raises:
-      UserError: the configuration is one of supervised training, which creates no small model.
+    the options of the small model that a run creates.
     """
-    if "rollout" not in config or config.supervised != defaults.supervised:
-        raise UserError(f"--config={value}: supervised training has no smoke form")
     config.experiment_name = f"{config.experiment_name}-smoke"
     mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     config.data.update(
@@ -190,4 +181,3 @@ def shrink(
     config.rollout.mesh = defaults.rollout.mesh
     config.packing = defaults.packing
     config.trainer.update(total_training_steps=4, test_freq=2, save_freq=0, export=False)
-    return config

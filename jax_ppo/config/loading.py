@@ -11,12 +11,19 @@ import json
 import math
 import operator
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
 from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
-from jax_ppo.config.schema import PPO, Config, all_options, options_by_name, replace_options
+from jax_ppo.config.schema import (
+    PPO,
+    SUPERVISED,
+    Config,
+    all_options,
+    options_by_name,
+    replace_options,
+)
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 
@@ -78,7 +85,7 @@ def load_config(
             f"command={command!r}: expected one of {', '.join(map(repr, COMMANDS))}."
             f"{did_you_mean(command, COMMANDS)}"
         )
-    values = default_config() if file is None else read_config_file(file)
+    values = default_config() if file is None else read_config_file(file, command)
     # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     for name, value in {**(overrides or {}), **by_keyword}.items():
@@ -86,7 +93,15 @@ def load_config(
         # Types are validated later, with errors that name the option, unlike ml_collections'.
         with values.ignore_type():
             values.update_from_flattened_dict({name: value})
+    replace_epochs(values, {**(overrides or {}), **by_keyword})
     return from_config_dict(values, command)
+
+
+def replace_epochs(values: "ml_collections.ConfigDict", overridden: Collection[str]) -> None:
+    """Let steps that override a file's options replace its epochs, which would have no effect."""
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    if steps in overridden and epochs not in overridden and values.trainer.total_training_steps:
+        values.trainer.total_epochs = options_by_name()[epochs].default
 
 
 def parse_option(name: str, text: str) -> Any:
@@ -112,15 +127,21 @@ def parse_option(name: str, text: str) -> Any:
     return _validate_value(f"config.{name}", value, option.value_type, option.facts)
 
 
-def read_config_file(value: str) -> "ml_collections.ConfigDict":
+def read_config_file(value: str, command: str = "train") -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names, completed by the defaults.
 
     Raises:
-      UserError: there is no such file, or it raised an exception.
+      UserError: there is no such file, it raised an exception, or the command has no smoke form.
     """
     defaults = default_config()
-    values = config_files.call_get_config(value, defaults)
+    values = config_files.call_get_config(value)
     _add_missing_options(values, defaults)
+    if config_files.find_config_file(value)[1] == config_files.SMOKE:
+        # They create no small model.
+        if command in SUPERVISED:
+            raise UserError(f"--config={value}: supervised training has no smoke form")
+        _build_section(Config, values, "")  # refuses what is wrong before it is replaced
+        config_files.shrink(values, defaults)
     return values
 
 

@@ -1,8 +1,9 @@
 """Notes about options that are permitted but may not be what the user meant."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from jax_ppo.config.schema import Actor, Algorithm, Config, all_options, option_value
+from jax_ppo.config.schema import Actor, Algorithm, Config, Optim, all_options, option_value
+from jax_ppo.errors import counted
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
 
 
@@ -101,11 +102,23 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
 
 
-def note_long_warmup(warmup: int, total_steps: int) -> str | None:
-    """Return a note if the run is over before the actor is trained."""
-    if warmup >= total_steps:
-        return (
-            f"config.trainer.critic_warmup={warmup}: the actor is never trained in "
-            f"{total_steps} steps"
-        )
-    return None
+def note_long_warmups(
+    total_steps: int, critic_warmup: int, optims: Mapping[str, Optim]
+) -> Iterator[str]:
+    """Yield notes if the run is over before a model is trained at its full rate, or at all.
+
+    `optims` are the optimizers of what is trained, by section: actor, critic or supervised.
+    """
+    for section, optim in optims.items():
+        steps = total_steps - critic_warmup * (section == "actor")
+        if steps <= 0:
+            yield (
+                f"config.trainer.critic_warmup={critic_warmup}: the actor is never trained in "
+                f"{counted(total_steps, 'step')}"
+            )
+        elif optim.lr_warmup_steps > steps:
+            yield (
+                f"config.{section}.optim.lr_warmup_steps={optim.lr_warmup_steps}: of "
+                f"{counted(steps, 'step')}, the last one has a rate of "
+                f"{optim.lr * steps / optim.lr_warmup_steps:.2g}, not lr={optim.lr:g}"
+            )

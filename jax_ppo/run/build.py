@@ -282,9 +282,10 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
 def _report_size(run: PPORun, report: Report) -> None:
     """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
     config = run.config
-    long_warmup = notes.note_long_warmup(config.trainer.critic_warmup, run.total_steps)
-    if long_warmup is not None:
-        report(f"note: {long_warmup}")
+    roles = [role for role in resolve_roles(config) if role.is_used and role.is_trained]
+    optims = {role.name: role.trained_with.optim for role in roles}
+    for note in notes.note_long_warmups(run.total_steps, config.trainer.critic_warmup, optims):
+        report(f"note: {note}")
     batch_size = config.data.train_batch_size
     epochs = run.total_steps * batch_size / max(len(run.training), 1)
     report(

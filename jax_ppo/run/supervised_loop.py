@@ -398,6 +398,9 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
         model=build_decoder(architecture, config.model, row_length),
         total_steps=count_steps(config.trainer, batches.steps_per_epoch),
     )
+    optims = {"supervised": config.supervised.optim}
+    for note in notes.note_long_warmups(run.total_steps, 0, optims):
+        console.print_on_main(f"note: {note}")
     coef = config.supervised.router_aux_loss_coef
     refuse_router_loss("config.supervised", coef, run.model)
     if attention := describe_attention(config.model, run.model, row_length):

@@ -551,6 +551,15 @@ def test_an_option_of_the_file_can_be_unset():
     assert config.trainer.total_training_steps is None and train_notes(config) == []
     both = command_line.read_command_line([*command, f"{steps}=unset", f"{steps}=7"])
     assert both[0].trainer.total_training_steps == 7, "the last one counts"
+    # Steps on the command line replace a file's epochs without a note, unless epochs stand there.
+    command = ["train", "--config=gsm8k", f"{steps}=3"]
+    for config in (
+        command_line.read_command_line(command)[0],
+        loading.load_config("gsm8k", trainer__total_training_steps=3),
+    ):
+        assert config.trainer.total_epochs == 1 and train_notes(config) == []
+    assert len(train_notes(command_line.read_command_line([*command, epochs])[0])) == 1
+    command = ["train", "--config=arithmetic", epochs]
     with pytest.raises(UserError, match="total_epochs='unset': expected int"):
         command_line.read_command_line([*command[:2], "--config.trainer.total_epochs=unset"])
 

@@ -1,7 +1,7 @@
 """Notes about options that are permitted but may not be meant. Refusals are in test_loading.py."""
 
 import tiny
-from jax_ppo.config import notes
+from jax_ppo.config import notes, schema
 
 
 def test_what_may_not_be_meant_is_noted():
@@ -49,8 +49,21 @@ def test_an_option_of_normalized_rewards_is_noted_where_none_are():
 
 
 def test_a_warm_up_as_long_as_the_run_is_noted():
-    assert "the actor is never trained in 3 steps" in notes.note_long_warmup(3, 3)
-    assert notes.note_long_warmup(3, 4) is None
+    optims = {
+        section: schema.Optim(lr=1e-3, lr_warmup_steps=steps)
+        for section, steps in (("actor", 2), ("critic", 4))
+    }
+    assert list(notes.note_long_warmups(5, 3, optims)) == []
+    [actor] = notes.note_long_warmups(4, 3, optims)
+    assert actor.startswith("config.actor.optim.lr_warmup_steps=2: of 1 step, the last one has")
+    never, critic = notes.note_long_warmups(3, 3, optims)
+    assert "the actor is never trained in 3 steps" in never and "of 3 steps" in critic
+    optims = {"supervised": schema.Optim(lr=1e-3, lr_warmup_steps=100)}
+    [supervised] = notes.note_long_warmups(5, 0, optims)
+    assert supervised == (
+        "config.supervised.optim.lr_warmup_steps=100: of 5 steps, the last one has a rate of "
+        "5e-05, not lr=0.001"
+    )
 
 
 def test_adapters_that_an_external_engine_gets_merged_are_noted():
