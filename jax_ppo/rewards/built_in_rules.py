@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_ppo.rewards import math_rules, rules, text_rules
 from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.rules import RewardResult, listed_texts
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
 
@@ -128,12 +128,26 @@ def _perfect_box(ground_truth: str) -> str:
     return f"\\boxed{{{math_rules.right_answers(ground_truth)[0]}}}"
 
 
+def _texts_obstacle(ground_truth: Any) -> str:
+    obstacle = _text_obstacle(ground_truth)
+    if not obstacle and not all(map(str.strip, listed_texts(ground_truth))):
+        return "has an empty entry"
+    return obstacle
+
+
+def _answer_obstacle(ground_truth: Any) -> str:
+    obstacle = _texts_obstacle(ground_truth)
+    if not obstacle and not listed_texts(ground_truth):
+        return "is a list as Python prints it but must be JSON"
+    return obstacle
+
+
 _NO_ANSWERS = ("proof", "notfound", "n/a")  # what data sets write where there is none
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def _box_obstacle(ground_truth: Any) -> str:
-    obstacle = _text_obstacle(ground_truth)
+    obstacle = _answer_obstacle(ground_truth)
     for answer in () if obstacle else math_rules.right_answers(ground_truth):
         if math_rules.last_boxed(f"\\boxed{{{answer}}}") != answer.strip():
             return "has braces that do not match"
@@ -205,7 +219,7 @@ RULES = {
     "math_dapo": Rule(
         bind=_without_argument(math_rules.score_dapo),
         sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
-        obstacle=_text_obstacle,
+        obstacle=_answer_obstacle,
         perfect=lambda ground_truth: f"Answer: {math_rules.right_answers(ground_truth)[0]}",
         markers=("Answer:", "\\boxed"),
     ),
@@ -221,7 +235,7 @@ RULES = {
     "exact": Rule(
         bind=_without_argument(text_rules.score_exact),
         sources=("exact",),
-        obstacle=_text_obstacle,
+        obstacle=_texts_obstacle,
         perfect=lambda ground_truth: ground_truth,
     ),
     "search_qa": Rule(

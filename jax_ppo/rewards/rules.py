@@ -78,11 +78,23 @@ def read_final_part(response: str) -> tuple[str, bool]:
 _COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
 
 
+# A list as Python prints it, not JSON.
+_PYTHON_LIST = re.compile(r"\[\s*'.*'\s*,?\s*\]", re.DOTALL)
+
+
 def listed_texts(ground_truth: str) -> list[str]:
-    """Return the entries of a ground truth that is a JSON list of texts, or else itself alone."""
-    if ground_truth.startswith('["'):
-        with contextlib.suppress(ValueError):
-            return list(map(str, json.loads(_COMMAND.sub(r"\\\\", ground_truth))))
+    """Return the entries of a ground truth that is a JSON list of texts, or else itself alone.
+
+    A list as Python prints it has none: `['a' 'b']` may be NumPy's, of two texts.
+    """
+    ground_truth = ground_truth.strip()
+    if _PYTHON_LIST.fullmatch(ground_truth):
+        return []
+    if ground_truth.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            entries = json.loads(_COMMAND.sub(r"\\\\", ground_truth))
+            if entries and isinstance(entries[0], str):
+                return list(map(str, entries))
     return [ground_truth]
 
 

@@ -40,13 +40,13 @@ _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
 def score_exact(solution: str, ground_truth: str) -> RewardResult:
     """Return 1 if the response answers the ground truth, ignoring surrounding blanks, otherwise 0.
 
-    The whole response or its final part must be the ground truth.
+    The whole response or its final part must be the ground truth, or an entry of a JSON list.
     """
-    truth = ground_truth.strip()
+    truths = {truth.strip() for truth in (ground_truth, *listed_texts(ground_truth))}
     answer = read_final_part(solution)[0].strip()
-    if solution.strip() == truth:
-        answer = truth
-    correct = answer == truth
+    if solution.strip() in truths:
+        answer = solution.strip()
+    correct = answer in truths
     return RewardResult(score=float(correct), correct=correct, answer=answer)
 
 

@@ -285,6 +285,26 @@ def test_each_of_several_ground_truths_is_right(truth):
         assert function(row, wrong).correct is False
 
 
+def test_a_ground_truth_that_is_a_list_as_text_is_read_or_refused():
+    """Regression: `exact` compared responses with the text of the list."""
+    exact = RULES["exact"].bind("")
+    for truth in ('["a", "b"]', ' [ "a","b" ]'):
+        row = RewardRow("any", truth)
+        assert all(exact(row, response).correct for response in ("a", "b", truth))
+        assert not exact(row, '"a"').correct and not exact(row, "c").correct
+    # What Python prints may be what a program's output is.
+    assert exact(RewardRow("any", "['a']"), "['a']").correct
+    for name, truth, words in (
+        ("exact", '["a", ""]', "has an empty entry"),
+        ("math", "['a', 'b']", "as Python prints it"),
+        ("math_dapo", "['18' '19']", "as Python prints it"),
+        ("search_qa", "['a']", "is not text, a list"),
+    ):
+        assert words in RULES[name].find_obstacle(truth), (name, truth)
+    for name, truth in (("regex", '["]'), ("math_dapo", "[0, 1]"), ("exact", "[" * 100_000)):
+        assert not RULES[name].find_obstacle(truth), name
+
+
 @pytest.mark.parametrize(
     "junk",
     [
