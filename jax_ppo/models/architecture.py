@@ -313,3 +313,9 @@ class Architecture:
     def rotary_dim(self) -> int:
         """Return how many numbers of each head are rotated; of all heads but the wider ones."""
         return self.rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+
+# Fields whose values are whole numbers, or `None`.
+INTEGER_FIELDS = frozenset(
+    field.name for field in dataclasses.fields(Architecture) if field.type in (int, int | None)
+)

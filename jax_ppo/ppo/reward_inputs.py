@@ -23,6 +23,7 @@ from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.hf.peft import holds_critic
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
@@ -53,6 +54,11 @@ def make_reward_inputs(
     Raises:
       UserError: the model cannot read its input in the form that the options ask for.
     """
+    if holds_critic(folder):
+        report(
+            f"note: config.reward.model_path={options.model_path!r}: is a classifier of tokens, as "
+            "critics are exported, whose score of a token is the return expected after it"
+        )
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
     is_encoder = isinstance(net, Deberta)
     if is_encoder and options.score_position != "auto":

@@ -1,5 +1,7 @@
 """Reward models of another family or tokenizer than the actor's, from tokens to scores."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -261,6 +263,18 @@ def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):
     )
     net = network(options, folder, decoder)[1]
     return make_reward_inputs(options, net, folder, actors, mesh=mesh)
+
+
+def test_a_critic_as_reward_model_is_told(decoder, tmp_path):
+    own, lines = reward_models.load_tokenizer(decoder), []
+    options = tiny.config(reward__model_path="critic")
+    net = network(tiny.config(), decoder, decoder)[1]
+    config = json.loads((decoder / "config.json").read_text())
+    for told, task in enumerate(("Sequence", "Token")):
+        text = json.dumps(config | {"architectures": [f"LlamaFor{task}Classification"]})
+        (tmp_path / "config.json").write_text(text)
+        make_reward_inputs(options, net, tmp_path, own, report=lines.append)
+        assert sum("as critics are exported" in line for line in lines) == told
 
 
 def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path):

@@ -1,11 +1,10 @@
 """Conversion of Hugging Face's config.json (of transformers 4 or 5) to `Architecture`."""
 
-import dataclasses
 import difflib
 from typing import Any
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import ACTIVATIONS, Architecture
+from jax_ppo.models.architecture import ACTIVATIONS, INTEGER_FIELDS, Architecture
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.fields import MAX_LAYERS, MAX_SIZE, Config, ConfigReader, require_divisor
@@ -267,9 +266,8 @@ def _read_adjusted_width(reader: ConfigReader) -> int:
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
-    types = {field.name: field.type for field in dataclasses.fields(Architecture)}
     for name, field in family.fields.items():
-        is_integer = types[field] in (int, int | None)
+        is_integer = field in INTEGER_FIELDS
         read = reader.optional_integer if is_integer else reader.optional_number
         values[field] = read(name, nullable=name in family.nullable)
     if "linear_num_key_heads" in family.fields:

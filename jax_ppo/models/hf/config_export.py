@@ -3,7 +3,7 @@
 import dataclasses
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.architecture import INTEGER_FIELDS, Architecture
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.family import Family
@@ -47,7 +47,11 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     if family.activation_aliases.get(family.activation) == activation:
         activation = family.activation  # the family's own word
     config |= dict.fromkeys(("hidden_act", *family.activation_fields), activation)
-    config |= {name: getattr(a, field) for name, field in family.fields.items()}
+    for name, field in family.fields.items():
+        value = getattr(a, field)
+        # transformers refuses 4.0 where it expects a whole number.
+        is_whole = field in INTEGER_FIELDS and value is not None and value % 1 == 0
+        config[name] = int(value) if is_whole else value
     config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
     if family.expert_fields:
         config |= {
