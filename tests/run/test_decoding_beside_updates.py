@@ -1,6 +1,7 @@
 """Whole runs in which some devices only decode, while the others learn."""
 
-import shutil
+import os
+import signal
 import threading
 
 import jax
@@ -10,6 +11,7 @@ import tiny
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.ppo import step
 from jax_ppo.run import ppo_training
+from jax_ppo.runtime import signals
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.step_hashes import read_hashes
 from llama_folder import write_llama
@@ -31,7 +33,8 @@ class Overlap:
     So a run goes on only if neither waits for the other.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, signal_in=0):
+        """With `signal_in`, SIGTERM comes from the decoding thread of that decoding."""
         self.began, self.ended = threading.Semaphore(0), threading.Semaphore(0)
         self.overlapping = 0
         decode_ahead, update_state = SeparateEngine.decode_ahead, step.update_state
@@ -41,6 +44,8 @@ class Overlap:
 
             def decode_until_update_ends():
                 self.began.release()
+                if self.overlapping == signal_in:
+                    os.kill(os.getpid(), signal.SIGTERM)
                 result = decode()
                 assert self.ended.acquire(timeout=HANG_SECONDS), "the update waits for decoding"
                 return result
@@ -106,6 +111,12 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     assert hashes == shared and list(hashes) == [1, 2, 3, 4]
     # Of partial rollouts, the last step has a stage of those that would have gone on, too.
     assert overlap.updates == overlap.overlapping == STEPS - (changes is not CONTINUED)
-    for number in (3, 4):
-        shutil.rmtree(tmp_path / "separate" / "checkpoints" / str(number))
-    assert train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate) == shared
+    # A signal while the fourth step is decoded beside the third one's update.
+    stopped, lines = tmp_path / "stopped", []
+    with monkeypatch.context() as patch, signals.handle_stop_signals(ends_process=False):
+        Overlap(patch, signal_in=3)
+        assert list(train(patch, 4, tmp_path, stopped, **separate)) == [1, 2, 3]
+        with pytest.raises(SystemExit, match="143"):
+            signals.raise_if_stopped(lines.append)
+    assert lines == ["stopped by SIGTERM, saved step 3"]
+    assert train(monkeypatch, 4, tmp_path, stopped, **separate) == shared
