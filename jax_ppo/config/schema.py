@@ -300,7 +300,9 @@ class Data:
     truncation: str = option("error",
         "what happens to a longer prompt if filter_overlong_prompts is off",
         choices=("error", "left", "right", "middle"))
-    prompt_key: str = option("", "column of the prompt; empty: recognized by name, `prompt` first")
+    prompt_key: str = option("",
+        "column of the prompt, or its name in extra_info; empty: recognized by name, `prompt` "
+        "first")
     ground_truth_key: str = option("",
         "column of the reference answer; empty: recognized by name (ground_truth, "
         "expected_answer, final_answer, answer), or in reward_model")

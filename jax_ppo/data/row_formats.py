@@ -72,6 +72,8 @@ def parse_row(
     if "reward_model" in values:
         for name in set(names.VERL) & values.keys():
             values[name] = _require_object(values[name], location, name)
+        if columns.prompt in values.get("extra_info", {}):
+            values.setdefault(columns.prompt, values["extra_info"][columns.prompt])
     pair = _read_pair(values, location, columns)
     reading, readings = _choose_prompt(row, values, pair, location, columns)
     prompt = _add_instruction(reading, values, instruction)

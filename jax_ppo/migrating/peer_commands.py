@@ -27,6 +27,7 @@ _ARGUMENTS = re.compile(r"\$[@*]|\$\{(\w+)\[[@*]\]\}|\$\{@[^}]*\}")
 _END = re.compile(r"\d?&?>+\S*|\|{1,2}|&{1,2}|;")
 _MODULE = re.compile(r"(verl|openrlhf)(\.\w+)+")
 _ARITHMETIC = re.compile(r"\$\(\([^()]*\)\)")
+_COMMENT_WITHIN = re.compile(r"(?<=[^\s;])#")
 _READ_SUFFIXES = (".sh", ".bash", ".txt", ".slurm", ".sbatch", "")
 
 
@@ -51,7 +52,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     text = _read_script(framework, text.strip())
     try:
         joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
-        words = shlex.split(joined.replace("\\\n", " "), comments=True)
+        words = _split_words(joined.replace("\\\n", " "))
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}") from error
     start, found = _find_program_word(framework, words)
@@ -101,6 +102,14 @@ def is_known(program: Program, framework: str, name: str) -> bool:
     return name in options_by_name() or answer_of(program, framework, name) is not None
 
 
+def _split_words(text: str) -> list[str]:
+    """Split text as a shell does, without comments; a semicolon is a word."""
+    # Within a word # begins no comment: ${NAME##*/}.
+    lexer = shlex.shlex(_COMMENT_WITHIN.sub("\0", text), posix=True, punctuation_chars=";")
+    lexer.whitespace_split = True
+    return [word.replace("\0", "#") for word in lexer]
+
+
 def _read_script(framework: str, text: str) -> str:
     """Return the shell script that the text names, up to the command, or the text itself."""
     name = re.sub(r"^(ba)?sh\s+", "", text)
@@ -126,7 +135,7 @@ def _read_script(framework: str, text: str) -> str:
         raise UserError(f"{text}: cannot be read: {error}") from error
     commands = []
     for count, line in enumerate(lines, 1):
-        _, found = _find_program_word(framework, line.split("#")[0].split())
+        _, found = _find_program_word(framework, re.split(r"(?<!\S)#", line)[0].split())
         if found:
             # A message may mention the script's name, which is only like that of a program.
             commands.append((not found[1], count))
@@ -143,6 +152,10 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
     for count, word in enumerate(words, 1):
         launcher = words[count - 2] if count > 1 else ""
         is_named = launcher in ("-m", "--module") or Path(launcher).name == "trl"
+        # As in `jax_ppo.translate trl sft --option ...`.
+        if framework == "trl" and count == 1 and re.match(r"--\w", "".join(words[1:2])):
+            named = find_program(read_framework(framework).programs, word)
+            is_named = named is not None and named[1]
         is_file = word.endswith((".py", ".sh")) or _MODULE.fullmatch(word)
         if not is_named and (not is_file or "=" in word or " " in word):
             continue

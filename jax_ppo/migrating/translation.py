@@ -212,8 +212,12 @@ def _translate_flags(
             else:
                 default_notes.append(f"{framework}'s default {name}={value}: {targets}")
             continue
-        if switch := _find_switch_that_is_off(name, flags, known):
-            notes.append(f"{name}={shorten(value)}: {switch} is False")
+        switch = _find_switch_that_is_off(name, flags, known)
+        if framework == "trl" and name.startswith("lora_"):
+            switch = "use_peft" if flags.get("use_peft", "False").lower() == "false" else None
+        if switch:
+            if name in given:
+                notes.append(f"{name}={shorten(value)}: {switch} is False")
             continue
         for target, target_value in targets.items():
             if target in origins and options[target] != target_value:
@@ -228,8 +232,8 @@ def _translate_flags(
                 notes.append(
                     f"config.{target}: a variable of the shell, to be set where the command runs"
                 )
-            elif "$(" in target_value or "`" in target_value:
-                notes.append(f"config.{target}: a command of the shell, which stays text")
+            elif "$" in target_value or "`" in target_value:
+                notes.append(f"config.{target}: an expression of the shell, which stays text")
     if options.get("mesh.fsdp") == "-1":
         # All devices split the parameters, and none are left for copies.
         options.setdefault("mesh.data", "1")

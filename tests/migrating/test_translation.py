@@ -11,6 +11,8 @@ from jax_ppo import translate as translate_command
 from jax_ppo.config import command_line
 from jax_ppo.config.loading import parse_option
 from jax_ppo.config.schema import all_options
+from jax_ppo.data.columns import Columns
+from jax_ppo.data.row_formats import parse_row
 from jax_ppo.errors import UserError
 from jax_ppo.migrating.peer_commands import answer_of, is_known
 from jax_ppo.migrating.tables import read_framework
@@ -54,7 +56,7 @@ VERL_FSDP = """python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_dyna
 TRL = """accelerate launch ppo_tldr.py --dataset_name trl-lib/tldr --output_dir out
     --learning_rate 3e-6 --num_ppo_epochs 4 --kl_coef 0.05 --cliprange=0.3 --vf_coef 0.1 --bf16
     --missing_eos_penalty 1.0 --response_length 53 --gradient_checkpointing --lora_target_modules
-    q_proj v_proj --lora_r 16 --whatever 3"""
+    q_proj v_proj --use_peft --lora_r 16 --whatever 3"""
 OPENRLHF = """python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/a
    --rollout.n_samples_per_prompt 2 --train.max_epochs 1 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6
    --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.zero_stage 3 --ds.packing_samples"""
@@ -552,7 +554,7 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
     """Regression: a value with a dollar sign was put into double quotes as it is."""
     translated = translate("verl", f"trainer.experiment_name={shlex.quote(value)}")
     assert f"--config.experiment_name={quoted} \\\n" in translated.command()
-    assert "config.experiment_name: a " in translated.notes[0]
+    assert "config.experiment_name: a" in translated.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -590,3 +592,70 @@ def test_numbers_of_thousands_of_digits_and_commas_in_texts_are_kept():
     notes = translate("trl", f"--per_device_train_batch_size {size}").notes
     assert any("set config.data.train_batch_size" in note for note in notes)
     assert translate("trl", "--run_name 'a, b'").options["experiment_name"] == "a, b"
+
+
+@pytest.mark.parametrize(
+    ("words", "adapters"),
+    [
+        ("--lora_r 8", {}),
+        ("--use_peft", {"rank": "16", "alpha": "32", "targets": "q_proj,v_proj"}),
+        ("--use_peft False --lora_alpha 8", {}),
+        (
+            "--lora_alpha 8 --use_peft --lora_target_modules all-linear",
+            {"rank": "16", "alpha": "8", "targets": "all-linear"},
+        ),
+    ],
+)
+def test_trl_has_adapters_with_use_peft_alone(words, adapters):
+    """Regression: lora_r alone made adapters, and TRL's alpha was lost."""
+    translated = translate("trl", f"{PROGRAMS['trl']} {words}")
+    assert {
+        name.removeprefix("model.lora."): value
+        for name, value in translated.options.items()
+        if "lora" in name
+    } == adapters
+    ignored = [note for note in translated.notes if note.endswith(": use_peft is False")]
+    assert len(ignored) == (not adapters)
+
+
+def test_semicolons_end_words_and_only_whole_words_begin_comments(tmp_path):
+    """Regressions: values had semicolons, and ${NAME##*/} hid all that followed."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "length=7; lr=1e-6 # epochs=3\nif true; then\n"
+        "python3 -m verl.trainer.main_ppo data.max_prompt_length=$length \\\n"
+        "  trainer.experiment_name=${MODEL##*/} actor.optim.lr=$lr trainer.total_epochs=2; fi\n"
+    )
+    translated = translate("verl", str(script))
+    assert translated.options["data.max_prompt_length"] == "7"
+    assert translated.options["actor.optim.lr"] == "1e-6"
+    assert translated.options["trainer.total_epochs"] == "2"
+    assert "config.experiment_name: an expression of the shell, which stays text" in (
+        translated.notes
+    )
+
+
+def test_trls_command_needs_no_second_trl():
+    """Regression: `translate trl grpo --seed 3` was read as a command of PPO."""
+    assert translate("trl", "grpo --seed 3") == translate("trl", "trl grpo --seed 3")
+    with pytest.raises(UserError, match="dpo: nothing here does the same"):
+        translate("trl", "dpo --seed 3")
+
+
+def test_verls_keys_within_extra_info_are_read():
+    command = (
+        "torchrun -m verl.trainer.fsdp_sft_trainer data.prompt_key=extra_info "
+        "data.response_key=extra_info data.prompt_dict_keys=['question'] "
+        "+data.response_dict_keys=['answer']"
+    )
+    options = translate("verl", command).options
+    assert options["data.prompt_key"] == "question"
+    assert options["supervised.response_key"] == "answer"
+    row = {
+        "prompt": [{"role": "user", "content": "1+1? Think."}],
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"question": "1+1?", "answer": "#### 2"},
+    }
+    example = parse_row(row, "here", Columns(prompt="question", response="answer"))
+    assert example.prompt == ({"role": "user", "content": "1+1?"},)
+    assert example.response == "#### 2"
