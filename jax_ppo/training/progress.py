@@ -130,8 +130,9 @@ def find_progress(
         )
     outlook = f"resuming after step {latest} of {total_steps}"
     if latest >= total_steps:
+        more = f", and {latest - total_steps} more," * (latest > total_steps)
         outlook = (
-            f"all {total_steps} steps are done; to train further, set "
+            f"all {total_steps} steps{more} are done; to train further, set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
     for line in (*changes, outlook):

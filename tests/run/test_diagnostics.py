@@ -67,9 +67,9 @@ PROBLEMS = {
 }
 
 
-def observe(rows):
+def observe(rows, **options):
     """Return the messages of a run with these metrics, by name, in order."""
-    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2)
+    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2, **options)
     diagnosis = Diagnosis(config, total_steps=STEPS)
     progress = Progress()
     return [
@@ -82,6 +82,15 @@ def observe(rows):
 
 def test_every_diagnostic_has_a_problem_here():
     assert {diagnostic.name for diagnostic in DIAGNOSTICS} == {*PROBLEMS, "runaway_length"}
+
+
+def test_samples_of_older_weights_are_named_as_the_cause():
+    """Regression: a run that samples ahead was told to change its types."""
+    rows = [PROBLEMS["mismatch"]] * 3
+    for staleness, cause in ((0, "model.dtype=float32"), (1, "rollout.max_staleness=1")):
+        options = {"algorithm__rollout_is": "token", "rollout__max_staleness": staleness}
+        ((_, message),) = observe(rows, **options)
+        assert cause in message and message.count("config.") == 4 - 2 * staleness
 
 
 UPDATE = [name for name in HEALTHY if name.startswith(("actor/", "critic/"))]

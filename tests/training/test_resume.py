@@ -33,6 +33,8 @@ def test_it_goes_on_or_has_nothing_left_to_do(capsys):
     progress = find_progress_of_saved_run(config, 3, saved)
     assert "all 3 steps are done" in capsys.readouterr().out
     assert progress.changed_options == []
+    find_progress_of_saved_run(config, 1, saved)
+    assert "all 1 steps, and 2 more, are done" in capsys.readouterr().out
 
 
 def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
