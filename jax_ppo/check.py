@@ -5,12 +5,11 @@ exit code is 1 if there are any. Without --config only the rules are checked, an
 counted.
 """
 
-import dataclasses
 import json
 import sys
 
-from jax_ppo.config import command_line
-from jax_ppo.config.schema import Config, Data
+from jax_ppo.config import command_line, loading
+from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.errors import UserError, did_you_mean, exit_on_user_error
 
 COMMANDS = ("train", "sft", "reward_model")
@@ -60,14 +59,17 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
         raise UserError(
             f"--for={command}: expected {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
         )
-    if options:
-        if files:
-            options.append(f"--config.data.train_files={files}")
+    if files:
+        options.append(f"--config.data.train_files={files}")
+    if any(not word.startswith("--config.") for word in options):
         words = [program, *options]
         return command_line.read_command_line(words, command or "train")[0], command
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
-    return dataclasses.replace(Config(), data=Data(train_files=files)), command
+    # What else a run would need does not matter to the data.
+    given = (word.removeprefix("--config.").partition("=") for word in options)
+    values = {name: loading.parse_option(name, value) for name, _, value in given}
+    return replace_options(Config(), values), command
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ MEANINGS = {
     "tools": (("tools",), "functions that the chat template describes"),
 }
 KNOWN = frozenset(name for names, _ in MEANINGS.values() for name in names)
+# Whether the response is one to imitate, as KTO's data say (TRL's, LLaMA-Factory's).
+LABELS = ("label", "kto_tag")
 # Columns of choices and passages: unread they would be missing from the prompt of a question.
 CHOICES = ("choices", "options", "passage", "article", "body", "history")
 _SINGLE_CHOICE = re.compile(r"(op|option|choice|ending)s?_?([a-j]|\d+)")
@@ -85,6 +87,16 @@ def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
         for lowered, name in known.items()
         if lowered in unread and name not in explicit and not _HARMLESS.fullmatch(lowered)
     ]
+
+
+def find_label(row: dict[str, Any], columns: Columns) -> str | None:
+    """Return the column that says whether the row's response is one to imitate, if there is one."""
+    names = {str(name).strip().lower(): name for name in row}
+    for name in (names[label] for label in LABELS if label in names):
+        is_flag = str(row[name]).lower() in ("true", "false")
+        if is_flag and name not in (columns.response, columns.ground_truth):
+            return name
+    return None
 
 
 def parts_of_questions(values: dict[str, Any]) -> list[str]:

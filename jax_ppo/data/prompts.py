@@ -114,7 +114,7 @@ def encode_prompts(
     """
     limit = encoding.max_prompt_length
     validate_chat_template(tokenizer, encoding.chat_template)
-    _report_unread_tools(examples, tokenizer, encoding.chat_template, name)
+    _report_unread_parts(examples, tokenizer, encoding.chat_template, name)
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
         location = f"{name}, example {row}"
@@ -150,10 +150,18 @@ def report_dropped(name: str, dropped: int, total: int, which: str, problem: str
         raise UserError(f"{name}: {problem}")
 
 
-def _report_unread_tools(
+def _report_unread_parts(
     examples: Sequence[Example], tokenizer: Any, chat_template: ChatTemplate, name: str
 ) -> None:
-    """Log how many prompts have tools that the model does not see."""
+    """Log how many prompts have roles or tools that the model does not see."""
+    chats = sum(len(e.prompt) > 1 for e in examples if not isinstance(e.prompt, str))
+    if chats and chat_template is True and not tokenizer.chat_template:
+        log.warning(
+            "%s: the tokenizer has no chat template: the messages of %d chats are joined by line "
+            "breaks, without their roles (config.data.chat_template=False says that this is meant)",
+            name,
+            chats,
+        )
     with_tools = [example for example in examples if example.tools]
     if not with_tools:
         return

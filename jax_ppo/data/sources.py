@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from jax_ppo.data import files, hub_files, row_formats
-from jax_ppo.data.columns import Columns, ignored_columns, is_missing
+from jax_ppo.data.columns import Columns, find_label, ignored_columns, is_missing
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
@@ -175,15 +175,29 @@ def _load_source(
         located_rows = itertools.islice(rows, located.start, located.end)
     examples = []
     layouts: dict[tuple[str, ...], None] = {}
+    columns = columns or Columns()
+    unwanted = 0
     for location, row in located_rows:
-        examples.append(
-            row_formats.parse_row(row, location, columns=columns, instruction=instruction)
-        )
+        example = row_formats.parse_row(row, location, columns=columns, instruction=instruction)
+        if columns.reads_responses and example.response and example.rejected is None:
+            label = find_label(row, columns)
+            if label and str(row.pop(label)).lower() == "false":
+                unwanted += 1
+                continue
+        examples.append(example)
         layouts[tuple(name for name, value in row.items() if not is_missing(value))] = None
+    if unwanted:
+        log.warning(
+            "%s: %d of %d rows are left out: their label says that the response is not one to "
+            "imitate",
+            source,
+            unwanted,
+            unwanted + len(examples),
+        )
     # An empty source is a mistake, even if others have rows.
     if not examples:
-        raise UserError(f"{option}: {source} has no rows")
-    report_ignored_columns(source, layouts, columns or Columns())
+        raise UserError(f"{option}: {source} has no rows{' with a true label' * bool(unwanted)}")
+    report_ignored_columns(source, layouts, columns)
     prompts = (prompt_texts(example.prompt) for example in examples)
     if instruction and not any(texts[-1].endswith(instruction) for texts in prompts):
         log.warning(

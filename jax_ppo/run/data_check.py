@@ -24,6 +24,7 @@ from jax_ppo.types import Example
 _MAX_SHOWN = 5  # problems of one kind that are listed
 _MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
 _NO_LIMIT = 2**31  # tokens of a prompt
+_REWARDS = ("function", "terms", "url", "model_path")  # options that say that there are rewards
 _BAR = 40  # characters of the longest bar of a histogram
 
 
@@ -42,15 +43,27 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     Raises:
       UserError: the data cannot be read.
     """
-    response_key = config.supervised.response_key if command == "sft" else None
-    training, held_out = load_examples(config.data, config.seed, response_key)
-    if command in ("", "train"):
-        environment_class = load_environment_class(config.rollout.multi_turn)
-        training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     by_environment = config.rewards_by_environment_alone
     # Options of supervised training say that the rows are meant for it.
     is_known = bool(command) or config.supervised != Config().supervised
-    command = command or _tell_command(training, config.reward, by_environment)
+    if by_environment or any(getattr(config.reward, name) for name in _REWARDS):
+        command = command or "train"
+    refusal = None
+    response_key = None if command == "train" else config.supervised.response_key
+    try:
+        training, held_out = load_examples(config.data, config.seed, response_key)
+    except UserError as error:
+        if command:
+            raise
+        refusal = error  # of responses, perhaps, which `train` does not read
+        training, held_out = load_examples(config.data, config.seed)
+    if not command:
+        command = _tell_command(training)
+        if refusal and command != "train":
+            raise refusal
+    if command == "train":
+        environment_class = load_environment_class(config.rollout.multi_turn)
+        training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     other_readings = []
     if command != "train" and not is_known:
         other_readings.append(
@@ -128,14 +141,8 @@ def _load_tokenizer(options: Model) -> Any:
     return None
 
 
-def _tell_command(examples: Sequence[Example], options: Reward, by_environment: bool) -> str:
-    """Return the command that the rows are for, by the responses that they have.
-
-    Rows with a rule, and rows for which the options set a reward, are for `train`.
-    """
-    has_reward = options.function or options.terms or options.url or options.model_path
-    if has_reward or by_environment:
-        return "train"
+def _tell_command(examples: Sequence[Example]) -> str:
+    """Return the command that the rows are for, by their responses; rows with a rule: `train`."""
     if any(rule_of_source(example.data_source) or example.ground_truth for example in examples):
         return "train"
     if all(example.rejected is not None for example in examples):

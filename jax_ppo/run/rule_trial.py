@@ -46,9 +46,12 @@ def try_rule(
         return Trial(not_run="config.reward.url is not asked before a run")
     if functions and not calls_functions:
         return Trial(not_run="functions are not called before a run; `check` calls them")
-    solved = [example for example in examples if example.response and example.rejected is None]
+    # A reference answer, which is the response of rows without another, need not have its form.
+    solved = [
+        e for e in examples if e.response not in (None, "", e.ground_truth) and e.rejected is None
+    ]
     if not solved:
-        return Trial(not_run="the rows have no responses")
+        return Trial(not_run="the rows have no responses besides reference answers")
     needs_workers = registry.needs_workers(solved, options)
     rule = registry.resolve_reward_function(options)
     if isinstance(rule, BatchFunction):

@@ -513,3 +513,27 @@ def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
         read_examples(f"{tmp_path}/z*.jsonl")
     with pytest.raises(UserError, match="patterns match local files only"):
         read_examples("gs://bucket/*.jsonl")
+
+
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+def test_responses_that_are_not_to_be_imitated_are_left_out(tmp_path, caplog, name):
+    """KTO's rows: regression: sft imitated the undesirable ones, too."""
+    rows = [
+        {"prompt": "p", "completion": text, name: label}
+        for text, label in (("a", True), ("b", False), ("c", "TRUE"), ("d", "false"))
+    ]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    assert [e.response for e in read_examples(path, columns=Columns())] == ["a", "c"]
+    assert "2 of 4 rows are left out" in caplog.text and "ignored" not in caplog.text
+    # PPO reads no responses, and a label may be the response or the reference answer itself.
+    for columns in (
+        Columns(reads_responses=False),
+        Columns(response=name),
+        Columns(ground_truth=name),
+    ):
+        rows = [{"prompt": "p", "completion": "a", name: str(label)} for label in (True, False)]
+        examples = read_examples(write_lines(tmp_path / "b.jsonl", rows), columns=columns)
+        assert len(examples) == 2
+    path = write_lines(tmp_path / "c.jsonl", [{"prompt": "p", "completion": "a", name: False}])
+    with pytest.raises(UserError, match="has no rows with a true label"):
+        read_examples(path, columns=Columns())

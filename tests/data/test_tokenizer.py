@@ -242,6 +242,19 @@ def test_tools_that_no_template_reads_are_named_once(with_specials, caplog):
         assert f"ignored the tools of {ignored} prompts" in caplog.text
 
 
+def test_roles_that_no_template_writes_are_named_once(with_specials, caplog):
+    """Regression: a system prompt and a question were silently one text."""
+    alone = ({"role": "user", "content": "Tom"},)
+    chat = ({"role": "system", "content": "Ann"}, *alone)
+    rows = [Example(prompt, "x") for prompt in (chat, chat, alone, "text")]
+    for template, chat_template, count in ((None, True, 1), (None, False, 0), (TEMPLATE, True, 0)):
+        caplog.clear()
+        with_specials.chat_template = template
+        encoding = PromptEncoding(max_prompt_length=64, chat_template=chat_template)
+        tokenize_prompts(rows, with_specials, encoding)
+        assert caplog.text.count("the messages of 2 chats are joined") == count
+
+
 def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
     """As Qwen's templates do with the role of developers."""
     with_specials.chat_template = (

@@ -295,3 +295,34 @@ def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models
         build.build_run(config, tmp_path, tiny.make_mesh(), print)
     with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
         data_check.check_data(config)
+
+
+def test_rows_for_sft_are_read_as_sft_reads_them(tmp_path, capsys):
+    """Regression: without --for, what ends `sft` was not found, and all rows of KTO counted."""
+    kto = [{"prompt": "p", "completion": text, "label": text == "a"} for text in "abc"]
+    report, _ = run_check(capsys, write_rows(tmp_path / "kto.jsonl", kto))
+    assert (report["command"], report["training"]["rows"]) == ("sft", 1)
+    two = {"prompt": "p", "completion": "a", "output": "b"}
+    with pytest.raises(SystemExit, match="these columns hold different responses"):
+        check.main(["check", write_rows(tmp_path / "a.jsonl", [two])])
+    # `train` reads no responses.
+    ruled = [{**two, "ground_truth": "c", "data_source": "exact"}]
+    report, code = run_check(capsys, write_rows(tmp_path / "b.jsonl", ruled))
+    assert (report["command"], code) == ("train", 0)
+
+
+def test_a_reference_answer_is_no_response_to_try(tmp_path, capsys):
+    """Regression: "4", which is not boxed, was said to score as wrong."""
+    rows = [{"problem": "2+2?", "answer": "4"}]
+    report, _ = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
+    assert report["training"]["rule"]["tried"] == 0 and report["warnings"] == []
+
+
+def test_options_of_the_data_need_no_configuration(tmp_path, capsys):
+    """Regression: a column could only be named beside a model."""
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "1 + 1?"}])
+    words = ("--config.data.prompt_key=text", "--config.reward.terms=length[1:9]:1")
+    report, code = run_check(capsys, path, *words)
+    assert (report["first_prompt"], report["problems"], code) == ("1 + 1?", [], 0)
+    with pytest.raises(SystemExit, match=r"Did you mean config\.data\.prompt_key\?"):
+        check.main(["check", path, "--config.data.prompt_kee=text"])
