@@ -114,10 +114,7 @@ def measure(folder: Path, family: str, dtype: str, steps: int) -> dict[str, floa
     total = dict.fromkeys(("optimizer_steps", "tokens", "redrawn", "inexact"), 0)
     largest = 0.0
     for number, (variant, changes) in enumerate(VARIANTS.items()):
-        changes = {"model.dtype": dtype} | changes
-        if FAMILIES[family].get("attention_softcap"):
-            changes["model.gradient_checkpointing"] = True  # required by `rollout.exact`
-        rows = run(folder, number, steps, changes)
+        rows = run(folder, number, steps, {"model.dtype": dtype} | changes)
         figures = {
             "optimizer_steps": len(rows) * changes.get("actor.ppo_epochs", 1),
             "tokens": round(sum(SAMPLES * row["response_length/mean"] for row in rows)),

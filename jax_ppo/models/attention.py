@@ -154,7 +154,11 @@ def attend_block_of_queries(
     scores = jnp.einsum(
         "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxSxd, preferred_element_type=jnp.float32
     )
-    scores = kernel.softcap(scores, softcap).reshape(B, K, -1, Q, S)
+    if softcap is not None:
+        # float32 has these bits: nothing is rounded. Without it, a CPU's compiler fuses the cap and
+        # the softmax in programs without gradients alone, and computes other scores there.
+        scores = jax.lax.reduce_precision(kernel.softcap(scores, softcap), 8, 23)
+    scores = scores.reshape(B, K, -1, Q, S)
     # Added, not selected: the gradient of a sum needs no mask.
     scores += jnp.where(visible, 0.0, MASKED_SCORE)[:, None, None]
     if sinks is not None:

@@ -119,16 +119,6 @@ class NetworkReader:
         # model that the run makes for itself is trained after that.
         needs_weights = self.needs_weights and bool(config.model.path)
         architecture = read_architecture(folders.actor, needs_weights)
-        if (
-            config.rollout.exact
-            and architecture.attention_softcap
-            and not config.model.gradient_checkpointing
-        ):
-            raise UserError(
-                "config.model.gradient_checkpointing=False: expected True with "
-                "config.rollout.exact=True for a model with a soft cap of attention scores: the "
-                "update would round scores that it keeps for gradients differently"
-            )
         decoder = self._build_decoder(architecture)
         lora = None
         if config.has_adapters:
