@@ -287,6 +287,8 @@ class Transformer(LayerOptions):
         kinds = layer_kinds(a)
         apart = [(kind.is_dense, kind.is_shared) for kind in kinds]
         starts = [i for i, own in enumerate(apart) if i == 0 or own != apart[i - 1]]
+        if _period(kinds) < a.num_layers:
+            starts = [0]  # layers with and without experts that take turns are one loop
         spans = list(map(slice, starts, [*starts[1:], a.num_layers]))
         auxiliary = []
         shared: Shared = {}

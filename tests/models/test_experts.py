@@ -248,8 +248,9 @@ def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1 is"),
-        ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported, only [] is"),
+        ({"decoder_sparse_step": 3}, "decoder_sparse_step=3 leave no layer with experts"),
+        ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step=1 leave no layer with experts"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of whole numbers, it is 1"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5: there are only 4 experts"),
         ({"num_local_experts": 8}, "num_experts and num_local_experts must be equal"),
         ({"num_experts": 0}, "num_experts must be a whole number from 1"),

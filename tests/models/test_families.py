@@ -158,6 +158,12 @@ VARIANTS = {
         | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}
         | {"full_attention_interval": 2, "layer_types": None},
     ),
+    "qwen3_next, layers without experts": (
+        "qwen3_next",
+        SHARED_EXPERT
+        | {"mlp_only_layers": [1, 2], "num_hidden_layers": 4}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     "lfm2": (
         "lfm2",
         {"layer_types": ["conv", "full_attention"], "block_multiple_of": 10, "conv_L_cache": 4},
@@ -199,10 +205,19 @@ VARIANTS = {
         | {"shared_expert_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": False}
         | {"num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
+    "qwen2_moe, layers without experts": (
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 8, "mlp_only_layers": [1], "num_hidden_layers": 3},
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen3_moe, weights as they are": (
         "qwen3_moe",
         EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True},
+    ),
+    "qwen3_moe, experts in every second layer": (
+        "qwen3_moe",
+        EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": MAX_UNROLLED_LAYERS + 2},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 3, "sliding_window": WINDOW}),
     "mixtral, in a loop": (
@@ -422,9 +437,11 @@ FURTHER_FORMS = (
     "qwen3_5, as many key heads",
     "qwen3_5, in a loop",
     "qwen2_moe, normalized",
+    "qwen2_moe, layers without experts",
     "deepseek_v2, without groups",
     "deepseek_v3, in a loop",
     "qwen3_next, weights as they are",
+    "qwen3_next, layers without experts",
     "lfm2, untied",
     "qwen3_moe, weights as they are",
     "gpt_oss, in a loop",

@@ -305,14 +305,29 @@ def _read_mlp(
         values["shared_expert_size"] = own_width * reader.integer(
             name, maximum=MAX_SIZE // own_width
         )
-    if name := family.first_dense_field:
-        dense = reader.integer(name, minimum=0)
-        if dense >= num_layers:
-            raise reader.error(f"{name}={dense}: must be less than num_hidden_layers={num_layers}")
-        values["dense_size"] = width if dense else 0
-        if dense:
-            values["dense_layers"] = tuple(layer < dense for layer in range(num_layers))
+    dense = _read_dense_layers(reader, family, num_layers)
+    if any(dense):
+        values |= {"dense_layers": dense, "dense_size": width}
     return values | _read_router_groups(reader, family, experts, per_token)
+
+
+def _read_dense_layers(reader: ConfigReader, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have an MLP in place of experts."""
+    if name := family.first_dense_field:
+        first = reader.integer(name, minimum=0)
+        if first >= num_layers:
+            raise reader.error(f"{name}={first}: must be less than num_hidden_layers={num_layers}")
+        return tuple(layer < first for layer in range(num_layers))
+    if not family.lists_dense_layers:
+        return ()
+    listed, step = reader.integers("mlp_only_layers"), reader.integer("decoder_sparse_step")
+    skipped = enumerate(_all_but_every(step, num_layers))
+    dense = tuple(layer in listed or is_skipped for layer, is_skipped in skipped)
+    if all(dense):
+        raise reader.error(
+            f"mlp_only_layers and decoder_sparse_step={step} leave no layer with experts"
+        )
+    return dense
 
 
 def _read_router_groups(

@@ -65,7 +65,11 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         config[family.shared_experts_field] = a.shared_expert_size // a.intermediate_size
     if family.first_dense_field:
         config[family.first_dense_field] = sum(a.dense_layers)
-        config["intermediate_size"] = a.dense_size or a.intermediate_size
+    if family.lists_dense_layers and any(a.dense_layers):
+        dense = [layer for layer, is_dense in enumerate(a.dense_layers) if is_dense]
+        config["mlp_only_layers"] = dense
+    if a.num_experts and a.dense_size:
+        config["intermediate_size"] = a.dense_size
     if family.has_router_groups:
         config |= {"n_group": a.router_groups, "topk_group": a.groups_per_token}
         if "topk_method" in family.defaults:

@@ -50,6 +50,8 @@ class Family:
     # Field of the number of layers in front that have an MLP in place of experts, whose width is
     # `intermediate_size`; "": all have experts.
     first_dense_field: str = ""
+    # Layers in `mlp_only_layers` have such an MLP, and all but every `decoder_sparse_step`-th.
+    lists_dense_layers: bool = False
     has_router_groups: bool = False  # tokens select groups of experts first
     stacked_experts: bool = False  # a tensor of the checkpoint holds all experts of a layer
 

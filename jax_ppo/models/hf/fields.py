@@ -225,6 +225,15 @@ class ConfigReader:
             raise self._mismatch(name, f"a list of {count} numbers greater than 0", value)
         return tuple(value)
 
+    def integers(self, name: str) -> list[int]:
+        """Return a list of whole numbers; a missing one and null are empty."""
+        value = self._get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise self._mismatch(name, "a list of whole numbers", value)
+        return value
+
     def flags(self, name: str, at_least: int) -> tuple[bool, ...] | None:
         """Return a list of `at_least` or more zeros and ones; `None` if it is missing or null."""
         value = self._get(name)
