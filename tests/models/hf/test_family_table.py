@@ -13,7 +13,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES
+from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -54,6 +54,17 @@ def test_only_the_table_names_a_family(path):
         assert set(literals) >= NAMES
     else:
         assert literals == []
+
+
+def test_the_page_of_models_names_each_family_and_those_without_a_classifier_of_tokens():
+    text = (PACKAGE.parent / "docs/models.md").read_text()
+    table = text.partition("| family | `model_type` |")[2].partition("\n\n")[0]
+    kinds = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")]
+    named = {name for cell in kinds for name in re.findall(r"\w+", cell)}
+    assert named == FAMILIES.keys() | MULTIMODAL.keys()
+    without = re.search(r"no classifier of tokens with such a head \(([^)]*)\)", text)[1]
+    expected = {name for name, family in FAMILIES.items() if not family.has_token_classifier}
+    assert set(re.findall(r"\w+", without)) == expected
 
 
 @pytest.mark.parametrize(
