@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import recorded
@@ -18,6 +18,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.experts import balance_losses, run_experts, select_experts
 from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
@@ -312,3 +313,39 @@ def test_a_token_costs_the_experts_that_it_passes_through():
         single, np.array([1])
     )
     assert extra == 2 * 2 * (3 * 16 * 8 + 16 * 4)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_dequantizes_them(tmp_path):
+    """As gpt-oss is published: two numbers of four bits per byte, the lower bits first."""
+    reference.save(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_local_experts=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (*shape, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(118, 126, shape, np.uint8)
+    first = "model.layers.0.mlp.experts.down_proj"
+    # The bits 1010 stand for -1 and 0011 for 1.5, and 128 for a factor of 2.
+    tensors[f"{first}_blocks"][1, 5, 0, 3] = 0b0011_1010
+    tensors[f"{first}_scales"][1, 5, 0] = 128
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture, params = reference.load(tmp_path)
+    kernel = params["layers"]["mlp"]["experts"]["down_proj"]["kernel"]
+    assert kernel.shape == (2, 2, 32, 64) and kernel[0, 1, 6:8, 5].tolist() == [-2.0, 3.0]
+    ids = reference.tokens()
+    ours = reference.our_logits(architecture, params, ids)
+    reference.assert_their_logits(ours, reference.reload(tmp_path), ids, rtol=1e-4)
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "out")[1], params)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_tensors_that_only_look_like_mxfp4_are_not_joined(tmp_path):
+    blocks = np.zeros((1, 2, 1, 16), np.uint8)
+    save_file({"a_blocks": blocks, "a_scales": blocks}, tmp_path / "model.safetensors")
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        assert checkpoint.names() == {"a_blocks", "a_scales"}

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import quote_value, read_json_object
+from jax_ppo.models.hf.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,6 +48,12 @@ class StoredTensor(NamedTuple):
     file: Any  # open
     file_name: str
     name: str  # in the file
+    scales: Any = None  # the `StoredTensor` of the powers of two that belong to numbers in MXFP4
+
+    def open(self) -> Any:
+        """Return the tensor as an open slice."""
+        values = self.file.get_slice(self.name)
+        return values if self.scales is None else Mxfp4Tensor(values, self.scales.open())
 
 
 class SafetensorsCheckpoint:
@@ -89,6 +96,7 @@ class SafetensorsCheckpoint:
                         self._refuse_different_copy(name, file.get_slice(stored_name), path.name)
                     if name:
                         self._tensors[name] = StoredTensor(file, path.name, stored_name)
+            self._join_mxfp4()
             self._stack = opening.pop_all()
 
     def __enter__(self) -> Self:
@@ -135,6 +143,16 @@ class SafetensorsCheckpoint:
         """Return whether two tensors have the same type, shape and bytes."""
         return _slices_are_equal(self._slice(name), self._slice(other))
 
+    def _join_mxfp4(self) -> None:
+        """Take the two tensors of experts in MXFP4 for one in bfloat16."""
+        for name in [name for name in self._tensors if name.endswith(BLOCKS)]:
+            whole = name.removesuffix(BLOCKS)
+            scales = self._tensors.get(whole + SCALES)
+            joined = self._tensors[name]._replace(scales=scales)
+            if scales is not None and whole not in self._tensors and joined.open().is_valid:
+                del self._tensors[name], self._tensors[whole + SCALES]
+                self._tensors[whole] = joined
+
     def _refuse_different_copy(self, name: str, other: Any, file_name: str) -> None:
         """Raise `UserError` if a tensor differs from the one of that name in an earlier file."""
         if not _slices_are_equal(self._slice(name), other):
@@ -144,8 +162,7 @@ class SafetensorsCheckpoint:
             )
 
     def _slice(self, name: str) -> Any:
-        tensor = self._tensors[name]
-        return tensor.file.get_slice(tensor.name)
+        return self._tensors[name].open()
 
 
 def is_finite(values: np.ndarray, code: str) -> bool:
@@ -243,12 +260,18 @@ def _missing_weights_error(folder: Path) -> UserError:
     )
 
 
-def refuse_quantization(config: dict[str, Any], folder: Path) -> None:
-    """Raise `UserError` for a quantized checkpoint, with the lines that dequantize it if any do."""
+def without_quantization(config: dict[str, Any], folder: Path, reads_mxfp4: bool) -> dict[str, Any]:
+    """Return config.json without `quantization_config` if the weights are read as if it had none.
+
+    Raises:
+      UserError: they are not; the message has the lines that dequantize them if any do.
+    """
     quantization = config.get("quantization_config")
     if not quantization:
-        return
+        return config
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method == "mxfp4" and reads_mxfp4:
+        return {name: x for name, x in config.items() if name != "quantization_config"}
     problem = f"{folder}: quantization_config {quote_value(quantization)} is not supported"
     if method == "bitsandbytes":
         lines = _conversion(str(folder), _loader(folder), after=".dequantize()")

@@ -25,8 +25,8 @@ from jax_ppo.models.hf.files import (
     SAFETENSORS_DTYPES,
     SafetensorsCheckpoint,
     gguf_error,
-    refuse_quantization,
     weight_files,
+    without_quantization,
 )
 from jax_ppo.models.hf.ignored import (
     MULTI_TOKEN_HEADS,
@@ -167,8 +167,8 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
             raise gguf_error(gguf[0])
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     config = read_json_object(folder / "config.json")
-    refuse_quantization(config, folder)
-    return config
+    family = FAMILIES.get(str(config.get("model_type")))
+    return without_quantization(config, folder, bool(family and family.stacked_experts))
 
 
 def _open_checkpoint(folder: str | Path) -> SafetensorsCheckpoint:
