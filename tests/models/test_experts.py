@@ -56,6 +56,13 @@ BIASED = dataclasses.replace(
     num_kv_heads=1,
 )
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MXFP4 = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+}
 
 
 def make_params(architecture):
@@ -317,7 +324,7 @@ def test_a_token_costs_the_experts_that_it_passes_through():
 
 def test_experts_in_mxfp4_are_read_as_transformers_dequantizes_them(tmp_path):
     """As gpt-oss is published: two numbers of four bits per byte, the lower bits first."""
-    reference.save(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_local_experts=2)
+    reference.save(tmp_path, "gpt_oss", **MXFP4)
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "down_proj"))]:
@@ -335,7 +342,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_dequantizes_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     architecture, params = reference.load(tmp_path)
     kernel = params["layers"]["mlp"]["experts"]["down_proj"]["kernel"]
-    assert kernel.shape == (2, 2, 32, 64) and kernel[0, 1, 6:8, 5].tolist() == [-2.0, 3.0]
+    assert kernel.shape == (2, 3, 32, 64) and kernel[0, 1, 6:8, 5].tolist() == [-2.0, 3.0]
     ids = reference.tokens()
     ours = reference.our_logits(architecture, params, ids)
     reference.assert_their_logits(ours, reference.reload(tmp_path), ids, rtol=1e-4)

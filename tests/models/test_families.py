@@ -217,7 +217,13 @@ VARIANTS = {
     ),
     "qwen3_moe, experts in every second layer": (
         "qwen3_moe",
-        EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": MAX_UNROLLED_LAYERS + 2},
+        # Every expert has tokens.
+        EXPERTS
+        | {
+            "num_experts": 3,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": MAX_UNROLLED_LAYERS + 2,
+        },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 3, "sliding_window": WINDOW}),
     "mixtral, in a loop": (
