@@ -1,6 +1,7 @@
 """Published bugs, put in one by one: each must make its test fail."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -26,6 +27,7 @@ def test_an_exhibit_is_whole(exhibit):
     assert name.partition("[")[0] in defined_in(file), exhibit.test
 
 
+@functools.cache
 def defined_in(file):
     """Names of tests: test_one, TestMany::test_another, ..."""
     names = set()

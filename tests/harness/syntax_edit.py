@@ -6,6 +6,7 @@ comments and moves between files.
 """
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -18,15 +19,28 @@ def find_definitions(
     The search includes all files below `root`. The dotted name of a method is
     `package.module.Class.method`, so both `Class.method` and `module.Class.method` match it.
     """
-    for path in sorted(root.rglob("*.py")):
-        source = path.read_text()
+    for path, source in _read_sources(root):
         if name.rpartition(".")[2] not in source:
             continue
-        module = ast.parse(source)
         dotted = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        if not any(f".{dotted}{known}".endswith(f".{name}") for known in _names(source)):
+            continue
+        module = ast.parse(source)  # not kept: an edit changes it
         for qualified_name, definition in _definitions(module, dotted):
             if f".{qualified_name}".endswith(f".{name}"):
                 yield path, module, definition
+
+
+@functools.cache
+def _read_sources(root: pathlib.Path) -> tuple[tuple[pathlib.Path, str], ...]:
+    """Return the files below `root` and their sources, read once in a process."""
+    return tuple((path, path.read_text()) for path in sorted(root.rglob("*.py")))
+
+
+@functools.cache
+def _names(source: str) -> tuple[str, ...]:
+    """Return the names that a source defines, each with a dot in front: `.Class.method`."""
+    return tuple(name for name, _ in _definitions(ast.parse(source), ""))
 
 
 def _definitions(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
