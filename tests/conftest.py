@@ -21,6 +21,7 @@ import waiting
 
 _dropped_flags: list[str] = []
 quick_compilation.set_flags(_dropped_flags.append)
+quick_compilation.share_contexts()
 # Tracing makes millions of small objects, few of them garbage: rarer collections save 5 % of the
 # CPU time.
 gc.set_threshold(100_000, 50, 100)

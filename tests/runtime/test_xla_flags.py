@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import quick_compilation
@@ -56,3 +57,8 @@ def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
         backends.require_known_flags()
     monkeypatch.setattr(compat, "PARSES_XLA_FLAGS", "raise SystemExit(1)")
     backends.require_known_flags()
+
+
+def test_programs_of_tests_share_what_they_are_lowered_in():
+    contexts = [jax.jit(lambda x, y=y: x + y).lower(1).compiler_ir().context for y in range(3)]
+    assert contexts[1] in (contexts[0], contexts[2])  # ten programs share one
