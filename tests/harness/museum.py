@@ -1586,6 +1586,30 @@ UPDATES = [
         new="step + 1 >= warmup",
     ),
     Exhibit(
+        name="a_pretrained_critic_loses_its_head",
+        source=(
+            "NeMo-RL#3821: loaded with finetune=True, a pretrained critic would have its trunk, "
+            "and a random head"
+        ),
+        holds="PPO starts with the values of the critic that critic.path names",
+        test="tests/run/test_critic_alone.py::test_ppo_starts_with_the_values_of_the_critic",
+        where="critic_head",
+        old="bool(options.path) and folder is not None and holds_critic(folder)",
+        new="False",
+    ),
+    Exhibit(
+        name="muon_trains_the_heads",
+        source="DeepSpeed#7641: Muon was applied to the embedding and to lm_head",
+        holds="Muon takes the matrices of layers, AdamW embeddings, heads, routers and vectors",
+        test=(
+            "tests/training/test_optimizer.py::"
+            "test_muon_takes_orthogonal_steps_in_matrices_and_adamws_elsewhere"
+        ),
+        where="_optimizer_names",
+        old="keys[0] == 'layers'",
+        new="True",
+    ),
+    Exhibit(
         name="the_first_learning_rate_is_zero",
         source=(
             "verl#3674, torchtune#2010, bert#1293: the warm-up starts with a step that changes "
@@ -2081,6 +2105,18 @@ RUNS = [
         where="Checkpointer.save",
         old="value is not None and math.isfinite(value)",
         new="value is not None",
+    ),
+    Exhibit(
+        name="the_values_variance_is_explained",
+        source=(
+            "stable-baselines3#225: values and returns were exchanged in explained_variance, 1 - "
+            "Var[y - prediction] / Var[y]"
+        ),
+        holds="an evaluation divides the errors' variance by that of the returns",
+        test="tests/run/test_critic_quality.py::test_figures_by_hand",
+        where="_describe_tokens",
+        old="errors.var() / returns.var(dtype=np.float64)",
+        new="errors.var() / values.var(dtype=np.float64)",
     ),
     Exhibit(
         name="the_optimizer_state_is_not_saved",
