@@ -197,6 +197,8 @@ class ResponseReader:
         length = len(response_ids)
         action_mask = _numbers(row, "action_mask", length)
         action_mask = np.ones(length, bool) if action_mask is None else action_mask != 0
+        if not action_mask.any():
+            raise UserError("action_mask has no token that the policy chose")
         turn_starts = _numbers(row, "turn_starts", length)
         # Where nothing says so, a turn is what no other token interrupts.
         starts = action_mask & ~np.append(False, action_mask[:-1])

@@ -83,6 +83,7 @@ def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
         (SAMPLED | {"response_ids": [256]}, "0 to 255, got"),
         (SAMPLED | {"response_ids": []}, "the response is empty"),
         (SAMPLED | {"action_mask": [1]}, "action_mask: expected 3 numbers"),
+        (SAMPLED | {"action_mask": [0, 0, 0]}, "has no token that the policy chose"),
         (SAMPLED | {"turn_rewards": [0, 0, None]}, "turn_rewards: expected a finite number"),
         (SAMPLED | {"data_source": 3}, "data_source must be text, got 3"),
     ],
