@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Critic, Model, Teacher, replace_options
+from jax_ppo.config.schema import Config, Critic, LoraOptions, Model, Teacher, replace_options
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.reporting import console
@@ -66,9 +67,8 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             state = load_models(run, checkpoint, roles)
             step = int(state.step)
             evaluation = evaluate_policy(run, state, rank_by=rank_by)
-            reporter.report_evaluation(
-                step, evaluation, subject=str(checkpoint or config.model.path)
-            )
+            subject = checkpoint or config.model.lora.path or config.model.path
+            reporter.report_evaluation(step, evaluation, subject=str(subject))
             return reporter.write_summary(step, mesh)
 
 
@@ -98,17 +98,31 @@ def with_exported_actor(model: Model) -> Model:
 
 
 def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tuple[Model, Critic]:
-    """Return the sections with the exported models, if model.path is a work directory."""
+    """Return the sections with the exported models, if model.path is a work directory.
+
+    Adapters of a critic are on the base of the actor's: it is then not the merged actor.
+    """
     exported = Path(model.path) / "critic"
     path = critic.path
     if not path and exported.is_dir() and has_critic:
         path = str(exported)
+        if peft.holds_adapters(exported):
+            model = _with_exported_adapters(model)
     # Exported, it is a separate model, which knows the unit of its values.
     normalizes = critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
     critic = dataclasses.replace(
         critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
     )
     return with_exported_actor(model), critic
+
+
+def _with_exported_adapters(model: Model) -> Model:
+    """Return the section with a run's adapters of the actor, on the base of the critic's, too."""
+    folder = Path(model.path) / "adapter"
+    described = read_json_object(folder / peft.ADAPTER_CONFIG)
+    base, revision = (described.get(name) for name in ("base_model_name_or_path", "revision"))
+    path = f"{base}@{revision}" if revision else str(base)
+    return dataclasses.replace(model, path=path, lora=LoraOptions(path=str(folder)))
 
 
 def read_run_options(checkpoint: Path) -> Config:

@@ -65,6 +65,23 @@ def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_pa
         evaluate_model(config, tmp_path)
 
 
+@pytest.mark.parametrize(("revision", "base"), [(None, "/models/base"), ("v2", "/models/base@v2")])
+def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tmp_path):
+    """Regression: a run with adapters could not be scored or ranked by the critic it exported."""
+    described = {"base_model_name_or_path": "/models/base", "revision": revision}
+    for name in ("adapter", "critic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(described))
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "config.json").write_text("{}")
+    config = tiny.config(model__path=str(tmp_path), model__lora__rank=4)
+    model, critic = standalone_evaluation.with_exported_models(config.model, config.critic, True)
+    assert (model.path, model.lora.path) == (base, str(tmp_path / "adapter"))
+    assert model.lora.rank == 0 and critic.path == str(tmp_path / "critic")
+    model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, False)
+    assert model.path == str(tmp_path / "actor")
+
+
 def test_a_reward_function_that_fails_on_everything_gives_no_figures():
     failing = evaluation.Evaluation(
         accuracy=None,
