@@ -780,7 +780,7 @@ class MultiTurn:
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
     max_contexts: int = option(1,
         "contexts of a response, the prompt's included, after which it is cut off; above 1 an "
-        "environment may replace the context, see environments/protocol.py",
+        "environment may replace the context or return to one, see environments/protocol.py",
         at_least=1, requires=(REPLACES_CONTEXTS, NO_REWARD_MODEL_OF_CONTEXTS),
         effective_when=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,

@@ -2,8 +2,8 @@
 
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
-have `action_mask`, `turn_starts`, `context_starts`, `turn_rewards`, `truncated` and
-`sampled_logprobs`. Tokens are used as they are.
+have `action_mask`, `turn_starts`, `contexts` (or, of older files, `context_starts`),
+`turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are used as they are.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class ResponseRow:
     response_ids: np.ndarray  # int32 [length], length at least 1
     action_mask: np.ndarray  # bool [length], True on the tokens that the policy chose
     turn_starts: np.ndarray  # bool [length], True on the first of them in each turn
-    context_starts: np.ndarray  # bool [length], see `Rollout.context_starts`
+    contexts: np.ndarray  # int32 [length], see `Rollout.contexts`
     truncated: bool  # whether the response was cut off
     reward: float | None  # the reward of the whole response in the file; `None` if it is not read
     # float32 [length], rewards within the response; `None` without any.
@@ -84,7 +84,7 @@ class GivenResponses(PromptDataset):
                 row.response_ids,
                 row.action_mask,
                 row.turn_starts,
-                *((row.context_starts,) if row.context_starts.any() else ()),
+                *_describe_contexts(row.contexts),
                 row.turn_rewards,
                 row.logprobs,
             )
@@ -93,21 +93,20 @@ class GivenResponses(PromptDataset):
         return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
     @functools.cached_property
-    def _optional(self) -> list[str]:
-        """Return the further arrays that all rollouts have, since some row needs them."""
+    def _optional(self) -> dict[str, Any]:
+        """Return the types of further arrays that all rollouts have, since some row needs them."""
         needed = {
-            "turn_rewards": any(row.turn_rewards is not None for row in self.rows),
-            "turn_starts": any(row.turn_starts.sum() > 1 for row in self.rows),
-            "context_starts": any(row.context_starts.any() for row in self.rows),
+            "turn_rewards": (np.float32, any(row.turn_rewards is not None for row in self.rows)),
+            "turn_starts": (bool, any(row.turn_starts.sum() > 1 for row in self.rows)),
+            "contexts": (np.int32, any(row.contexts.any() for row in self.rows)),
         }
-        return [name for name, is_needed in needed.items() if is_needed]
+        return {name: dtype for name, (dtype, is_needed) in needed.items() if is_needed}
 
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Return the responses of a batch, on the host; unknown log-probs are NaN."""
         rows = [self.rows[index] for index in batch.indices]
         optional: dict[str, Any] = {
-            name: self._pad(rows, name, np.float32 if name == "turn_rewards" else bool)
-            for name in self._optional
+            name: self._pad(rows, name, dtype) for name, dtype in self._optional.items()
         }
         return Rollout(
             prompts=batch.prompts,
@@ -132,6 +131,18 @@ class GivenResponses(PromptDataset):
             value = getattr(row, name)
             target[: len(row.response_ids)] = missing if value is None else value
         return padded
+
+
+def starts_of_contexts(contexts: np.ndarray) -> np.ndarray:
+    """Return where a context begins that is new, along the last axis of `Rollout.contexts`."""
+    return np.diff(np.maximum.accumulate(contexts, axis=-1), axis=-1, prepend=0) > 0
+
+
+def _describe_contexts(contexts: np.ndarray) -> list[np.ndarray]:
+    """Return what distinguishes contexts, as a fingerprint has had it since there are some."""
+    starts = starts_of_contexts(contexts)
+    has_returned = (contexts != np.cumsum(starts)).any()
+    return [x for x, is_needed in ((starts, starts.any()), (contexts, has_returned)) if is_needed]
 
 
 class RefusedRow(NamedTuple):
@@ -204,12 +215,9 @@ class ResponseReader:
         starts = action_mask & ~np.append(False, action_mask[:-1])
         if turn_starts is not None:
             starts |= action_mask & (turn_starts != 0)
-        context_starts = _numbers(row, "context_starts", length)
-        contexts = np.zeros(length, bool) if context_starts is None else context_starts != 0
+        contexts = _read_contexts(row, action_mask)
         if contexts.any() and not self.takes_contexts:
             raise UserError("its context is replaced, and a reward model reads one context")
-        if (contexts & action_mask).any():
-            raise UserError("context_starts has a token that the policy chose (action_mask)")
         turn_rewards = _numbers(row, "turn_rewards", length)
         logprobs = _numbers(row, "sampled_logprobs", length)
         reward = None
@@ -225,7 +233,7 @@ class ResponseReader:
             response_ids=response_ids,
             action_mask=action_mask,
             turn_starts=starts,
-            context_starts=contexts,
+            contexts=contexts,
             truncated=_truth(row.get("truncated")),
             reward=reward,
             turn_rewards=turn_rewards,
@@ -307,6 +315,22 @@ def _token_ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
             f"{shorten(repr(ids))}"
         )
     return np.array(ids, np.int32)
+
+
+def _read_contexts(row: dict[str, Any], action_mask: np.ndarray) -> np.ndarray:
+    """Return the context of each token of a response, int32."""
+    length = len(action_mask)
+    starts = _numbers(row, "context_starts", length)
+    contexts = _numbers(row, "contexts", length)
+    if contexts is None:
+        # Files from before contexts could be continued have only their first tokens.
+        contexts = np.cumsum(np.zeros(length) if starts is None else starts != 0)
+    most = np.maximum.accumulate(contexts)
+    if (contexts < 0).any() or (contexts % 1).any() or (np.diff(most, prepend=0) > 1).any():
+        raise UserError("contexts: expected whole numbers, new ones in the order 1, 2, ...")
+    if (starts_of_contexts(contexts) & action_mask).any():
+        raise UserError("context_starts has a token that the policy chose (action_mask)")
+    return contexts.astype(np.int32)
 
 
 def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:

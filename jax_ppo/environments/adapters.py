@@ -8,7 +8,8 @@ imported from Gymnasium. Those behind HTTP have the form of OpenEnv's `reset` an
 
 Both return an object with `observation`; that of `step` also has `reward` (null is 0), `done` (or
 `terminated` and `truncated`) and, if there are any, `info`, whose `new_context` replaces the
-context (`protocol.NewContext`). If that of `reset` has `repeatable` true, each `step` also has
+context (`protocol.NewContext`), and whose `former_context` is the number of the one that goes on
+(`protocol.FormerContext`). If that of `reset` has `repeatable` true, each `step` also has
 `turn`, from 0, and the server answers one that it gets again as it did before. Each dialogue is an
 episode with its own id; episodes are stepped concurrently.
 """
@@ -23,14 +24,14 @@ from typing import Any
 
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.messages import quote_cell
-from jax_ppo.environments.protocol import EnvironmentLost, NewContext
+from jax_ppo.environments.protocol import EnvironmentLost, FormerContext, NewContext
 from jax_ppo.json_server import JSONServer, RequestFault
 from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
 KEY_VARIABLE = "JAX_PPO_ENVIRONMENT_KEY"
 
-Turn = tuple[str | NewContext, float, bool, dict[str, float]]
+Turn = tuple[str | NewContext | FormerContext, float, bool, dict[str, float]]
 
 
 def _describe_example(example: Example) -> dict[str, Any]:
@@ -48,8 +49,11 @@ def _read_info(
 ) -> tuple[Any, dict[str, float]]:
     """Return the observation and the metrics of a turn from an `info` like Gymnasium's.
 
-    The observation is a `NewContext` if `info` has one as `new_context`.
+    The observation is a `NewContext` if `info` has one as `new_context`, and that of a
+    `FormerContext` if `info` has its number as `former_context`.
     """
+    if info.get("former_context") is not None:
+        observation = FormerContext(info["former_context"], observation)
     prompt = info.get("new_context")
     if prompt is not None:
         observation = NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)

@@ -7,6 +7,7 @@ services; this does not affect the answers, unless a step exceeds the time limit
 
 import concurrent.futures
 import copy
+import dataclasses
 import functools
 import logging
 import traceback
@@ -20,7 +21,13 @@ import numpy as np
 from jax_ppo.data.message_frames import MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
-from jax_ppo.environments.protocol import FAILED, EnvironmentLost, NewContext, TextEnvironment
+from jax_ppo.environments.protocol import (
+    FAILED,
+    EnvironmentLost,
+    FormerContext,
+    NewContext,
+    TextEnvironment,
+)
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
@@ -51,9 +58,18 @@ class _Answer(NamedTuple):
 
     tokens: list[int]
     replaces: bool
+    former: int  # the context that the observation is appended to; -1 for the current one
     reward: float
     has_ended: bool
     figures: dict[str, float]
+
+
+@dataclasses.dataclass
+class _Contexts:
+    """The contexts of a dialogue: the last token of each, and which of them goes on."""
+
+    last: list[int] = dataclasses.field(default_factory=lambda: [-1])
+    current: int = 0
 
 
 class HostEnvironment:
@@ -93,6 +109,7 @@ class HostEnvironment:
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
+        self._contexts: dict[int, _Contexts] = {}
         self._threads = TimedThreads(THREADS, timeout)
         self._reset_counts()
 
@@ -115,11 +132,15 @@ class HostEnvironment:
     def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
         """Answer turns on the host. See `Environment.step`."""
         B = len(lengths)
+        contexts: tuple[jax.ShapeDtypeStruct, ...] = ()
+        if self._max_contexts > 1:
+            contexts = tuple(jax.ShapeDtypeStruct((B,), dtype) for dtype in (jnp.bool_, jnp.int32))
         shapes = (
             jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.float32),
-            *[jax.ShapeDtypeStruct((B,), jnp.bool_)] * (2 if self._max_contexts > 1 else 1),
+            jax.ShapeDtypeStruct((B,), jnp.bool_),
+            *contexts,
             jax.ShapeDtypeStruct(state.figures.shape, jnp.float32),
         )
         *addresses, figures = state
@@ -154,7 +175,7 @@ class HostEnvironment:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
         Turns of length 0 are ignored. The results are the fields of `Answers` after the state,
-        without `replaces` if no context can be replaced, and the reported figures, [B, M].
+        without `replaces` and `former` if there is one context, and the reported figures, [B, M].
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
@@ -163,6 +184,7 @@ class HostEnvironment:
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
         replaces = np.zeros(B, bool)
+        former = np.full(B, -1, np.int32)
         figures = np.full((B, len(self._metric_names)), np.nan, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
@@ -174,12 +196,14 @@ class HostEnvironment:
         for b in waiting[answered[waiting] == 0]:
             replaced[int(b)] = self._dialogues.pop(int(samples[b]), None)
             self._dialogues[int(samples[b])] = self._construct_dialogue()
+            self._contexts[int(samples[b])] = _Contexts()
             # A copy: an environment that changes its example changes no other dialogue.
             examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
         def step(b: int, text: str) -> _Answer:
             self._give_up_if_none_answers()
             made = self._dialogues[int(samples[b])]
+            contexts = self._contexts[int(samples[b])]
             if answered[b] == 0:
                 self._close(replaced[b])
                 made.result().reset(examples[b], int(seeds[b]))
@@ -187,13 +211,12 @@ class HostEnvironment:
             _validate_answer(observation, reward, ends, takes_several=self._frame is not None)
             if ends:
                 self._close(made)
-            if isinstance(observation, NewContext):
-                tokens = [] if ends else self._encode_context(observation, int(rows[b]))
-            else:
-                tokens = self._encode(observation, last=int(turns[b, lengths[b] - 1]))
+            last = int(turns[b, lengths[b] - 1])
+            continued: tuple[list[int], bool, int] = ([], False, -1)
+            if not (ends and isinstance(observation, (NewContext, FormerContext))):
+                continued = self._continue(contexts, observation, last, int(rows[b]))
             return _Answer(
-                tokens,
-                isinstance(observation, NewContext),
+                *continued,
                 float(reward),
                 bool(ends),
                 read_figures(*reported, names=self._metric_names[:-1]),
@@ -217,13 +240,42 @@ class HostEnvironment:
             rewards[b] = answer.reward
             has_ended[b] = answer.has_ended
             replaces[b] = answer.replaces
+            former[b] = answer.former
             observed[b] = len(answer.tokens)
             observations[b, : len(answer.tokens)] = answer.tokens
             for name, value in answer.figures.items():
                 figures[b, self._metric_names.index(name)] = value
             figures[b, -1] = 0
-        contexts = (replaces,) if self._max_contexts > 1 else ()
+        contexts = (replaces, former) if self._max_contexts > 1 else ()
         return observations, observed, rewards, has_ended, *contexts, figures
+
+    def _continue(
+        self, contexts: _Contexts, observation: Any, last: int, row: int
+    ) -> tuple[list[int], bool, int]:
+        """Return the tokens that follow a turn, and the fields of `_Answer` that say where.
+
+        Raises:
+          EnvironmentLost: the options allow one context.
+          ValueError: a new context cannot be one, or a former context does not exist.
+        """
+        contexts.last[contexts.current] = last
+        is_new = isinstance(observation, NewContext)
+        if self._max_contexts == 1 and (is_new or isinstance(observation, FormerContext)):
+            raise EnvironmentLost(
+                f"{self._name} replaces the context, and config.rollout.multi_turn.max_contexts=1; "
+                "set it to the most contexts of a dialogue"
+            )
+        if is_new:
+            tokens = self._encode_context(observation, row)
+            contexts.current = len(contexts.last)
+            contexts.last.append(tokens[-1])
+            return tokens, True, -1
+        number = -1
+        if isinstance(observation, FormerContext):
+            number, observation = observation.number, observation.observation
+            _validate_number(number, len(contexts.last))
+            contexts.current = number
+        return self._encode(observation, contexts.last[contexts.current]), False, number
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""
@@ -238,14 +290,8 @@ class HostEnvironment:
         """Return the tokens of a new context, which is not cut.
 
         Raises:
-          EnvironmentLost: the options do not allow one.
           ValueError: it is empty or too long.
         """
-        if self._max_contexts == 1:
-            raise EnvironmentLost(
-                f"{self._name} replaces the context, and config.rollout.multi_turn.max_contexts=1; "
-                "set it to the most contexts of a dialogue"
-            )
         tools = self._examples[row].tools
         tokens = encode_prompt(self._tokenizer, context.prompt, self._chat_template, tools)
         if not 0 < len(tokens) <= self.observation_length:
@@ -306,6 +352,8 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
     if isinstance(observation, NewContext):
         _validate_context(observation)
         observation = ""
+    if isinstance(observation, FormerContext):
+        observation = observation.observation
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
@@ -330,6 +378,15 @@ def _validate_context(context: NewContext) -> None:
         raise TypeError(
             f"the new context of a turn is {_quote(prompt)}; expected text, or a tuple of messages "
             "with role and content"
+        )
+
+
+def _validate_number(number: Any, count: int) -> None:
+    """Raise `ValueError` unless it is the number of one of a dialogue's contexts."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        raise ValueError(
+            f"the former context of a turn is {_quote(number)}; expected a number from 0, the "
+            f"prompt's, to {count - 1}, the last one of the dialogue"
         )
 
 

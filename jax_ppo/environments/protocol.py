@@ -36,6 +36,19 @@ class NewContext:
     prompt: str | tuple[dict[str, str], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class FormerContext:
+    """A context that is continued instead of the current one, returned in place of an observation.
+
+    The policy writes its next turns from the tokens that this context had when it was left, none of
+    them anew, and the observation: as when a helper's answer returns to who asked. The context that
+    is left can be continued later, too.
+    """
+
+    number: int  # 0 is the prompt's; each `NewContext` of the dialogue has the next number
+    observation: str | tuple[str, ...] = ""  # as `step` returns it
+
+
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
 
@@ -60,8 +73,8 @@ class TextEnvironment(Protocol):
     def step(
         self, text: str
     ) -> (
-        tuple[str | NewContext, float, bool]
-        | tuple[str | NewContext, float, bool, Mapping[str, float]]
+        tuple[str | NewContext | FormerContext, float, bool]
+        | tuple[str | NewContext | FormerContext, float, bool, Mapping[str, float]]
     ):
         """Answer a turn.
 
@@ -69,10 +82,10 @@ class TextEnvironment(Protocol):
           text: the turn, without special tokens such as the EOS that ended it.
 
         Returns:
-          The observation, which becomes part of the response unchanged, or a `NewContext`, for
-          which `rollout.multi_turn.max_contexts` is above 1; the reward of the turn; and
-          whether the dialogue has ended, in which case the observation is ignored. Then, if there
-          are any, metrics of the dialogue so far: the last value of each name counts.
+          The observation, which becomes part of the response unchanged, or a `NewContext` or
+          `FormerContext`, for which `rollout.multi_turn.max_contexts` is above 1; the reward of the
+          turn; and whether the dialogue has ended, in which case the observation is ignored. Then,
+          if there are any, metrics of the dialogue so far: the last value of each name counts.
         """
 
 
@@ -119,7 +132,8 @@ class TokenEnvironment(Protocol):
           The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
           and whether the dialogue has ended. With `rollout.multi_turn.max_contexts` above 1 also
           whether the observation replaces the context, see `NewContext`; an empty one then cuts the
-          dialogue off.
+          dialogue off. Possibly also the number of the context that the observation is appended to,
+          see `FormerContext`, -1 for the current one; one that does not exist cuts it off, too.
         """
 
 

@@ -166,13 +166,20 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         return jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
 
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
-    from_response = pick(rollout.responses, column - prompts)
+    response_column = column - prompts
+    from_response = pick(rollout.responses, response_column)
     response_or_padding = jnp.where(column < prompts + lengths, from_response, 0)
     routed_experts = rollout.routed_experts
     if routed_experts is not None:
         # Columns beyond the rollout's are never read.
         missing = length - routed_experts.shape[1]
         routed_experts = jnp.pad(routed_experts, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    contexts = order = None
+    if rollout.contexts is not None:
+        numbers = jnp.where(column < prompts, 0, pick(rollout.contexts, response_column))
+        numbers = jnp.where(column < prompts + lengths, numbers, length)
+        order = jnp.argsort(numbers, axis=1, stable=True).astype(jnp.int32)
+        contexts = jnp.take_along_axis(numbers, order, axis=1)
     return Sequences(
         tokens=jnp.where(column < prompts, from_prompt, response_or_padding),
         prompt_lengths=rollout.prompts.lengths,
@@ -182,7 +189,8 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         routed_experts=routed_experts,
         kept_tokens=rollout.kept_tokens,
         turn_starts=rollout.turn_starts,
-        context_starts=rollout.context_starts,
+        contexts=contexts,
+        order=order,
     )
 
 

@@ -99,13 +99,14 @@ def generate_responses(
     )
     if state.dialogues is not None:
         assert options.environment is not None
+        contexts = state.dialogues.contexts
         rollout = dataclasses.replace(
             rollout,
             environment_metrics=options.environment.metrics(state.dialogues.environment) or None,
             action_mask=state.dialogues.is_action,
             turn_rewards=state.dialogues.rewards,
             turn_starts=state.dialogues.starts,
-            context_starts=state.dialogues.contexts,
+            contexts=None if contexts is None else contexts.numbers,
         )
     return rollout
 
@@ -126,9 +127,8 @@ def _first_state(
         return state
     longest = job.options.max_response_length
     assert job.limit == longest, "the options refuse stages with an environment"
-    assert prompts.rows is not None, "an environment is reset to the rows of the data"
     return state._replace(
-        dialogues=dialogues.start_dialogues(job.options, job.keys_N, prompts.rows, indices_N)
+        dialogues=dialogues.start_dialogues(job.options, job.keys_N, prompts, indices_N)
     )
 
 
@@ -243,14 +243,15 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     positions_B = jnp.where(
         busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
     )
-    columns_B, before = positions_B, slots.cache
+    run_B, columns_B, before = slots.token, positions_B, slots.cache
     if options.max_contexts > 1:
-        columns_B, is_first_B = dialogues.context_positions(state, sample_B, positions_B)
+        tokens = dialogues.next_tokens(job, state, sample_B, positions_B)
+        run_B, columns_B, positions_B = tokens
         columns_B = jnp.where(busy_B, columns_B, 0)
-        # Recurrent states have no columns: at the start of a new context they are empty.
-        before = keep_states(before, jax.tree.map(jnp.zeros_like, before), is_first_B)
+        # Recurrent states have no columns: at the start of a context they are empty.
+        before = keep_states(before, jax.tree.map(jnp.zeros_like, before), columns_B == 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params}, slots.token[:, None], columns_B[:, None], cache=before
+        {"params": job.params}, run_B[:, None], columns_B[:, None], cache=before
     )
     assert decoded.cache is not None
     cache = decoded.cache
@@ -272,7 +273,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         tokens_B = jnp.where(is_observed_B, state.responses[sample_B, slots.drawn], tokens_B)
         logprobs_B = jnp.where(is_observed_B, 0.0, logprobs_B)
         waits_B = dialogues.waiting_slots(job, state)
-        written_B = jnp.where(waits_B, job.samples, written_B)
+        written_B = jnp.where(dialogues.held_slots(job, state), job.samples, written_B)
         # A slot that waits will run its token again.
         cache = keep_states(cache, slots.cache, waits_B)
     # An EOS or a stop string finishes a response. The limit ends it without finishing it.

@@ -5,7 +5,8 @@ full. Its slot then waits until the environment has answered, while the other sl
 The turns that wait are answered together, once as many wait as the loop refills at once, or all do.
 The observation becomes the next tokens of the response. Its slot runs them one per step, like
 drawn tokens, into the slot's own cache; the policy's next turn follows. If it replaces the context,
-its first token is run at position 0 of the cache, and no later token reads what was run before.
+its first token is run at position 0 of the cache, and no later token reads what was run before. If
+it continues a former context, the slot first runs the tokens of that one again, from position 0.
 """
 
 import jax
@@ -13,17 +14,30 @@ import jax.numpy as jnp
 
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import address_dialogues, validate_contexts
-from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots
+from jax_ppo.sampler.environment import Answers, address_dialogues, validate_contexts
+from jax_ppo.sampler.slots import Contexts, DecodeJob, DecodeState, Dialogues, Slots
+from jax_ppo.types import Prompts
 
 
 def start_dialogues(
-    options: SamplingOptions, keys_N: jax.Array, rows_N: jax.Array, samples_N: jax.Array
+    options: SamplingOptions, keys_N: jax.Array, prompts_N: Prompts, samples_N: jax.Array
 ) -> Dialogues:
-    """Return the dialogues before their first turn; `rows_N` are the prompts' rows of the data."""
+    """Return the dialogues before their first turn; the prompts have their rows of the data."""
     assert options.environment is not None, "dialogues have an environment"
+    rows_N = prompts_N.rows
+    assert rows_N is not None, "an environment is reset to the rows of the data"
     N = len(keys_N)
     T = options.max_response_length
+    zeros_N = jnp.zeros(N, jnp.int32)
+    contexts = None
+    if options.max_contexts > 1:
+        contexts = Contexts(
+            numbers=jnp.zeros((N, T), jnp.int32),
+            current=zeros_N,
+            opened=zeros_N + 1,
+            position=prompts_N.lengths - 1,
+            again=zeros_N,
+        )
     return Dialogues(
         environment=options.environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
         turns=jnp.zeros(N, jnp.int32),
@@ -32,7 +46,7 @@ def start_dialogues(
         is_action=jnp.zeros((N, T), bool),
         starts=jnp.zeros((N, T), bool),
         rewards=jnp.zeros((N, T)),
-        contexts=jnp.zeros((N, T), bool) if options.max_contexts > 1 else None,
+        contexts=contexts,
     )
 
 
@@ -51,22 +65,60 @@ def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
     return state.slots.drawn < state.dialogues.turn_start[sample_B]
 
 
-def context_positions(
-    state: DecodeState, sample_B: jax.Array, positions_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the position of each slot's token in its context; whether it is the context's first.
+def next_tokens(
+    job: DecodeJob, state: DecodeState, sample_B: jax.Array, indices_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what slots run next: the last tokens of their sequences, or some again.
 
-    `positions_B` are those in the whole sequences.
+    `indices_B` are the columns of these last tokens in the whole sequences.
+
+    Returns:
+      Int32 [B] each: the tokens, their positions in their contexts, and their columns in the whole
+      sequences.
     """
     assert state.dialogues is not None and state.dialogues.contexts is not None
-    columns_T = jnp.arange(state.responses.shape[1])
-    starts_BxT = state.dialogues.contexts[sample_B]
-    first_B = jnp.max(jnp.where(starts_BxT, columns_T, -1), axis=1)
-    # The last token that was drawn is run, in the column before the next one. If it is the last of
-    # the context before, what it writes to column 0 is replaced by the first of the new context.
-    in_context_B = jnp.maximum(state.slots.drawn - 1 - first_B, 0)
-    positions_B = jnp.where(first_B >= 0, in_context_B, positions_B)
-    return positions_B, (first_B >= 0) & (state.slots.drawn - 1 == first_B)
+    contexts: Contexts = jax.tree.map(lambda x: x[sample_B], state.dialogues.contexts)
+    prompt_B = sample_B // job.options.n
+    prompt_lengths_B = job.prompts.lengths[prompt_B]
+    # The token of the context at this position: of the prompt, or the k-th one in the response.
+    read_B = jnp.maximum(contexts.position, 0)
+    in_prompt_B = (contexts.current == 0) & (read_B < prompt_lengths_B)
+    k_B = read_B - jnp.where(contexts.current == 0, prompt_lengths_B, 0)
+    counts_BxT = jnp.cumsum(_in_context(state, contexts), axis=1)
+    columns_B = (counts_BxT <= k_B[:, None]).sum(1)
+    columns_B = jnp.minimum(columns_B, state.responses.shape[1] - 1)
+    tokens_B = jnp.where(
+        in_prompt_B,
+        job.prompts.tokens[prompt_B, jnp.minimum(read_B, job.prompts.tokens.shape[1] - 1)],
+        state.responses[sample_B, columns_B],
+    )
+    is_again_B = (contexts.position >= 0) & (contexts.position < contexts.again)
+    again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
+    return (
+        jnp.where(is_again_B, tokens_B, state.slots.token),
+        read_B,
+        jnp.where(is_again_B, again_B, indices_B),
+    )
+
+
+def _in_context(state: DecodeState, contexts: Contexts) -> jax.Array:
+    """Return which tokens of the responses are of the slots' current contexts, bool [B, T]."""
+    is_drawn_BxT = jnp.arange(state.responses.shape[1]) < state.slots.drawn[:, None]
+    return is_drawn_BxT & (contexts.numbers == contexts.current[:, None])
+
+
+def held_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
+    """Return which slots add no token in a decode step, bool [B].
+
+    They hold a turn that is to be answered, or run tokens of a former context again.
+    """
+    held_B = waiting_slots(job, state)
+    assert state.dialogues is not None
+    if state.dialogues.contexts is not None:
+        contexts = state.dialogues.contexts
+        sample_B = jnp.minimum(state.slots.sample, job.samples - 1)
+        held_B |= contexts.position[sample_B] + 1 < contexts.again[sample_B]
+    return held_B
 
 
 def end_turns(
@@ -88,19 +140,28 @@ def end_turns(
     N = job.samples
     sample_B = jnp.minimum(before.sample, N - 1)
     # A slot that waits runs its last token once more: nothing of it has changed.
-    waits_B = waiting_slots(job, recorded)
-    written_B = jnp.where(waits_B, N, before.sample)
+    held_B = held_slots(job, recorded)
+    written_B = jnp.where(held_B, N, before.sample)
     ended_B = finishes_B | (slots.drawn == job.limit)
     if job.options.max_turn_length is not None:
         ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
+    contexts = dialogues.contexts
+    if contexts is not None:
+        run_B = jnp.where(waiting_slots(job, recorded), N, before.sample)
+        contexts = contexts._replace(
+            numbers=contexts.numbers.at[written_B, before.drawn].set(
+                contexts.current[sample_B], mode="drop"
+            ),
+            position=contexts.position.at[run_B].add(1, mode="drop"),
+        )
     # Strings are searched for in the policy's own turns only.
     observed_B = jnp.where(is_observed_B, written_B, N)
     return recorded._replace(
         # Whether the turn is finished, until it is answered.
         finished=recorded.finished.at[written_B].set(finishes_B & ~is_observed_B, mode="drop"),
         slots=slots._replace(
-            drawn=jnp.where(waits_B, before.drawn, slots.drawn),
-            token=jnp.where(waits_B, before.token, slots.token),
+            drawn=jnp.where(held_B, before.drawn, slots.drawn),
+            token=jnp.where(held_B, before.token, slots.token),
         ),
         stop_states=recorded.stop_states.at[observed_B].set(text_search.START, mode="drop"),
         forbidden_states=recorded.forbidden_states.at[observed_B].set(
@@ -114,6 +175,7 @@ def end_turns(
             starts=dialogues.starts.at[written_B, before.drawn].set(
                 before.drawn == dialogues.turn_start[sample_B], mode="drop"
             ),
+            contexts=contexts,
         ),
     )
 
@@ -149,11 +211,7 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
     validate_contexts(answers, options.max_contexts)
     contexts = dialogues.contexts
     if contexts is not None:
-        assert answers.replaces is not None
-        is_last_B = contexts[sample_B].sum(1) + 1 == options.max_contexts
-        continues_B &= ~(answers.replaces & (is_last_B | (answers.lengths == 0)))
-        replaced_B = jnp.where(continues_B & answers.replaces, slots.sample, N)
-        contexts = contexts.at[replaced_B, slots.drawn].set(True, mode="drop")
+        continues_B, contexts = _choose_contexts(job, state, answers, continues_B)
 
     # Writes to sample N, which does not exist, are dropped.
     written_B = jnp.where(waits_B, slots.sample, N)
@@ -184,6 +242,39 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
             ),
             contexts=contexts,
         ),
+    )
+
+
+def _choose_contexts(
+    job: DecodeJob, state: DecodeState, answers: Answers, continues_B: jax.Array
+) -> tuple[jax.Array, Contexts]:
+    """Return which of the dialogues that may continue do, and the contexts in which they do so."""
+    assert state.dialogues is not None and state.dialogues.contexts is not None
+    assert answers.replaces is not None
+    before = state.dialogues.contexts
+    N = job.samples
+    sample_B = jnp.minimum(state.slots.sample, N - 1)
+    contexts: Contexts = jax.tree.map(lambda x: x[sample_B], before)
+    is_new_B = answers.replaces
+    former_B = jnp.full_like(contexts.current, -1) if answers.former is None else answers.former
+    is_allowed_B = (contexts.opened < job.options.max_contexts) & (answers.lengths > 0)
+    continues_B &= jnp.where(is_new_B, is_allowed_B, former_B < contexts.opened)
+    returns_B = ~is_new_B & (former_B >= 0) & (former_B != contexts.current)
+    current_B = jnp.where(returns_B, former_B, contexts.current)
+    current_B = jnp.where(is_new_B, contexts.opened, current_B)
+    again_B = _in_context(state, contexts._replace(current=current_B)).sum(1)
+    again_B += jnp.where(current_B == 0, job.prompts.lengths[sample_B // job.options.n], 0)
+    position_B = jnp.where(is_new_B, -1, jnp.where(returns_B, 0, contexts.position))
+    written_B = jnp.where(continues_B, state.slots.sample, N)
+
+    def put(x_N: jax.Array, new_B: jax.Array) -> jax.Array:
+        return x_N.at[written_B].set(new_B, mode="drop")
+
+    return continues_B, before._replace(
+        current=put(before.current, current_B),
+        opened=put(before.opened, contexts.opened + is_new_B),
+        position=put(before.position, position_B),
+        again=put(before.again, jnp.where(returns_B, again_B, 0)),
     )
 
 

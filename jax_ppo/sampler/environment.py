@@ -41,6 +41,9 @@ class Answers(NamedTuple):
       done: bool [B], whether the dialogue has ended; its observation is then not read.
       replaces: bool [B], whether the observation replaces the context: what follows is drawn as if
         nothing preceded it. An empty one cuts the dialogue off. `None` if none ever does.
+      former: int32 [B], the number of the context that the observation is appended to instead of
+        the current one, see `Rollout.contexts`; -1 for the current one. One that does not exist
+        cuts the dialogue off. `None` if contexts that were left are never continued.
     """
 
     state: Any
@@ -49,6 +52,7 @@ class Answers(NamedTuple):
     rewards: jax.Array
     done: jax.Array
     replaces: jax.Array | None = None
+    former: jax.Array | None = None
 
 
 class Environment(Protocol):
@@ -99,7 +103,8 @@ class PerDialogue:
           reset: (row, key) -> the first state, a pytree of arrays.
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
             dialogue has ended), where turn and observation are int32 [U] and int32 [O]; possibly
-            with a sixth value, whether the observation replaces the context.
+            with a sixth value, whether the observation replaces the context, and a seventh, which
+            former one it is appended to.
           observation_length: O.
           metrics: last state -> numbers by name.
         """
@@ -121,6 +126,7 @@ class PerDialogue:
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
             replaces=None if answers.replaces is None else jnp.asarray(answers.replaces, bool),
+            former=None if answers.former is None else jnp.asarray(answers.former, jnp.int32),
         )
 
     def metrics(self, state: Any) -> dict[str, jax.Array]:

@@ -54,6 +54,27 @@ class Slots(NamedTuple):
     cache: Cache
 
 
+class Contexts(NamedTuple):
+    """The contexts of the dialogues of N samples.
+
+    Attributes:
+      numbers: int32 [N, T], the context of each token, see `Rollout.contexts`.
+      current: int32 [N], the context that is being continued.
+      opened: int32 [N], the contexts so far.
+      position: int32 [N], position in its context of the token that the slot runs next; -1 for the
+        last one of the context before, which runs once more in place of one that precedes the
+        first, to no effect.
+      again: int32 [N], tokens at the beginning of the context that are run again, since others have
+        taken their columns of the cache.
+    """
+
+    numbers: jax.Array
+    current: jax.Array
+    opened: jax.Array
+    position: jax.Array
+    again: jax.Array
+
+
 class Dialogues(NamedTuple):
     """The dialogues of N samples.
 
@@ -65,8 +86,7 @@ class Dialogues(NamedTuple):
       is_action: bool [N, T], the response tokens that the policy chose.
       starts: bool [N, T], the first token of each turn.
       rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
-      contexts: bool [N, T], the first token of each context that replaced the one before; `None`
-        if the options allow one context.
+      contexts: `None` if the options allow one context.
     """
 
     environment: Any
@@ -76,7 +96,7 @@ class Dialogues(NamedTuple):
     is_action: jax.Array
     starts: jax.Array
     rewards: jax.Array
-    contexts: jax.Array | None = None
+    contexts: Contexts | None = None
 
 
 class DecodeState(NamedTuple):

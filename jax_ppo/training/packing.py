@@ -277,8 +277,8 @@ class Rows:
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
     # The segment of the shared tokens that each place reads as well; `None` if samples share none.
     prefixes: Int[Array, "R L"] | None = None
-    # Position of each token in its sample's whole sequence, if its contexts were replaced; `None`
-    # if these are the `positions`.
+    # Column of each token in its sample's whole sequence, if it has several contexts; `None` if
+    # these are the `positions`.
     indices: Int[Array, "R L"] | None = None
 
 
@@ -288,17 +288,23 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     # Empty places read sample 0; the masks below exclude them.
     samples = jnp.maximum(packing.sample, 0)
     last = sequences.tokens.shape[1] - 1
-    # Place p predicts token p + 1: this is its index in the response.
-    steps = packing.position + 1 - sequences.prompt_lengths[samples]
+    columns, next_columns = packing.position, packing.position + 1
+    if sequences.order is not None:
+        # The tokens of a context stand side by side, although others were drawn between them.
+        columns = sequences.order[samples, packing.position]
+        next_columns = sequences.order[samples, jnp.minimum(packing.position + 1, last)]
+        next_columns = jnp.where(packing.position < last, next_columns, last + 1)
+    # Each place predicts the token that follows it: this is its index in the response.
+    steps = next_columns - sequences.prompt_lengths[samples]
     # Tokens, positions and segments cover the whole sequence; only the mask knows about actions.
     in_response = filled & (steps >= 0) & (steps < sequences.lengths[samples])
     steps = jnp.where(in_response, steps, 0)
     mask = in_response & sequences.action_mask[samples, steps]
-    next_tokens = sequences.tokens[samples, jnp.minimum(packing.position + 1, last)]
+    next_tokens = sequences.tokens[samples, jnp.minimum(next_columns, last)]
     routed_experts = sequences.routed_experts
     if routed_experts is not None:
         # Those of the tokens that the places hold, not of the targets.
-        routed_experts = routed_experts[samples, packing.position]
+        routed_experts = routed_experts[samples, columns]
     kept_tokens = sequences.kept_tokens
     if kept_tokens is not None:
         kept_tokens = kept_tokens[samples, steps]
@@ -310,16 +316,16 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         is_shared = packing.position < sequences.prompt_lengths[samples] - 1
         segments = jnp.where(filled & is_shared, prompts, segments)
     positions, indices = packing.position, None
-    if sequences.context_starts is not None:
-        contexts, positions = _locate_contexts(sequences, sequences.context_starts, packing)
+    if sequences.contexts is not None:
+        contexts, positions = _locate_contexts(sequences, packing)
         # Numbers after the samples' and prompts' numbers. A later context reads no prompt.
         later = filled & (contexts > 0)
         segments = jnp.where(later, 2 * len(sequences.lengths) * contexts + samples, segments)
         if prefixes is not None:
             prefixes = jnp.where(later, segments, prefixes)
-        indices = packing.position
+        indices = columns
     return Rows(
-        tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
+        tokens=jnp.where(filled, sequences.tokens[samples, columns], 0),
         positions=positions,
         segments=segments,
         targets=jnp.where(mask, next_tokens, 0),
@@ -334,18 +340,16 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
 
 
 def _locate_contexts(
-    sequences: Sequences, starts_BxT: Bool[Array, "B T"], packing: Packing
+    sequences: Sequences, packing: Packing
 ) -> tuple[Int[Array, "R L"], Int[Array, "R L"]]:
     """Return the context of each place, 0 for the prompt's, and the position in it."""
-    columns_T = jnp.arange(starts_BxT.shape[1])
-    contexts_BxT = jnp.cumsum(starts_BxT, axis=1)
-    first_BxT = jax.lax.cummax(jnp.where(starts_BxT, columns_T, -1), axis=1)
-    samples = jnp.maximum(packing.sample, 0)
-    # The response's column of the token in each place; before it there is the prompt.
-    columns = packing.position - sequences.prompt_lengths[samples]
-    read = (samples, jnp.clip(columns, 0, len(columns_T) - 1))
-    contexts = jnp.where(columns < 0, 0, contexts_BxT[read])
-    return contexts, jnp.where(contexts > 0, columns - first_BxT[read], packing.position)
+    contexts_BxS = sequences.contexts
+    assert contexts_BxS is not None
+    begins_BxS = jnp.diff(contexts_BxS, axis=1, prepend=0) != 0
+    columns_S = jnp.arange(contexts_BxS.shape[1])
+    first_BxS = jax.lax.cummax(jnp.where(begins_BxS, columns_S, 0), axis=1)
+    read = (jnp.maximum(packing.sample, 0), packing.position)
+    return contexts_BxS[read], packing.position - first_BxS[read]
 
 
 def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:

@@ -60,11 +60,17 @@ def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
     assert read_line(logged, tmp_path, letters).turn_starts.tolist() == [True, False, False, True]
     row = read_line(logged | {"turn_starts": [1, 1, 1, 0]}, tmp_path, letters)
     assert row.turn_starts.tolist() == [True, True, False, True]
-    assert not row.context_starts.any()
+    assert not row.contexts.any()
     row = read_line(logged | {"context_starts": [0, 0, 1, 0]}, tmp_path, letters)
-    assert row.context_starts.tolist() == [False, False, True, False]
-    refused = read_line(logged | {"context_starts": [0, 1, 0, 0]}, tmp_path, letters)
-    assert refused.reason == "context_starts has a token that the policy chose (action_mask)"
+    assert row.contexts.tolist() == [0, 0, 1, 1]
+    row = read_line(logged | {"contexts": [0, 0, 1, 0]}, tmp_path, letters)
+    assert row.contexts.tolist() == [0, 0, 1, 0]
+    for contexts in ({"context_starts": [0, 1, 0, 0]}, {"contexts": [0, 1, 1, 1]}):
+        refused = read_line(logged | contexts, tmp_path, letters)
+        assert refused.reason == "context_starts has a token that the policy chose (action_mask)"
+    for contexts in ([0, 0, 2, 2], [0, 0, 0.5, 1], [-1, 0, 0, 0]):
+        refused = read_line(logged | {"contexts": contexts}, tmp_path, letters)
+        assert "expected whole numbers, new ones in the order 1, 2" in refused.reason
 
 
 @pytest.mark.parametrize(

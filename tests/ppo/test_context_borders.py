@@ -22,7 +22,7 @@ def make_rollout(mesh, replaces):
         "responses": np.zeros((tiny.B, T), np.int32),
         "action_mask": np.zeros((tiny.B, T), bool),
         "turn_starts": np.zeros((tiny.B, T), bool),
-        "context_starts": np.zeros((tiny.B, T), bool),
+        "contexts": np.zeros((tiny.B, T), np.int32),
     }
     lengths = np.zeros(tiny.B, np.int32)
     for row, turn in enumerate(turns):
@@ -35,9 +35,9 @@ def make_rollout(mesh, replaces):
         arrays["action_mask"][row, :FIRST] = True
         arrays["action_mask"][row, second : len(response)] = True
         arrays["turn_starts"][row, [0, second]] = True
-        arrays["context_starts"][row, FIRST] = replaces
+        arrays["contexts"][row, FIRST : len(response)] = replaces
     if not replaces:
-        arrays["context_starts"] = None
+        arrays["contexts"] = None
     rollout = Rollout(
         prompts=prompts,
         lengths=lengths,

@@ -766,14 +766,15 @@ FORGETFUL = """
 class Forgetful(Dice):
     def step(self, text):
         observation, *others = super().step(text)
-        return (NewContext(f"so far {observation}") if self.turns == 2 else observation), *others
+        contexts = {1: NewContext(f"so far {observation}"), 2: FormerContext(0, observation)}
+        return contexts.get(self.turns, observation), *others
 """
 
 
 @pytest.mark.exhaustive
 def test_dialogues_are_resumed_bit_equal(files, tmp_path):
-    """Also those sampled ahead, with chance on the host and contexts that are replaced."""
-    imports = "from jax_ppo.environments.protocol import NewContext\n"
+    """Also those sampled ahead, with chance on the host and contexts that are left for others."""
+    imports = "from jax_ppo.environments.protocol import FormerContext, NewContext\n"
     (tmp_path / "dice.py").write_text(imports + DICE + FORGETFUL)
     options = (
         *SAMPLED_AHEAD,
@@ -795,6 +796,7 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
     assert all(float(row["rollout/contexts"]) == 2 for row in rows)
+    assert all(float(row["rollout/returns"]) > 0.5 for row in rows)
     # What the turns earned is part of the reward that is learned from.
     assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ppo.data.response_rows import starts_of_contexts
 from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.protocol import NewContext
+from jax_ppo.environments.protocol import FormerContext, NewContext
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.forward_passes import join_sequences
 from jax_ppo.sampler.environment import PerDialogue
@@ -47,7 +48,17 @@ def step(state, turn, length):
     return (row, turns + 1), observation, length, 1.0, False, turns % 2 == 1
 
 
+def branch(state, turn, length):
+    """Leave contexts and return to them, once without an observation, in row 1 at last to none."""
+    (row, turns), observation, length, *others, _ = step(state, turn, length)
+    new = jnp.array([True, False, False, True, False, False])[turns - 1]
+    former = jnp.array([-1, 0, 1, -1, 0, jnp.where(row == 1, 3, 2)])[turns - 1]
+    length = jnp.where(turns == 3, 0, length)
+    return (row, turns), observation, length, *others, new, former
+
+
 ENVIRONMENT = PerDialogue(lambda row, key: (row, jnp.int32(0)), step, observation_length=3)
+BRANCHING = PerDialogue(ENVIRONMENT._reset, branch, observation_length=3)
 OPTIONS = {"max_response_length": T, "max_turn_length": 3, "slots": 2}
 
 
@@ -58,35 +69,56 @@ def with_rows(prompts):
 def contexts_of(rollout, row):
     """Yield the tokens of each context of a sample, and the columns of its part of the response."""
     prompt = rollout.prompts.tokens[row][: rollout.prompts.lengths[row]]
-    length = rollout.lengths[row]
-    (starts,) = np.nonzero(rollout.context_starts[row])
-    for begin, end in zip((0, *starts), (*starts, length), strict=True):
-        before = prompt if begin == 0 else prompt[:0]
-        yield np.concatenate([before, rollout.responses[row, begin:end]]), np.arange(begin, end)
+    contexts = rollout.contexts[row, : rollout.lengths[row]]
+    for number in range(contexts.max() + 1):
+        (columns,) = np.nonzero(contexts == number)
+        before = prompt if number == 0 else prompt[:0]
+        yield np.concatenate([before, rollout.responses[row, columns]]), columns
+
+
+def runs(contexts):
+    """Return the numbers of contexts in the order in which they are visited."""
+    return [int(n) for n, before in zip(contexts, [-1, *contexts], strict=False) if n != before]
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [ARCHITECTURE, pytest.param(HYBRID, marks=pytest.mark.exhaustive)],
-    ids=lambda a: a.family,
+    ("environment", "architecture"),
+    [
+        (ENVIRONMENT, ARCHITECTURE),
+        (BRANCHING, ARCHITECTURE),
+        pytest.param(ENVIRONMENT, HYBRID, marks=pytest.mark.exhaustive),
+        pytest.param(BRANCHING, HYBRID, marks=pytest.mark.slow),
+    ],
+    ids=["replaced", "branching", "replaced-hybrid", "branching-hybrid"],
 )
-def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(architecture):
+def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(environment, architecture):
     actor = Actor(architecture)
     rollout = actor.sample(
-        with_rows(make_prompts(LENGTHS)), environment=ENVIRONMENT, max_contexts=3, n=2, **OPTIONS
+        with_rows(make_prompts(LENGTHS)), environment=environment, max_contexts=3, n=2, **OPTIONS
     )
-    # A fourth context, or one without tokens, ends the dialogue instead.
-    assert rollout.context_starts.sum(1).tolist() == [2, 2, 2, 2, 1, 1]
-    assert rollout.turn_starts.sum(1).tolist() == [6, 6, 6, 6, 4, 4]
-    assert rollout.truncated.all() and (rollout.lengths < T).all()
-    assert not (rollout.context_starts & rollout.action_mask).any()
+    visits = [
+        runs(row[:length]) for row, length in zip(rollout.contexts, rollout.lengths, strict=True)
+    ]
+    if environment is ENVIRONMENT:
+        # A fourth context, or one without tokens, ends the dialogue instead.
+        assert visits == [[0, 1, 2]] * 4 + [[0, 1]] * 2
+        assert rollout.turn_starts.sum(1).tolist() == [6, 6, 6, 6, 4, 4]
+    else:
+        # A new context without tokens, or a former one that does not exist, ends it, too.
+        path = [0, 1, 0, 1, 2, 0, 2]
+        assert visits == [path, path, path[:6], path[:6], path[:4], path[:4]]
+    assert rollout.truncated.all() and (rollout.lengths < T).any()
+    starts = starts_of_contexts(rollout.contexts)
+    assert not (starts & rollout.action_mask).any()
     expected = np.zeros_like(rollout.logprobs)
     for row in range(len(rollout.lengths)):
         for tokens, columns in contexts_of(rollout, row):
+            if not len(columns):
+                continue
             padded = np.zeros((1, 16 + T), np.int32)
             padded[0, : len(tokens)] = tokens
             logprobs = np.asarray(jax.nn.log_softmax(actor.logits(padded)[0]))
-            # The context's part of the response is at its end.
+            # The context's part of the response is at its end, a prompt before it.
             targets = np.arange(len(tokens) - len(columns), len(tokens))
             expected[row, columns] = logprobs[targets - 1, tokens[targets]]
     expected *= rollout.action_mask
@@ -173,3 +205,69 @@ def test_new_contexts_of_host_environments(context, max_contexts, tokens, messag
             environment.raise_if_all_failed()
     else:
         assert answers[4].tolist() == [bool(tokens)]
+
+
+def answer_turns(steps, turns, max_contexts=3, frame=None):
+    """Return the answers of a host environment to turns of one dialogue."""
+
+    class Agent:
+        def reset(self, example, seed):
+            self.steps = iter(steps)
+
+        def step(self, text):
+            return next(self.steps), 0.5, False
+
+    environment = HostEnvironment(
+        Agent, Letters(), [Example("4", "mine")], 8, 60.0, frame=frame, max_contexts=max_contexts
+    )
+    answers = []
+    for number, turn in enumerate(turns):
+        one = (np.array([0]), np.arange(1), np.array([2]), np.array([number], np.int32))
+        ids = np.array([[ord(letter) for letter in turn]])
+        tokens, lengths, _, ends, *contexts, _ = environment._answer(*one, ids, [len(turn)])
+        text = "".join(map(chr, tokens[0, : lengths[0]]))
+        answers.append((text, bool(ends[0]), *(x[0].item() for x in contexts)))
+    return answers
+
+
+def test_host_environments_continue_former_contexts():
+    steps = [NewContext("help"), FormerContext(0, "yes"), FormerContext(1), "on"]
+    assert answer_turns(steps, "abcd") == [
+        ("help", False, True, -1),
+        ("yes", False, False, 0),
+        ("", False, False, 1),
+        ("on", False, False, -1),
+    ]
+
+
+def test_a_message_follows_the_last_token_of_the_context_that_goes_on():
+    """The frame ends the assistant's turn unless that context's own last token has."""
+
+    class Frame:
+        def encode(self, contents, last, length):
+            return [*([] if last == ord(".") else [ord(".")]), *map(ord, "".join(contents))]
+
+    steps = [NewContext("q"), FormerContext(0, "a"), FormerContext(1, ("b", "c"))]
+    answers = answer_turns(steps, ["x.", "y", "z."], frame=Frame())
+    # Context 0 was left after a full stop, context 1 without one.
+    assert [text for text, *_ in answers] == ["q", "a", ".bc"]
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (FormerContext(1), "former context of a turn is 1 of type int; expected a number from 0"),
+        (FormerContext(-1), "former context of a turn is -1 of type int"),
+        (FormerContext("main"), "former context of a turn is 'main' of type str"),
+        (FormerContext(True), "former context of a turn is True of type bool"),
+        (FormerContext(0, None), "the observation of a turn is None of type NoneType"),
+    ],
+)
+def test_former_contexts_that_do_not_exist_end_the_dialogue(observation, message, caplog):
+    assert answer_turns([observation], "a") == [("", True, False, -1)]
+    assert message in caplog.text
+
+
+def test_a_former_context_needs_several(caplog):
+    assert answer_turns([FormerContext(0)], "a", max_contexts=1) == [("", True)]
+    assert "Agent replaces the context, and config.rollout.multi_turn.max_contexts=1" in caplog.text
