@@ -18,6 +18,7 @@ from typing import Any
 from jax_ppo.errors import UserError
 
 _MAX_REPLY = 1_000_000  # bytes
+_READ = 65_536  # bytes at a time
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
 
 
@@ -27,6 +28,24 @@ class RequestFault(RuntimeError):
 
 class RequestTimeout(RequestFault):
     """The last attempt took too long."""
+
+
+def read_reply(reply: http.client.HTTPResponse, seconds: float, most: int | None = None) -> bytes:
+    """Return the body of a reply, or its first `most` bytes.
+
+    Raises:
+      TimeoutError: it is not complete after that time, although parts of it may still come.
+      http.client.IncompleteRead: the connection ended before.
+    """
+    end = time.monotonic() + seconds
+    body = bytearray()
+    while (most is None or len(body) < most) and (part := reply.read1(_READ)):
+        body += part
+        if time.monotonic() > end:
+            raise TimeoutError("the reply took too long")
+    if reply.length and (most is None or len(body) < most):
+        raise http.client.IncompleteRead(bytes(body), reply.length)
+    return bytes(body[:most])
 
 
 def read_key(variable: str) -> str:
@@ -122,7 +141,7 @@ class JSONServer:
         )
         opener = urllib.request.build_opener(_RefuseRedirects)
         with opener.open(message, timeout=self.timeout) as reply:
-            return json.loads(reply.read(_MAX_REPLY))
+            return json.loads(read_reply(reply, self.timeout, _MAX_REPLY))
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):

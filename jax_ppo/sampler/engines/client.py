@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.errors import shorten
-from jax_ppo.json_server import read_key
+from jax_ppo.json_server import read_key, read_reply
 
 # Sent as a bearer token. It never occurs in an option, a message or a file of the run.
 KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
@@ -94,11 +94,12 @@ class Client:
         if key := read_key(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body)
+        timeout = timeout or self._timeout
         try:
-            with self._connection(timeout or self._timeout) as connection:
+            with self._connection(timeout) as connection:
                 connection.request(method, self._parts.path + route, content, headers)
                 reply = connection.getresponse()
-                data = reply.read()
+                data = read_reply(reply, timeout)
             if reply.status != 200:
                 # Its words, not the request's.
                 text = shorten(data.decode(errors="replace"), 200)
