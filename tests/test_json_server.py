@@ -77,5 +77,6 @@ def test_no_more_is_read_than_wanted():
     with serving([b"1" * 10], 0, 10) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         connection.request("POST", "/", "")
-        assert read_reply(connection.getresponse(), TIMEOUT, most=4) == b"1111"
+        with connection.getresponse() as reply:
+            assert read_reply(reply, TIMEOUT, most=4) == b"1111"
         connection.close()

@@ -98,8 +98,8 @@ class Client:
         try:
             with self._connection(timeout) as connection:
                 connection.request(method, self._parts.path + route, content, headers)
-                reply = connection.getresponse()
-                data = read_reply(reply, timeout)
+                with connection.getresponse() as reply:
+                    data = read_reply(reply, timeout)
             if reply.status != 200:
                 # Its words, not the request's.
                 text = shorten(data.decode(errors="replace"), 200)
