@@ -243,15 +243,21 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     positions_B = jnp.where(
         busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
     )
-    run_B, columns_B, before = slots.token, positions_B, slots.cache
+    run_B, columns_B, before, replayed = slots.token, positions_B, slots.cache, None
     if options.max_contexts > 1:
         tokens = dialogues.next_tokens(job, state, sample_B, positions_B)
-        run_B, columns_B, positions_B = tokens
+        run_B, columns_B, positions_B, is_again_B = tokens
+        if state.routing is not None:
+            replayed = routing.recorded_tokens(state.routing, sample_B, positions_B, is_again_B)
         columns_B = jnp.where(busy_B, columns_B, 0)
         # Recurrent states have no columns: at the start of a context they are empty.
         before = keep_states(before, jax.tree.map(jnp.zeros_like, before), columns_B == 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params}, run_B[:, None], columns_B[:, None], cache=before
+        {"params": job.params},
+        run_B[:, None],
+        columns_B[:, None],
+        cache=before,
+        routed_experts=replayed,
     )
     assert decoded.cache is not None
     cache = decoded.cache

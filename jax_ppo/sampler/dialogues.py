@@ -67,14 +67,15 @@ def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
 
 def next_tokens(
     job: DecodeJob, state: DecodeState, sample_B: jax.Array, indices_B: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return what slots run next: the last tokens of their sequences, or some again.
 
     `indices_B` are the columns of these last tokens in the whole sequences.
 
     Returns:
       Int32 [B] each: the tokens, their positions in their contexts, and their columns in the whole
-      sequences.
+      sequences, past the end where a token is run to no effect. Then bool [B], whether a token of a
+      former context is run again.
     """
     assert state.dialogues is not None and state.dialogues.contexts is not None
     contexts: Contexts = jax.tree.map(lambda x: x[sample_B], state.dialogues.contexts)
@@ -94,10 +95,13 @@ def next_tokens(
     )
     is_again_B = (contexts.position >= 0) & (contexts.position < contexts.again)
     again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
+    # The last token of the context before precedes nothing in the new one.
+    past_B = jnp.where(contexts.position < 0, jnp.iinfo(jnp.int32).max, indices_B)
     return (
         jnp.where(is_again_B, tokens_B, state.slots.token),
         read_B,
-        jnp.where(is_again_B, again_B, indices_B),
+        jnp.where(is_again_B, again_B, past_B),
+        is_again_B,
     )
 
 
@@ -258,7 +262,8 @@ def _choose_contexts(
     is_new_B = answers.replaces
     former_B = jnp.full_like(contexts.current, -1) if answers.former is None else answers.former
     is_allowed_B = (contexts.opened < job.options.max_contexts) & (answers.lengths > 0)
-    continues_B &= jnp.where(is_new_B, is_allowed_B, former_B < contexts.opened)
+    exists_B = (former_B >= -1) & (former_B < contexts.opened)
+    continues_B &= jnp.where(is_new_B, is_allowed_B, exists_B)
     returns_B = ~is_new_B & (former_B >= 0) & (former_B != contexts.current)
     current_B = jnp.where(returns_B, former_B, contexts.current)
     current_B = jnp.where(is_new_B, contexts.opened, current_B)

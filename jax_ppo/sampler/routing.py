@@ -95,3 +95,12 @@ def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
     G, P = record.buffer.shape[:2]
     rows_G = jnp.minimum(first + jnp.arange(G), len(record.sequences) - 1)
     return record.sequences[rows_G, :P]
+
+
+def recorded_tokens(
+    record: RoutingRecord, sample_B: jax.Array, positions_B: jax.Array, is_again_B: jax.Array
+) -> jax.Array:
+    """Return the experts of tokens that slots run again, [B, 1, layers, k]; no record of others."""
+    recorded = record.sequences[sample_B, positions_B]
+    none = jnp.iinfo(recorded.dtype).max
+    return jnp.where(is_again_B[:, None, None], recorded, none)[:, None]
