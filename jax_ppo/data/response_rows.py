@@ -211,11 +211,12 @@ class ResponseReader:
         if not action_mask.any():
             raise UserError("action_mask has no token that the policy chose")
         turn_starts = _numbers(row, "turn_starts", length)
-        # Where nothing says so, a turn is what no other token interrupts.
+        contexts = _read_contexts(row, action_mask)
+        # Where nothing says so, a turn is what no other token or context interrupts.
         starts = action_mask & ~np.append(False, action_mask[:-1])
+        starts |= action_mask & (np.diff(contexts, prepend=0) != 0)
         if turn_starts is not None:
             starts |= action_mask & (turn_starts != 0)
-        contexts = _read_contexts(row, action_mask)
         if contexts.any() and not self.takes_contexts:
             raise UserError("its context is replaced, and a reward model reads one context")
         turn_rewards = _numbers(row, "turn_rewards", length)
@@ -329,7 +330,7 @@ def _read_contexts(row: dict[str, Any], action_mask: np.ndarray) -> np.ndarray:
     if (contexts < 0).any() or (contexts % 1).any() or (np.diff(most, prepend=0) > 1).any():
         raise UserError("contexts: expected whole numbers, new ones in the order 1, 2, ...")
     if (starts_of_contexts(contexts) & action_mask).any():
-        raise UserError("context_starts has a token that the policy chose (action_mask)")
+        raise UserError("a new context begins with a token that the policy chose (action_mask)")
     return contexts.astype(np.int32)
 
 

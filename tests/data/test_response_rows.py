@@ -65,9 +65,13 @@ def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
     assert row.contexts.tolist() == [0, 0, 1, 1]
     row = read_line(logged | {"contexts": [0, 0, 1, 0]}, tmp_path, letters)
     assert row.contexts.tolist() == [0, 0, 1, 0]
+    # Nothing was observed between the last two turns, which are of other contexts.
+    changes = {"action_mask": [1, 0, 1, 1], "contexts": [0, 1, 1, 0]}
+    row = read_line(logged | changes, tmp_path, letters)
+    assert row.turn_starts.tolist() == [True, False, True, True]
     for contexts in ({"context_starts": [0, 1, 0, 0]}, {"contexts": [0, 1, 1, 1]}):
         refused = read_line(logged | contexts, tmp_path, letters)
-        assert refused.reason == "context_starts has a token that the policy chose (action_mask)"
+        assert refused.reason.startswith("a new context begins with a token that the policy chose")
     for contexts in ([0, 0, 2, 2], [0, 0, 0.5, 1], [-1, 0, 0, 0]):
         refused = read_line(logged | {"contexts": contexts}, tmp_path, letters)
         assert "expected whole numbers, new ones in the order 1, 2" in refused.reason
