@@ -56,6 +56,8 @@ def _read_info(
         observation = FormerContext(info["former_context"], observation)
     prompt = info.get("new_context")
     if prompt is not None:
+        if isinstance(observation, FormerContext):
+            raise ValueError("info has new_context and former_context; expected one of them")
         observation = NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)
     figures = {name: info[name] for name in metric_names if info.get(name) is not None}
     return observation, figures

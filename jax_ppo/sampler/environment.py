@@ -126,7 +126,6 @@ class PerDialogue:
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
             replaces=None if answers.replaces is None else jnp.asarray(answers.replaces, bool),
-            former=None if answers.former is None else jnp.asarray(answers.former, jnp.int32),
         )
 
     def metrics(self, state: Any) -> dict[str, jax.Array]:

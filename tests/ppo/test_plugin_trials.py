@@ -131,6 +131,18 @@ def test_an_environment_is_tried(what):
         plugin_trials.try_environment("x", "y", environment(step), 5)
 
 
+@pytest.mark.parametrize("former", [-1, False, 1.5])
+def test_a_former_context_is_a_whole_number(former):
+    def step(*arguments):
+        return (*right_step(*arguments), False, former)
+
+    if former == -1:
+        plugin_trials.try_environment("x", "y", environment(step), 5, max_contexts=2)
+        return
+    with pytest.raises(UserError, match="as the former context of 2 dialogues; expected int32"):
+        plugin_trials.try_environment("x", "y", environment(step), 5, max_contexts=2)
+
+
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [

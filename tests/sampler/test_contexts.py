@@ -49,11 +49,11 @@ def step(state, turn, length):
 
 
 def branch(state, turn, length):
-    """Leave contexts and return to them, once without an observation, in row 1 at last to none."""
+    """Leave contexts and return to them, also without an observation, at last to none."""
     (row, turns), observation, length, *others, _ = step(state, turn, length)
-    new = jnp.array([True, False, False, True, False, False])[turns - 1]
-    former = jnp.array([-1, 0, 1, -1, 0, jnp.where(row == 1, 3, 2)])[turns - 1]
-    length = jnp.where(turns == 3, 0, length)
+    new = jnp.array([True, False, False, True, False, False, False])[turns - 1]
+    former = jnp.array([-1, 0, 1, -1, 0, jnp.where(row == 1, 3, 2), -2])[turns - 1]
+    length = jnp.where((turns == 3) | (turns > 5), 0, length)
     return (row, turns), observation, length, *others, new, former
 
 
@@ -107,7 +107,7 @@ def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(environmen
         # A new context without tokens, or a former one that does not exist, ends it, too.
         path = [0, 1, 0, 1, 2, 0, 2]
         assert visits == [path, path, path[:6], path[:6], path[:4], path[:4]]
-    assert rollout.truncated.all() and (rollout.lengths < T).any()
+    assert rollout.truncated.all() and (rollout.lengths < T).all()
     starts = starts_of_contexts(rollout.contexts)
     assert not (starts & rollout.action_mask).any()
     expected = np.zeros_like(rollout.logprobs)
