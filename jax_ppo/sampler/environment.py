@@ -43,7 +43,8 @@ class Answers(NamedTuple):
         nothing preceded it. An empty one cuts the dialogue off. `None` if none ever does.
       former: int32 [B], the number of the context that the observation is appended to instead of
         the current one, see `Rollout.contexts`; -1 for the current one. One that does not exist
-        cuts the dialogue off. `None` if contexts that were left are never continued.
+        cuts the dialogue off. Not read where `replaces`. `None` if contexts that were left are
+        never continued.
     """
 
     state: Any
