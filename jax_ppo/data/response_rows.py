@@ -322,7 +322,8 @@ def _read_contexts(row: dict[str, Any], action_mask: np.ndarray) -> np.ndarray:
     """Return the context of each token of a response, int32."""
     length = len(action_mask)
     starts = _numbers(row, "context_starts", length)
-    contexts = _numbers(row, "contexts", length)
+    # A column of this name may hold what a row of texts was written from.
+    contexts = _numbers(row, "contexts", length) if "response_ids" in row else None
     if contexts is None:
         # Files from before contexts could be continued have only their first tokens.
         contexts = np.cumsum(np.zeros(length) if starts is None else starts != 0)

@@ -39,6 +39,11 @@ def test_texts_become_tokens_with_an_end(tmp_path, letters):
     assert row.action_mask.tolist() == [True, True] and not row.truncated
 
 
+def test_texts_may_have_a_column_contexts_of_their_own(tmp_path, letters):
+    line = {"prompt": "ab", "response": "c", "contexts": ["a passage that was found"]}
+    assert read_line(line, tmp_path, letters).contexts.tolist() == [0, 0]
+
+
 def test_tokens_are_used_as_they_are(tmp_path, letters):
     logged = SAMPLED | {
         "truncated": True,
