@@ -12,6 +12,7 @@ import functools
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -383,7 +384,9 @@ def _validate_context(context: NewContext) -> None:
 
 def _validate_number(number: Any, count: int) -> None:
     """Raise `ValueError` unless it is the number of one of a dialogue's contexts."""
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+    # Gymnasium's environments have numbers of NumPy.
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not is_whole or not 0 <= number < count:
         raise ValueError(
             f"the former context of a turn is {_quote(number)}; expected a number from 0, the "
             f"prompt's, to {count - 1}, the last one of the dialogue"

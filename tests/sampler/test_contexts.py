@@ -231,7 +231,7 @@ def answer_turns(steps, turns, max_contexts=3, frame=None):
 
 
 def test_host_environments_continue_former_contexts():
-    steps = [NewContext("help"), FormerContext(0, "yes"), FormerContext(1), "on"]
+    steps = [NewContext("help"), FormerContext(np.int64(0), "yes"), FormerContext(1), "on"]
     assert answer_turns(steps, "abcd") == [
         ("help", False, True, -1),
         ("yes", False, False, 0),
@@ -259,6 +259,7 @@ def test_a_message_follows_the_last_token_of_the_context_that_goes_on():
         (FormerContext(1), "former context of a turn is 1 of type int; expected a number from 0"),
         (FormerContext(-1), "former context of a turn is -1 of type int"),
         (FormerContext("main"), "former context of a turn is 'main' of type str"),
+        (FormerContext(0.0), "former context of a turn is 0.0 of type float"),
         (FormerContext(True), "former context of a turn is True of type bool"),
         (FormerContext(0, None), "the observation of a turn is None of type NoneType"),
     ],
