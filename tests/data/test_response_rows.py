@@ -145,6 +145,27 @@ def test_rows_of_other_prompt_tokens_have_another_fingerprint(tmp_path, letters)
     )
 
 
+def test_the_contexts_of_rows_are_in_rollouts_and_distinguish_them(tmp_path, letters):
+    logged = SAMPLED | {"response_ids": [3, 4, 5], "action_mask": [1, 0, 1]}
+
+    def given(**columns):
+        rows = [
+            read_line(logged | columns, tmp_path, letters),
+            read_line(SAMPLED, tmp_path, letters),
+        ]
+        reader = types.SimpleNamespace(max_prompt_length=4, max_response_length=4, reward_key="")
+        return GivenResponses.from_rows(rows, reader, "f")
+
+    one, replaced, left = (given(contexts=c) for c in ([0, 0, 0], [0, 1, 1], [0, 1, 0]))
+    batch = types.SimpleNamespace(indices=[1, 0], prompts=None)
+    assert one.rollout(batch).contexts is None and left.rollout(batch).contexts.dtype == "int32"
+    assert replaced.rollout(batch).contexts.tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
+    assert left.rollout(batch).contexts.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+    assert replaced.fingerprint == given(context_starts=[0, 1, 0]).fingerprint
+    prints = [given.fingerprint["memory"] for given in (one, replaced, left)]
+    assert len(set(prints)) == 3
+
+
 def test_a_row_that_no_rule_can_score_is_refused(tmp_path, letters):
     row = read_line(SAMPLED, tmp_path, letters, find_obstacle=lambda example: "no rule")
     assert row.reason == "no rule"
