@@ -40,9 +40,9 @@ class NewContext:
 class FormerContext:
     """A context that is continued instead of the current one, returned in place of an observation.
 
-    The policy writes its next turns from the tokens that this context had when it was left, followed
-    by the observation: as when a helper's answer returns to who asked. No token is encoded again.
-    The context that is left can be continued later, too.
+    The policy writes its next turns from the tokens that this context had when it was left, and the
+    observation after them: as when a helper's answer returns to who asked. No token is encoded
+    again. The context that is left can be continued later, too.
     """
 
     number: int  # 0 is the prompt's; each `NewContext` of the dialogue has the next number
