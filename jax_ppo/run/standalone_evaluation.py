@@ -106,7 +106,8 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
     path = critic.path
     if not path and exported.is_dir() and has_critic:
         path = str(exported)
-        if peft.holds_adapters(exported):
+        # A critic trained alone has no actor beside it.
+        if all(peft.holds_adapters(x) for x in (exported, exported.with_name("adapter"))):
             model = _with_exported_adapters(model)
     # Exported, it is a separate model, which knows the unit of its values.
     normalizes = critic.normalize_values or (Path(path) / VALUE_UNIT).exists()

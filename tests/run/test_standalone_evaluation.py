@@ -80,6 +80,10 @@ def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tm
     assert model.lora.rank == 0 and critic.path == str(tmp_path / "critic")
     model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, False)
     assert model.path == str(tmp_path / "actor")
+    # A critic trained alone: its run has no adapters of an actor.
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, True)
+    assert (model.path, model.lora.rank) == (str(tmp_path / "actor"), 4)
 
 
 def test_a_reward_function_that_fails_on_everything_gives_no_figures():
