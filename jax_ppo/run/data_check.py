@@ -10,6 +10,7 @@ import numpy as np
 from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.columns import Columns, find_label
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.prompts import encode_prompts
@@ -61,6 +62,9 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         command = _tell_command(training)
         if refusal and command != "train":
             raise refusal
+        if command == "train" and any(find_label(e.extra_info, Columns()) for e in training):
+            # Rows that only `sft` leaves out are missing.
+            training, held_out = load_examples(config.data, config.seed)
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))

@@ -306,9 +306,12 @@ def test_rows_for_sft_are_read_as_sft_reads_them(tmp_path, capsys):
     with pytest.raises(SystemExit, match="these columns hold different responses"):
         check.main(["check", write_rows(tmp_path / "a.jsonl", [two])])
     # `train` reads no responses.
-    ruled = [{**two, "ground_truth": "c", "data_source": "exact"}]
-    report, code = run_check(capsys, write_rows(tmp_path / "b.jsonl", ruled))
+    rule = {"ground_truth": "c", "data_source": "exact"}
+    report, code = run_check(capsys, write_rows(tmp_path / "b.jsonl", [two | rule]))
     assert (report["command"], code) == ("train", 0)
+    # Nor does it leave out rows by their labels.
+    report, _ = run_check(capsys, write_rows(tmp_path / "c.jsonl", [row | rule for row in kto]))
+    assert (report["command"], report["training"]["rows"]) == ("train", 3)
 
 
 def test_a_reference_answer_is_no_response_to_try(tmp_path, capsys):
