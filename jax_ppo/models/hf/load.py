@@ -219,7 +219,9 @@ def load_checkpoint(
     with _open_checkpoint(folder) as checkpoint:
         rows = _stored_tensors(checkpoint, architecture, head)
         _validate_checkpoint(checkpoint, tensors_to_read(rows, head), head, architecture)
-        return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
+        return read_parameters(
+            checkpoint, rows, head, shardings=shardings, dtype=dtype, progress=progress
+        )
 
 
 def _stored_tensors(
@@ -241,6 +243,7 @@ def read_parameters(
     checkpoint: SafetensorsCheckpoint,
     rows: TensorTable,
     head: str,
+    *,
     shardings: dict[str, Any],
     dtype: DTypeLike,
     progress: Progress | None,
