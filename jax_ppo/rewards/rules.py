@@ -78,8 +78,8 @@ def read_final_part(response: str) -> tuple[str, bool]:
 _COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
 
 
-# A list as Python prints it, not JSON.
-_PYTHON_LIST = re.compile(r"\[\s*'.*'\s*,?\s*\]", re.DOTALL)
+# A list as Python prints it, not JSON: with " only around texts that have an apostrophe.
+_PYTHON_LIST = re.compile(r"\[\s*('.*['\"]|\".*')\s*,?\s*\]", re.DOTALL)
 
 
 def listed_texts(ground_truth: str) -> list[str]:

@@ -297,6 +297,8 @@ def test_a_ground_truth_that_is_a_list_as_text_is_read_or_refused():
     for name, truth, words in (
         ("exact", '["a", ""]', "has an empty entry"),
         ("math", "['a', 'b']", "as Python prints it"),
+        ("math", "['x', \"f'(x)\"]", "as Python prints it"),
+        ("math", "[\"f'(x)\", 'x']", "as Python prints it"),
         ("math_dapo", "['18' '19']", "as Python prints it"),
         ("search_qa", "['a']", "is not text, a list"),
     ):
