@@ -20,7 +20,7 @@ from jax_ppo.data.tokenizer import (
     template_variables,
     validate_chat_template,
 )
-from jax_ppo.errors import UserError, shorten
+from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -157,10 +157,10 @@ def _report_unread_parts(
     chats = sum(len(e.prompt) > 1 for e in examples if not isinstance(e.prompt, str))
     if chats and chat_template is True and not tokenizer.chat_template:
         log.warning(
-            "%s: the tokenizer has no chat template: the messages of %d chats are joined by line "
+            "%s: the tokenizer has no chat template: the messages of %s are joined by line "
             "breaks, without their roles (config.data.chat_template=False says that this is meant)",
             name,
-            chats,
+            counted(chats, "chat"),
         )
     with_tools = [example for example in examples if example.tools]
     if not with_tools:

@@ -56,8 +56,8 @@ def make_reward_inputs(
     """
     if holds_critic(folder):
         report(
-            f"note: config.reward.model_path={options.model_path!r}: is a classifier of tokens, as "
-            "critics are exported, whose score of a token is the return expected after it"
+            f"note: config.reward.model_path={options.model_path!r} is a classifier of tokens, as "
+            "critics are exported: its score of a token is the return expected after it"
         )
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
     is_encoder = isinstance(net, Deberta)
