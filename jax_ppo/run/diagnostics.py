@@ -249,18 +249,14 @@ def _check_inexact(run: LastSteps) -> Iterator[str]:
 def _check_mismatch(run: LastSteps) -> Iterator[str]:
     difference = run["rollout/logprob_difference"].mean()
     if difference > 0.05:
-        smaller = (
-            "without config.rollout.quantization, with config.model.dtype=float32, and for a "
-            "mixture of experts with config.actor.router_replay.mode=R3"
-        )
-        if staleness := run.options.rollout.max_staleness:
-            smaller = (
-                f"with less than config.rollout.max_staleness={staleness}, or slower learning,"
-            )
+        staleness = run.options.rollout.max_staleness
+        newer = f"with less than config.rollout.max_staleness={staleness}, with slower learning, "
         yield (
             f"sampler and trainer disagree by {difference:.2g} nats per token on average over the "
             f"{run.span}: the update learns from another policy's samples. "
-            f"config.algorithm.rollout_is=token corrects for it; {smaller} it gets smaller"
+            f"config.algorithm.rollout_is=token corrects for it; {newer * (staleness > 0)}"
+            "without config.rollout.quantization, with config.model.dtype=float32, and for a "
+            "mixture of experts with config.actor.router_replay.mode=R3 it gets smaller"
         )
 
 

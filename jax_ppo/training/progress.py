@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.config.schema import Config, all_options, flatten_options, option_value
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, counted
 from jax_ppo.training.checkpoint import Checkpointer
 
 
@@ -130,9 +130,9 @@ def find_progress(
         )
     outlook = f"resuming after step {latest} of {total_steps}"
     if latest >= total_steps:
-        more = f", and {latest - total_steps} more," * (latest > total_steps)
+        more = f", and {latest - total_steps} more" * (latest > total_steps)
         outlook = (
-            f"all {total_steps} steps{more} are done; to train further, set "
+            f"done: {counted(total_steps, 'step')}{more}; to train further, set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
     for line in (*changes, outlook):

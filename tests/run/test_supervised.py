@@ -261,7 +261,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     saved = json.loads((tmp_path / "halves" / "config.json").read_text())
     changed = load(files, "--config.actor.optim.lr=1e-7", command=command)
     supervised_loop.train_supervised(changed, tmp_path / "halves", task)
-    assert "all 12 steps are done" in capsys.readouterr().out
+    assert "done: 12 steps; to" in capsys.readouterr().out
     assert json.loads((tmp_path / "halves" / "config.json").read_text()) == saved
 
 

@@ -31,10 +31,10 @@ def test_it_goes_on_or_has_nothing_left_to_do(capsys):
     assert capsys.readouterr().out == "resuming after step 3 of 5\n"
     saved = dataclasses.asdict(tiny.config(trainer__warn_kl_above=2.0))
     progress = find_progress_of_saved_run(config, 3, saved)
-    assert "all 3 steps are done" in capsys.readouterr().out
+    assert "done: 3 steps; to" in capsys.readouterr().out
     assert progress.changed_options == []
     find_progress_of_saved_run(config, 1, saved)
-    assert "all 1 steps, and 2 more, are done" in capsys.readouterr().out
+    assert "done: 1 step, and 2 more; to" in capsys.readouterr().out
 
 
 def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
