@@ -18,7 +18,7 @@ from typing import Any
 from jax_ppo.errors import UserError
 
 _MAX_REPLY = 1_000_000  # bytes
-_READ = 65_536  # bytes at a time
+_PART = 65_536  # bytes that are read at a time
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
 
 
@@ -34,12 +34,13 @@ def read_reply(reply: http.client.HTTPResponse, seconds: float, most: int | None
     """Return the body of a reply, or its first `most` bytes.
 
     Raises:
-      TimeoutError: it is not complete after that time, although parts of it may still come.
-      http.client.IncompleteRead: the connection ended before.
+      TimeoutError: parts of the body still arrive after `seconds`, or none arrives within the
+        connection's own time limit.
+      http.client.IncompleteRead: the connection ended before the body did.
     """
     end = time.monotonic() + seconds
     body = bytearray()
-    while (most is None or len(body) < most) and (part := reply.read1(_READ)):
+    while (most is None or len(body) < most) and (part := reply.read1(_PART)):
         body += part
         if time.monotonic() > end:
             raise TimeoutError("the reply took too long")

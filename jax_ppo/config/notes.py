@@ -118,7 +118,7 @@ def note_long_warmups(
             )
         elif optim.lr_warmup_steps > steps:
             yield (
-                f"config.{section}.optim.lr_warmup_steps={optim.lr_warmup_steps}: of "
-                f"{counted(steps, 'step')}, the last one has a rate of "
-                f"{optim.lr * steps / optim.lr_warmup_steps:.2g}, not lr={optim.lr:g}"
+                f"config.{section}.optim.lr_warmup_steps={optim.lr_warmup_steps}: in "
+                f"{counted(steps, 'step')} the learning rate only rises to "
+                f"{optim.lr * steps / optim.lr_warmup_steps:.2g}, not to lr={optim.lr:g}"
             )

@@ -122,7 +122,7 @@ ENGINE_RULES = (  # of external ones
         "config.rollout.engine={c.rollout.engine!r} rounds differently, so its log-probs are "
         "compared with the trainer's; set it to 'auto'"),
 )
-SERVER_RULES = (  # of external engines, too
+SERVER_RULES = (  # of external engines that are servers
     _Rule("rollout.temperature",
         lambda c, value: value != 1 and (c.rollout.filters_tokens or c.rollout.logit_bias),
         "servers report log-probs before temperature and filters or after both; set it to 1, unset "

@@ -139,7 +139,11 @@ def starts_of_contexts(contexts: np.ndarray) -> np.ndarray:
 
 
 def _describe_contexts(contexts: np.ndarray) -> list[np.ndarray]:
-    """Return what distinguishes contexts, as a fingerprint has had it since there are some."""
+    """Return the arrays of a row's contexts that belong to a fingerprint of the data.
+
+    None for one context, and only the starts if no context was continued: as in the fingerprints of
+    checkpoints from before contexts, or their continuation, existed.
+    """
     starts = starts_of_contexts(contexts)
     has_returned = (contexts != np.cumsum(starts)).any()
     return [x for x, is_needed in ((starts, starts.any()), (contexts, has_returned)) if is_needed]
@@ -322,10 +326,10 @@ def _read_contexts(row: dict[str, Any], action_mask: np.ndarray) -> np.ndarray:
     """Return the context of each token of a response, int32."""
     length = len(action_mask)
     starts = _numbers(row, "context_starts", length)
-    # A column of this name may hold what a row of texts was written from.
+    # In a row of texts, a column of this name has something else, such as passages.
     contexts = _numbers(row, "contexts", length) if "response_ids" in row else None
     if contexts is None:
-        # Files from before contexts could be continued have only their first tokens.
+        # Files from before contexts could be continued say only where each begins.
         contexts = np.cumsum(np.zeros(length) if starts is None else starts != 0)
     most = np.maximum.accumulate(contexts)
     if (contexts < 0).any() or (contexts % 1).any() or (np.diff(most, prepend=0) > 1).any():

@@ -55,14 +55,16 @@ def test_a_warm_up_as_long_as_the_run_is_noted():
     }
     assert list(notes.note_long_warmups(5, 3, optims)) == []
     [actor] = notes.note_long_warmups(4, 3, optims)
-    assert actor.startswith("config.actor.optim.lr_warmup_steps=2: of 1 step, the last one has")
+    assert actor.startswith(
+        "config.actor.optim.lr_warmup_steps=2: in 1 step the learning rate only"
+    )
     never, critic = notes.note_long_warmups(3, 3, optims)
-    assert "the actor is never trained in 3 steps" in never and "of 3 steps" in critic
+    assert "the actor is never trained in 3 steps" in never and "in 3 steps" in critic
     optims = {"supervised": schema.Optim(lr=1e-3, lr_warmup_steps=100)}
     [supervised] = notes.note_long_warmups(5, 0, optims)
     assert supervised == (
-        "config.supervised.optim.lr_warmup_steps=100: of 5 steps, the last one has a rate of "
-        "5e-05, not lr=0.001"
+        "config.supervised.optim.lr_warmup_steps=100: in 5 steps the learning rate only "
+        "rises to 5e-05, not to lr=0.001"
     )
 
 

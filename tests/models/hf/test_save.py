@@ -1,5 +1,6 @@
 """transformers loads exports as the same model; loading them again is exact to the bit."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,7 +12,6 @@ from safetensors.numpy import load_file
 
 import hf_reference as reference
 from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
@@ -290,27 +290,8 @@ def test_a_critic_keeps_them_too_and_becomes_a_classifier(tmp_path):
 
 def test_a_whole_number_is_written_as_one():
     """Regression: 4.0 was written where transformers, and an import, expect 4."""
-    architecture = Architecture(
-        family="gemma2",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        activation="gelu_pytorch_tanh",
-        tied=True,
-        scaled_embedding=True,
-        norm_plus_one=True,
-        post_norms=True,
-        attention_softcap=5.0,
-        logit_softcap=3.0,
-        sliding_window=8,
-        local_layers=(True, False),
-        query_pre_attn_scalar=4.0,
-        max_position_embeddings=64,
-    )
+    read = from_hf_config({"model_type": "gemma2", **reference.SIZES})
+    architecture = dataclasses.replace(read, query_pre_attn_scalar=4.0, logit_softcap=3.0)
     config = to_hf_config(architecture)
     assert repr(config["query_pre_attn_scalar"]) == "4"
     assert repr(config["final_logit_softcapping"]) == "3.0"
