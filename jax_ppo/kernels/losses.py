@@ -107,9 +107,6 @@ def clipped_surrogate(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     )
 
 
-vanilla = clipped_surrogate  # its name in the options
-
-
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
     # The first five fields are arrays; a function and an optional mask follow.

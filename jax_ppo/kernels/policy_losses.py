@@ -44,8 +44,6 @@ from jax_ppo.kernels.losses import (
 )
 from jax_ppo.kernels.masked import masked_mean, zero_outside
 
-vanilla = clipped_surrogate
-
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """Compute -rho A, unclipped.

@@ -55,9 +55,14 @@ def estimate_experience(
         options, reward_moments, sequences, masks, rewards, step_rewards
     )
     kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, outputs, masks.actions)
-    token_rewards, kl_metrics = add_kl_rewards(
-        options, control.kl_coef, token_rewards, kl_tokens, old_logprobs, outputs, masks.actions
+    token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
+        options.teacher, token_rewards, old_logprobs, outputs, masks.actions
     )
+    token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
+        algorithm, control.kl_coef, token_rewards, kl_tokens, masks.actions
+    )
+    if algorithm.whiten_rewards:
+        token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
     estimates, return_moments, advantage_metrics = advantages.estimate_advantages(
         options,
         token_rewards,
@@ -90,7 +95,8 @@ def estimate_experience(
             {"rewards": reward_moments, "returns": return_moments},
         ),
     )
-    return experience, metrics | kl_metrics | advantage_metrics | weight_metrics
+    metrics |= teacher_metrics | kl_metrics | advantage_metrics | weight_metrics
+    return experience, metrics
 
 
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
@@ -111,32 +117,6 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
         starts=starts,
         values=loss & starts if values_turns else loss,
     )
-
-
-def add_kl_rewards(
-    options: ExperienceOptions,
-    kl_coef: Float32[Array, ""],
-    token_rewards: Tokens,
-    kl_tokens: Tokens,
-    old_logprobs: Tokens,
-    outputs: ForwardOutputs,
-    actions: Mask,
-) -> tuple[Tokens, Metrics]:
-    """Subtract the KL to a teacher and to the reference from rewards; scale them, if configured.
-
-        r_t = [t is the last action] * score + step reward - kl_coef * KL_t
-
-    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`.
-    """
-    token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
-        options.teacher, token_rewards, old_logprobs, outputs, actions
-    )
-    token_rewards, kl_metrics = reward_shaping.add_kl_penalty(
-        options.algorithm, kl_coef, token_rewards, kl_tokens, actions
-    )
-    if options.algorithm.whiten_rewards:
-        token_rewards = masked.whiten(token_rewards, actions, shift_mean=False)
-    return token_rewards, teacher_metrics | kl_metrics
 
 
 def weight_by_importance(

@@ -5,7 +5,7 @@ add up over rows; shares of a metric combine as its `learner.Metric` states.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -251,7 +251,7 @@ class ActorObjective(RolloutObjective):
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
         batch = policy_batch(logprobs_RxL, rows, experience, options.is_on_policy, selected_BxT)
-        policy, plugin_metrics = build_policy_loss(actor)(batch)
+        policy, plugin_metrics = compute_policy_loss(actor, batch)
         # Weights for tokens that an older policy or another program sampled.
         importance_RxL: int | jax.Array = 1
         if experience.importance is not None:
@@ -405,11 +405,11 @@ def policy_batch(
     )
 
 
-def build_policy_loss(options: Actor) -> Callable[[PolicyBatch], tuple[PolicyLoss, Metrics]]:
-    """Return the configured policy loss, and with it a user-defined loss's metrics, of each token.
+def compute_policy_loss(options: Actor, batch: PolicyBatch) -> tuple[PolicyLoss, Metrics]:
+    """Compute the configured policy loss, and with it a user-defined loss's metrics, of each token.
 
     Raises:
-      UserError: a user-defined loss cannot be loaded.
+      UserError: a user-defined loss cannot be loaded, or returns something of another form.
     """
     clip = Clip(
         low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
@@ -417,39 +417,34 @@ def build_policy_loss(options: Actor) -> Callable[[PolicyBatch], tuple[PolicyLos
         dual=options.clip_ratio_c or None,
     )
     if options.policy_loss not in POLICY_LOSSES:
-        return _validated_plugin(options.policy_loss, clip)
+        return _plugin_policy_loss(options.policy_loss, batch, clip)
     entry = POLICY_LOSSES[options.policy_loss]
-    arguments = entry.read_arguments(options)
-    return lambda batch: (entry.function(batch, clip, **arguments), {})
+    return entry.function(batch, clip, **entry.read_arguments(options)), {}
 
 
-def _validated_plugin(name: str, clip: Clip) -> Callable[[PolicyBatch], tuple[PolicyLoss, Metrics]]:
-    """Return a user-defined policy loss, whose result is validated while the program is traced.
+def _plugin_policy_loss(name: str, batch: PolicyBatch, clip: Clip) -> tuple[PolicyLoss, Metrics]:
+    """Compute a user-defined policy loss, and validate its result while the program is traced.
 
-    One that takes a mean itself would depend on how a batch is split. The function raises
-    `UserError` if the loss returns neither a `PolicyLoss` nor that and a dict of metrics, or if a
-    field or metric is not one number per token.
+    One that takes a mean itself would depend on how a batch is split. Raise `UserError` if the loss
+    returns neither a `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not
+    one number per token.
     """
     function = plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
-
-    def compute(batch: PolicyBatch) -> tuple[PolicyLoss, Metrics]:
-        result: Any = function(batch, clip)
-        policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
-        if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
+    result: Any = function(batch, clip)
+    policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
+    if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
+        raise UserError(
+            f"config.actor.policy_loss={name!r}: returned {plugins.describe_result(result)}; "
+            "expected a kernels.losses.PolicyLoss, or that and a dict of metrics"
+        )
+    per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
+    for field, value in per_token.items():
+        if np.shape(value) != batch.mask.shape:
             raise UserError(
-                f"config.actor.policy_loss={name!r}: returned {plugins.describe_result(result)}; "
-                "expected a kernels.losses.PolicyLoss, or that and a dict of metrics"
+                f"config.actor.policy_loss={name!r}: its {field} has shape {np.shape(value)}; "
+                f"expected one number per token, {batch.mask.shape}"
             )
-        per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
-        for field, value in per_token.items():
-            if np.shape(value) != batch.mask.shape:
-                raise UserError(
-                    f"config.actor.policy_loss={name!r}: its {field} has shape {np.shape(value)}; "
-                    f"expected one number per token, {batch.mask.shape}"
-                )
-        return policy, metrics
-
-    return compute
+    return policy, metrics
 
 
 def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:

@@ -67,7 +67,7 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
     def total_loss(logprobs: jax.Array, others: jax.Array) -> jax.Array:
         nonlocal names
         batch = padded_batch(logprobs, others, others, others > 0)
-        policy, metrics = objectives.build_policy_loss(options)(batch)
+        policy, metrics = objectives.compute_policy_loss(options, batch)
         names = tuple(metrics)
         return jnp.sum(policy.loss)
 

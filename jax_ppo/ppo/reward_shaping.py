@@ -229,7 +229,12 @@ def add_kl_penalty(
     kl_tokens: Tokens,
     actions: Mask,
 ) -> tuple[Tokens, Metrics]:
-    """Subtract `kl_coef` x KL from each token's reward if the algorithm has a KL in its reward."""
+    """Subtract the KL to the reference from each token's reward, if configured.
+
+        r_t = [t is the last action] * score + step reward - kl_coef * KL_t
+
+    (Ziegler et al. 2019, arXiv 1909.08593), where the score is the reward after `shape_scores`.
+    """
     if algorithm.use_kl_in_reward:
         token_rewards -= kl_coef * kl_tokens
     metrics = {

@@ -23,10 +23,9 @@ from jax_ppo.ppo.objectives import (
     CriticObjective,
     UpdateOptions,
 )
-from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
-from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
@@ -159,8 +158,8 @@ def update_actor(
         teacher,
         reference_policy(nets, fixed_state),
     )
-    params, optimizer_state, metrics = _train_in_place(
-        learner, params, optimizer_state, rate, update_enabled, batches
+    params, optimizer_state, metrics = learner.scan_mini_batches(
+        params, optimizer_state, rate, update_enabled, batches
     )
     # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
@@ -192,33 +191,10 @@ def update_critic(
     assert nets.critic is not None, "there is no separate critic"
     # Only a critic with adapters reads the reference, as their base; a base is never offloaded.
     learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
-    params, optimizer_state, metrics = _train_in_place(
-        learner, params, optimizer_state, rate, True, batches
+    params, optimizer_state, metrics = learner.scan_mini_batches(
+        params, optimizer_state, rate, True, batches
     )
     return params, optimizer_state, metrics | {"critic/lr": rate}
-
-
-def _train_in_place(
-    learner: Learner,
-    params: Params,
-    optimizer_state: optax.OptState,
-    rate: jax.Array,
-    update_enabled: jax.Array | bool,
-    batches: MiniBatches,
-) -> tuple[Params, optax.OptState, Metrics]:
-    """Train; return new parameters and optimizer state in the memory and layout of the old ones."""
-    device_params, device_optimizer = placement.to_device((params, optimizer_state))
-    *trained, metrics = learner.scan_mini_batches(
-        device_params, device_optimizer, rate, update_enabled, batches
-    )
-    # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the
-    # next call would compile another program for this layout.
-    new_params, new_optimizer = constrain_tree(tuple(trained))
-    return (
-        placement.to_memory_of(new_params, params),
-        placement.to_memory_of(new_optimizer, optimizer_state),
-        metrics,
-    )
 
 
 def actor_learner(

@@ -25,9 +25,10 @@ from jaxtyping import Array, Float32
 from jax_ppo.config.schema import Optim
 from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
 from jax_ppo.models.heads import without_part
+from jax_ppo.runtime import placement
 from jax_ppo.runtime.parallelism.pipeline import num_stages
 from jax_ppo.runtime.parallelism.replicas import add_trees, sum_over_replicas
-from jax_ppo.runtime.sharding import constrain_rows
+from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.packing import Rows
@@ -148,7 +149,8 @@ class Learner:
     ) -> tuple[Params, optax.OptState, Metrics]:
         """Take one optimizer step per mini-batch, of which `batches` holds U; return metrics, too.
 
-        If the bool scalar `update_enabled` is False, metrics are computed, but nothing changes.
+        What is returned has the memory and layout of what is given. If the bool scalar
+        `update_enabled` is False, metrics are computed, but nothing changes.
         """
 
         def mini_batch(
@@ -166,10 +168,8 @@ class Learner:
             return carry, (metrics, runs, within_limit & runs)
 
         # One compiled loop over epochs and mini-batches: no return to the host in between.
-        start = (params, optimizer_state, jnp.bool_(True))
-        (params, optimizer_state, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(
-            mini_batch, start, batches
-        )
+        start = (*placement.to_device((params, optimizer_state)), jnp.bool_(True))
+        (*trained, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(mini_batch, start, batches)
         # Besides the objective's own metrics: what `take_optimizer_step` adds.
         reductions = {
             **self.objective.metrics,
@@ -187,7 +187,14 @@ class Learner:
                 f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(was_run_U, values_U, jnp.nan)
                 for name, values_U in metrics_U.items()
             }
-        return params, optimizer_state, metrics
+        # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the
+        # next call would compile another program for this layout.
+        new_params, new_optimizer = constrain_tree(tuple(trained))
+        return (
+            placement.to_memory_of(new_params, params),
+            placement.to_memory_of(new_optimizer, optimizer_state),
+            metrics,
+        )
 
     def take_optimizer_step(
         self,
