@@ -80,10 +80,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
     folder = _policy_folder(str(path))
-    # Without a critic, only the policy has networks.
-    options = schema.Config(
-        model=schema.Model(dtype=dtype), algorithm=schema.Algorithm(adv_estimator="rloo")
-    )
+    options = schema.Config(model=schema.Model(dtype=dtype))
     model = read_networks(options, Folders(actor=folder)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
     mesh = meshes.make_mesh(schema.MeshShape())

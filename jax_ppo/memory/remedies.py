@@ -12,7 +12,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
-from jax_ppo.training.roles import resolve_roles
+from jax_ppo.training.roles import RunRole, resolve_roles
 
 # What suggestions propose: adapters of this rank, and an estimator that needs nothing.
 _LORA_RANK = 16
@@ -105,6 +105,10 @@ class PossibleChanges:
         """
         return filter(_is_allowed, self._save_temporary_memory())
 
+    @property
+    def _roles(self) -> list[RunRole]:
+        return [role for role in resolve_roles(self.config) if role.is_used]
+
     def _all(self) -> Iterator[Change]:
         yield from self._other_meshes()
         yield from self._save_temporary_memory()
@@ -137,12 +141,11 @@ class PossibleChanges:
         # The memory of CPU devices is the host's.
         if target_platform() == "cpu":
             return
-        roles = [role for role in resolve_roles(self.config) if role.is_used]
-        optimizers = [role.entry.optimizer_offload for role in roles if role.is_trained]
+        optimizers = [role.entry.optimizer_offload for role in self._roles if role.is_trained]
         # The base of adapters is read by every program.
         idle = [
             role.entry.param_offload
-            for role in roles
+            for role in self._roles
             if role.entry.param_offload and not (role.entry.holds_base and self.config.has_adapters)
         ]
         for names in (optimizers, idle):
@@ -150,11 +153,7 @@ class PossibleChanges:
 
     def _store_bfloat16(self) -> Change:
         """Return the change that stores what is trained in half the memory."""
-        sections = [
-            role.entry.section
-            for role in resolve_roles(self.config)
-            if role.is_used and role.is_trained
-        ]
+        sections = [role.entry.section for role in self._roles if role.is_trained]
         words = " and ".join(
             f"config.{section}.optim.{{param,moments,gradient}}_dtype=bfloat16"
             for section in sections

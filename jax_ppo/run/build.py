@@ -91,14 +91,14 @@ def build_run(
     # 2. Folders, architectures and tokenizers of the roles.
     prompts_are_chats = not isinstance((rows.examples or rows.held_out)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
-        models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
+        models = read_run_models(config, roles, workdir, mesh, report, prompts_are_chats)
     validate_run_models(roles, models, config.sequence_length, mesh, rollout_mesh)
     memory = PPOMemory(config, models.nets, mesh, models.folders)
     if trains:
         validate_memory(memory)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    training, held_out, environment = _build_prompts(memory, models, rows, given)
+    training, held_out, environment = _build_prompts(config, models, rows, given)
     total_steps = 0
     if trains:
         steps_per_epoch = batches_in_order(config.data, config.seed, training).steps_per_epoch
@@ -188,10 +188,9 @@ def _read_rows(
 
 
 def _build_prompts(
-    memory: PPOMemory, models: RunModels, rows: _RunRows, given: GivenResponses | None
+    config: Config, models: RunModels, rows: _RunRows, given: GivenResponses | None
 ) -> tuple[PromptDataset, PromptDataset | None, Environment | None]:
     """Return training prompts or `given` responses, held-out prompts, and their environment."""
-    config = memory.config
     with heartbeat.activity("tokenizing prompts"):
         training, held_out = tokenize_run_prompts(
             config.data,
@@ -282,8 +281,8 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
 def _report_size(run: PPORun, report: Report) -> None:
     """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
     config = run.config
-    roles = [role for role in resolve_roles(config) if role.is_used and role.is_trained]
-    optims = {role.name: role.trained_with.optim for role in roles}
+    trained = [role for role in run.states.roles if role.is_used and role.is_trained]
+    optims = {role.name: role.trained_with.optim for role in trained}
     for note in notes.note_long_warmups(run.total_steps, config.trainer.critic_warmup, optims):
         report(f"note: {note}")
     batch_size = config.data.train_batch_size

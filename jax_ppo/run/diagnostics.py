@@ -389,13 +389,14 @@ def _check_warm_compilation(run: LastSteps) -> Iterator[str]:
         )
 
 
+@dataclasses.dataclass
 class Diagnosis:
     """Watches the metrics of a run."""
 
-    def __init__(self, config: Config, total_steps: int) -> None:
-        """Start watching a run of `total_steps` steps with these options."""
-        self._config = config
-        self._total_steps = total_steps
+    options: Config
+    total_steps: int
+
+    def __post_init__(self) -> None:
         self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
 
     def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
@@ -408,12 +409,12 @@ class Diagnosis:
         for diagnostic in DIAGNOSTICS:
             steps = diagnostic.steps
             if diagnostic.in_short_runs:
-                steps = max(min(steps, self._total_steps), 1)
+                steps = max(min(steps, self.total_steps), 1)
             history = list(self._history)[-steps:]
             if len(history) < steps:
                 continue
             with contextlib.suppress(_NoFigure):
-                for message in diagnostic.check(LastSteps(self._config, history)):
+                for message in diagnostic.check(LastSteps(self.options, history)):
                     lines = [message, *(misses if diagnostic.shows_misses else ())]
                     messages[diagnostic.name] = "\n  ".join(lines)
         return messages

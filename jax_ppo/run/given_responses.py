@@ -6,13 +6,13 @@ from pathlib import Path
 from jax_ppo.config.schema import Config, Reward
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
 from jax_ppo.errors import UserError, counted
+from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import registry, row_validation
 from jax_ppo.runtime import distributed, heartbeat
 from jax_ppo.storage.paths import expand_local_path
-from jax_ppo.training.roles import resolve_role_folders, resolve_roles
 from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
 from jax_ppo.types import Example
 
@@ -28,16 +28,14 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     Raises:
       UserError: a file as a whole cannot be read, or no row can be used.
     """
-    folders = resolve_role_folders(
-        resolve_roles(config), config.model, workdir, lambda folder: None
-    )
+    folder = resolve_model_folder(config.model.path)
     scores_any = config.score.reward_key or config.rewards_by_environment_alone
     scores_any = scores_any or registry.scores_any_row(config.reward)
     reader = ResponseReader(
-        tokenizer=load_model_tokenizer(config.model, folders.actor),
+        tokenizer=load_model_tokenizer(config.model, folder),
         parse=make_parser(config.data, config.score.response_key).parse,
         chat_template=chat_template(config.data),
-        vocab_size=read_architecture(folders.actor).vocab_size,
+        vocab_size=read_architecture(folder).vocab_size,
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         reward_key=config.score.reward_key,

@@ -120,7 +120,8 @@ def run_life_cycle(
             **training.fingerprints(),
         )
         with training.running(), training.open_journal(workdir, progress, compiled) as journal:
-            cycle = LifeCycle(training, config, checkpoints, progress, journal)
+            all_options = dataclasses.asdict(config)
+            cycle = LifeCycle(training, config.trainer, all_options, checkpoints, progress, journal)
             state, was_preempted = cycle.take_steps()
             journal.write_pending_report()
             # A preempted run ends without an export: the next start resumes it.
@@ -148,8 +149,9 @@ def export_best(
 
 
 def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
-    """Return the folders in which the end of a run writes models."""
-    return (workdir, workdir / BEST) if options.export_best else (workdir,)
+    """Return the folders in which the end of a run writes models, if it does."""
+    folders = (workdir, workdir / BEST) if options.export_best else (workdir,)
+    return folders if options.export else ()
 
 
 def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: str) -> Checkpointer:
@@ -171,7 +173,8 @@ class LifeCycle:
     """The loop over the steps of a run, with the evaluations and checkpoints between them."""
 
     training: Training[Any]
-    config: Config
+    options: Trainer
+    all_options: dict[str, Any]  # of the run, by section, as its checkpoints hold them
     checkpoints: Checkpointer
     progress: Progress
     journal: Journal
@@ -209,7 +212,7 @@ class LifeCycle:
                 programs = training.compile_programs(progress)
                 precompilation.enter_context(compile_in_background(programs, training.mesh))
             state = training.load_state(self.checkpoints, progress.step)
-            evaluates_first = progress.step == 0 and self.config.trainer.val_before_train
+            evaluates_first = progress.step == 0 and self.options.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
                 training.evaluate(state, progress.step, self.journal)
                 progress.evaluation_pending = False
@@ -220,8 +223,8 @@ class LifeCycle:
     def _evaluate_if_due(self, state: Any) -> Quality | None:
         """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
         step = self.completed_steps
-        test_freq = self.config.trainer.test_freq
-        if not (self.training.can_evaluate and is_due(step, self.training.total_steps, test_freq)):
+        due = is_due(step, self.training.total_steps, self.options.test_freq)
+        if not (self.training.can_evaluate and due):
             return None
         self.journal.write_pending_report()  # the evaluation is not part of the step's time
         interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
@@ -233,11 +236,11 @@ class LifeCycle:
 
     def _save_if_due(self, state: Any, quality: Quality | None) -> None:
         """Save after a step if that is due, or if the run is to stop."""
-        step, trainer = self.completed_steps, self.config.trainer
-        saves = is_due(step, self.training.total_steps, trainer.save_freq)
+        step, options = self.completed_steps, self.options
+        saves = is_due(step, self.training.total_steps, options.save_freq)
         # A preempted run saves even if no checkpoint is due.
         saves = saves or self._stop_request.should_stop(step)
-        saves_locally = bool(trainer.local_dir) and step % trainer.local_save_freq == 0
+        saves_locally = bool(options.local_dir) and step % options.local_save_freq == 0
         if not (saves or saves_locally):
             return
         self.journal.write_pending_report()
@@ -246,7 +249,7 @@ class LifeCycle:
                 "position": self.training.position,
                 **self.training.fingerprints(),
                 **self.progress.history(),
-                "config": dataclasses.asdict(self.config),
+                "config": self.all_options,
             }
             trees = self.training.checkpoint_trees(state)
             if saves:
@@ -327,7 +330,6 @@ class StopRequest:
         if step != self._asked_step:
             self._asked_step = step
             signals.defer_signals()
-            # A signal may come at any time: the answer is fixed at the first question about a step.
             received = signals.received_signal()
             if jax.process_count() > 1 and (received := distributed.agree_on_signal(received)):
                 signals.record_signal(received)

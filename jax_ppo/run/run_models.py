@@ -18,13 +18,7 @@ from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, critic_head
-from jax_ppo.training.roles import (
-    RunRole,
-    find_role,
-    read_networks,
-    resolve_role_folders,
-    resolve_roles,
-)
+from jax_ppo.training.roles import RunRole, find_role, read_networks, resolve_role_folders
 from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
 Report = Callable[[str], None]  # takes a line for the user
@@ -45,7 +39,12 @@ class RunModels:
 
 
 def read_run_models(
-    config: Config, workdir: Path, mesh: Mesh, report: Report, prompts_are_chats: bool
+    config: Config,
+    roles: Sequence[RunRole],
+    workdir: Path,
+    mesh: Mesh,
+    report: Report,
+    prompts_are_chats: bool,
 ) -> RunModels:
     """Read what the folders of the roles say; describe a small actor if none is named.
 
@@ -60,7 +59,7 @@ def read_run_models(
         warmup.describe_model(config.model.create, config.seed, folder)
         work_directory.share_with_all(workdir, folder.name)
 
-    folders = resolve_role_folders(resolve_roles(config), config.model, workdir, describe_model)
+    folders = resolve_role_folders(roles, config.model, workdir, describe_model)
     nets = read_networks(config, folders)
     for folder in dict.fromkeys(folders.values()):
         for line in describe_unread_parts(folder):

@@ -71,11 +71,10 @@ def train_supervised(
     """Train; `cycle` takes the steps, or repeats some of them."""
 
     def build(mesh: Mesh) -> SupervisedTraining:
-        if config.trainer.export:
-            # Before training: the export comes after it.
-            for folder in life_cycle.export_folders(config.trainer, workdir):
-                output = folder / task.output
-                distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
+        # Before training: the export comes after it.
+        for folder in life_cycle.export_folders(config.trainer, workdir):
+            output = folder / task.output
+            distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
         return build_training(config, task, mesh)
 
     # The accuracy, or the negative loss of a task without one.
@@ -358,12 +357,12 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     for line in describe_unread_parts(folder):
         console.print_on_main(line)
     validate_model("model", mesh, architecture, tokenizer, config.sequence_length)
-    if task.objective.head == "scalar" and has_score_head(folder):
+    head = task.objective.head
+    if head == "scalar" and has_score_head(folder):
         console.print_on_main(
             f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
             "new one is made"
         )
-    head = task.objective.head
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     validate_memory(SupervisedMemory(config, model, head, mesh))
 

@@ -103,7 +103,6 @@ ROLES: tuple[ModelRole, ...] = (
         export=Export(
             option="model.path",
             adapter_folder="adapter",
-            is_wanted=lambda config: not config.trainer.critic_only,
             # A critic's head on a shared trunk is not part of the policy.
             left_out="score",
             merges_adapters=True,
