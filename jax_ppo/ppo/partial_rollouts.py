@@ -34,7 +34,6 @@ from jax_ppo.ppo.step_parts import (
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
-from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
@@ -108,9 +107,11 @@ def sample_partial_batch(
         selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
         left = pool.prompts.copy()
         left[places] = EMPTY
-        continue_others = functools.partial(
-            _continue_pool, engine, rollout, draws, version, parts.sampling, left
-        )
+
+        def continue_others() -> ResponsePool:
+            continued = engine.continue_responses(rollout, draws, version, parts.sampling)
+            return ResponsePool(*continued[:2], left)
+
         # The host does not wait for this stage: rewards are computed while the others draw it.
         others: ResponsePool | Future[ResponsePool]
         if isinstance(engine, SeparateEngine):
@@ -130,18 +131,6 @@ def sample_partial_batch(
         },
         pool=others,
     )
-
-
-def _continue_pool(
-    engine: ContinuingEngine,
-    rollout: Rollout,
-    draws: DrawStates,
-    version: jax.Array,
-    options: SamplingOptions,
-    prompts: np.ndarray,
-) -> ResponsePool:
-    """Return the pool of these prompts after a further stage of its responses."""
-    return ResponsePool(*engine.continue_responses(rollout, draws, version, options)[:2], prompts)
 
 
 def _fill(

@@ -98,25 +98,24 @@ def compile_programs(
     """
     shapes = StepShapes(state, packed, rollout)
     params = policy_params(step.nets, state)
-    if rollout is None and step.step_options.rollout.max_staleness > 1:
+    options, engine = step.step_options, step.engine
+    if rollout is None and options.rollout.max_staleness > 1:
         shapes.rollout = yield from compile_partial_sampling(step, params, key)
     elif rollout is None:
         # The engine yields the names of its programs itself.
-        shapes.rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
-        if step.step_options.rollout.verify_drafts:
-            assert isinstance(step.engine, ContinuingEngine), "the options require it"
-            shapes.rollout = step.engine.precompile_drafts(
-                params, shapes.rollout, key, step.sampling
-            )
+        shapes.rollout = yield from engine.precompile(params, prompts, key, step.sampling)
+        if options.rollout.verify_drafts:
+            assert isinstance(engine, ContinuingEngine), "the options require it"
+            shapes.rollout = engine.precompile_drafts(params, shapes.rollout, key, step.sampling)
             yield "verify"
-        if step.step_options.rollout.exact:
+        if options.rollout.exact:
             shapes.rollout = compile_exact_sampling(
                 step, state, params, shapes.rollout, packed.forward, key
             )
             yield "draw_again"
-        if step.step_options.needs_greedy:
+        if options.needs_greedy:
             greedy = greedy_sampling(step.sampling)
-            for name in step.engine.precompile(params, prompts, key, greedy):
+            for name in engine.precompile(params, prompts, key, greedy):
                 if name == "sample":  # the weights are laid out once for both
                     yield "sample_greedy"
     for program in PROGRAMS:

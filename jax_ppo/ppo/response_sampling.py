@@ -61,18 +61,12 @@ def sample_batch(
     """
     batch = next(batches)
     with newest_weights(parts, state, observer) as engine:
-        rollout = engine.generate(
-            parts.place_prompts(batch.prompts),
-            parts.sample_keys(training_stream(draw), step),
-            parts.sampling,
-        )
+        prompts = parts.place_prompts(batch.prompts)
+        key = parts.sample_keys(training_stream(draw), step)
+        rollout = engine.generate(prompts, key, parts.sampling)
         greedy = None
-        if parts.step_options.needs_greedy:
-            greedy = engine.generate(
-                parts.place_prompts(batch.prompts),
-                parts.sample_keys(training_stream(draw), step),  # draws nothing
-                greedy_sampling(parts.sampling),
-            )
+        if parts.step_options.needs_greedy:  # draws nothing with the key
+            greedy = engine.generate(prompts, key, greedy_sampling(parts.sampling))
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position, greedy=greedy)
 
 

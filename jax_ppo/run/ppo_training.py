@@ -63,10 +63,9 @@ def train_ppo(
     """Train; `cycle` takes the steps, or repeats some of them."""
 
     def build(mesh: Mesh) -> PPOTraining:
-        if config.trainer.export:
-            roles = resolve_roles(config)
-            for folder in life_cycle.export_folders(config.trainer, workdir):
-                distributed.run_on_main(functools.partial(refuse_foreign_exports, roles, folder))
+        roles = resolve_roles(config)
+        for folder in life_cycle.export_folders(config.trainer, workdir):
+            distributed.run_on_main(functools.partial(refuse_foreign_exports, roles, folder))
         given = None
         if config.learns_from_files:
             given, _, _ = read_given_responses(config, workdir)
@@ -124,15 +123,15 @@ class PPOTraining:
         all responses from files has no sampler.
         """
         run = self._run
-        batch = next(run.batches(progress.position, progress.solve_rates))
-        prompts = run.place_prompts(batch.prompts)
-        key = run.sample_keys(Stream.TRAINING, 0)
+        batches = run.batches(progress.position, progress.solve_rates)
         rollout = None
         if run.config.samples_nothing:
             assert isinstance(run.training, GivenResponses), "the responses are given"
-            rollout = take_given_batch(
-                run, run.training, run.batches(progress.position, progress.solve_rates)
-            ).rollout
+            batch, rollout, *_ = take_given_batch(run, run.training, batches)
+        else:
+            batch = next(batches)
+        prompts = run.place_prompts(batch.prompts)
+        key = run.sample_keys(Stream.TRAINING, 0)
         # A packing has the same shape for all lengths, so any lengths will do.
         ones = np.ones(run.samples, np.int32)
         packed = run.packer.pack(0, ones, ones[: run.step_options.prompts_per_step])
@@ -284,10 +283,9 @@ def restore_sampled_batch(
     """
     config = run.config
     step = progress.step
-    if not (step and config.rollout.max_staleness == 1):
+    # Position 0: the run starts, or its data have changed and the rollout's prompts are gone.
+    if config.rollout.max_staleness != 1 or not progress.position:
         return None
-    if not progress.position:
-        return None  # changed data have reset the position: the rollout's prompts are gone
     saved = checkpoints.saved_tree(step, ROLLOUT)
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):

@@ -140,9 +140,7 @@ def read_run_options(checkpoint: Path) -> Config:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 
 
-def load_models(
-    run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, ...] = ("actor",)
-) -> TrainState:
+def load_models(run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, ...]) -> TrainState:
     """Return a state without optimizers.
 
     Of `trained_roles`, those that the checkpoint has are read from it, and others are absent;

@@ -274,7 +274,6 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise the error if a save failed."""
-        # Background errors of the last save surface here.
         with self._disk_errors():
             self._manager.wait_until_finished()
         if self._local is not None:

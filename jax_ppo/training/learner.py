@@ -244,7 +244,6 @@ class Learner:
         second of `rounding_keys`, `None` if gradients are summed in float32, too.
         """
         objective = self.objective
-        # Fixed by the whole mini-batch, so that its split does not matter.
         weights = objective.weigh(batch)
 
         def add_micro_batch(

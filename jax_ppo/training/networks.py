@@ -211,8 +211,7 @@ class NetworkReader:
             return self._with_adapters("teacher", option, "lm")
         _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
         architecture = read_architecture(folder, self.needs_weights)
-        # Log-probs of tokens need no more than the tokens; a sum over the vocabulary needs the
-        # same.
+        # Log-probs of tokens need the same tokens; sums over the vocabulary need the same logits.
         compares = config.teacher.loss_coef or config.rollout.exact_filters
         for field in ("vocab_size", "logit_softcap"):
             teachers, actors = (getattr(x, field) for x in (architecture, self.actor.architecture))
@@ -235,15 +234,42 @@ class NetworkReader:
         """Return the actor's model with the adapters in a role's folder, on the same base."""
         return self.actor.clone(lora=self._read_lora(role, option, head, self.actor.architecture))
 
-    def _read_lora(self, name: str, option: str, head: str, architecture: Architecture) -> Lora:
-        return read_adapters(
-            self.folders[name],
-            option=f"config.{option}",
-            head=head,
-            architecture=architecture,
-            base_folder=self.folders.actor,
-            base_path=self.config.model.path,
+    def _read_lora(self, role: str, option: str, head: str, architecture: Architecture) -> Lora:
+        """Return the shape of the adapters in a role's folder, which come with a head.
+
+        Raises:
+          UserError: the folder does not hold adapters on the actor's base.
+        """
+        folder, base = self.folders[role], self.config.model.path
+        # Weights of a full model would need a second base on the devices.
+        if not holds_adapters(folder):
+            raise UserError(
+                f"config.{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with "
+                "config.model.lora they must stand on config.model.path's weights, which all roles "
+                "share"
+            )
+        lora, named_base = read_adapter_config(folder, architecture)
+        described = (
+            f"the adapters in {folder} stand on {named_base!r} "
+            f"(base_model_name_or_path in {ADAPTER_CONFIG})"
         )
+        # A local folder is certain to be another model; a hub name may be the same one.
+        if named_base and Path(named_base).is_dir():
+            if Path(named_base).resolve() != self.folders.actor.resolve():
+                raise UserError(
+                    f"config.{option}: {described}, not on config.model.path={base!r}; set that, "
+                    "or where it is the same model in another folder, the field"
+                )
+        elif named_base and named_base != hub.split_revision(base)[0]:
+            log.warning(
+                "config.%s: %s, which should be config.model.path=%r under another name",
+                option,
+                described,
+                base,
+            )
+        # Names and shapes of the weights, before any are loaded.
+        validate_adapters(folder, architecture, lora, head)
+        return lora
 
 
 def _refuse_adapters(folder: Path, setting: str) -> None:
@@ -255,9 +281,9 @@ def _refuse_adapters(folder: Path, setting: str) -> None:
         )
 
 
-def refuse_router_loss(section: str, coef: float, net: Transformer | None) -> None:
+def refuse_router_loss(section: str, coef: float, net: Transformer) -> None:
     """Raise `UserError` if a role without experts is to be trained on the loss of its routers."""
-    if coef and net is not None and not net.architecture.num_experts:
+    if coef and not net.architecture.num_experts:
         raise UserError(
             f"{section}.router_aux_loss_coef={coef}: must be 0, since the model has no experts"
         )
@@ -331,50 +357,3 @@ def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
             f"{', '.join(existing)}"
         )
     return tuple(name for name in targets if name in existing)
-
-
-def read_adapters(
-    folder: Path,
-    *,
-    option: str,
-    head: str,
-    architecture: Architecture,
-    base_folder: Path,
-    base_path: str,
-) -> Lora:
-    """Return the shape of the adapters in a folder.
-
-    Messages name `option`; `head` is the head that comes with the adapters, `base_path` is
-    `config.model.path`, and the other arguments describe the actor's base.
-
-    Raises:
-      UserError: the folder does not hold adapters on the actor's base.
-    """
-    # Weights of a full model would need a second base on the devices.
-    if not holds_adapters(folder):
-        raise UserError(
-            f"{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with config.model.lora they "
-            "must stand on config.model.path's weights, which all roles share"
-        )
-    lora, named_base = read_adapter_config(folder, architecture)
-    described = (
-        f"the adapters in {folder} stand on {named_base!r} "
-        f"(base_model_name_or_path in {ADAPTER_CONFIG})"
-    )
-    # A local folder is certain to be another model; a hub name may be the same one.
-    if named_base and Path(named_base).is_dir():
-        if Path(named_base).resolve() != base_folder.resolve():
-            raise UserError(
-                f"{option}: {described}, not on config.model.path={base_path!r}; set that, or "
-                "where it is the same model in another folder, the field"
-            )
-    elif named_base and named_base != hub.split_revision(base_path)[0]:
-        log.warning(
-            "%s: %s, which should be config.model.path=%r under another name",
-            option,
-            described,
-            base_path,
-        )
-    # Names and shapes of the weights, before any are loaded.
-    validate_adapters(folder, architecture, lora, head)
-    return lora

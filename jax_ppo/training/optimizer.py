@@ -121,7 +121,6 @@ def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> ja
     warmup_steps = options.lr_warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)
     schedule = LEARNING_RATE_SCHEDULES[options.lr_schedule].function(options, decay_steps)
-    # The first step already has a rate above 0.
     warmup_rate = options.lr * (step + 1) / max(warmup_steps, 1)
     scheduled_rate = schedule(jnp.maximum(step - warmup_steps, 0))
     return jnp.where(step < warmup_steps, warmup_rate, scheduled_rate)
