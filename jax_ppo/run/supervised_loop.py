@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax_ppo.config import notes
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompt_batches, responses
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.hf.hub import resolve_model_folder
@@ -130,7 +131,7 @@ class SupervisedTraining:
 
     def compile_programs(self, progress: Progress) -> Iterator[Any]:
         """Return what compiles the program of a step with `next`."""
-        batch = self.place_batch(self.training, next(self._batches_from(progress.position)).indices)
+        batch = self.place_batch(self.training, next(self._batches_from(progress.position)))
         arguments, named = self._step_arguments(self._state_shapes(), progress.step, batch)
 
         def compile_step() -> Iterator[Any]:
@@ -169,7 +170,7 @@ class SupervisedTraining:
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""
         # The host packs this batch while the mesh still computes the step before.
-        batch = self.place_batch(self.training, next(self._batches).indices)
+        batch = self.place_batch(self.training, next(self._batches))
         self.position = self._batches.position
         with heartbeat.activity(f"step {step + 1}"):
             arguments, named = self._step_arguments(state, step, batch)
@@ -222,16 +223,11 @@ class SupervisedTraining:
             )
         journal.report_model(folder / self.task.output, self.task.next_option)
 
-    def place_batch(
-        self, dataset: ResponseDataset, rows: np.ndarray, count: int | None = None
-    ) -> Batch:
-        """Pack rows of a data set and return them on the mesh.
-
-        The first `count` rows are real, by default all; later ones are not packed.
-        """
-        num_rows = len(rows)
+    def place_batch(self, dataset: ResponseDataset, batch: PromptBatch) -> Batch:
+        """Pack the real rows of a batch of a data set, and return all of its rows on the mesh."""
+        num_rows = len(batch.indices)
         num_responses = len(self.task.response_fields)
-        sequences = dataset.sequences(rows.tolist())
+        sequences = dataset.sequences(batch.indices.tolist())
         # The sequences of a pair are packed as one, so that both are in one row.
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
         parts = meshes.row_parts(self.mesh)
@@ -243,10 +239,8 @@ class SupervisedTraining:
             shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
-        if count is None:
-            count = num_rows
         # A length of 0 takes no place in a row.
-        is_real = np.arange(num_rows) < count
+        is_real = np.arange(num_rows) < batch.count
         packings, counts = packing.plan_packing(
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],
@@ -265,7 +259,7 @@ class SupervisedTraining:
         )
 
     def _batches_from(self, position: int) -> prompt_batches.PromptBatches:
-        """Return the training batches that follow a position; only their `indices` are read."""
+        """Return the training batches that follow a position, for the rows that they name."""
         return batches_in_order(self.config.data, self.config.seed, self.training.prompts, position)
 
     def _replicate(self, tree: Any) -> Any:
@@ -308,7 +302,7 @@ class SupervisedTraining:
             for number, batch in enumerate(batches, start=1):
                 activity.update(f"batch {number}")
                 before_batch()
-                placed = self.place_batch(self.held_out, batch.indices, batch.count)
+                placed = self.place_batch(self.held_out, batch)
                 batch_sums = measure_batch(
                     objective, self.config.supervised, self.model, params, *placed
                 )

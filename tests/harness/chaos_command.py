@@ -102,9 +102,9 @@ def announce_examples() -> None:
         return call
 
     def wrap_place_batch(function: Callable) -> Callable:
-        def call(run: Any, dataset: Any, indices: Any, *arguments: Any) -> Any:
-            placed[:] = indices
-            return function(run, dataset, indices, *arguments)
+        def call(run: Any, dataset: Any, batch: Any) -> Any:
+            placed[:] = batch.indices
+            return function(run, dataset, batch)
 
         return call
 
