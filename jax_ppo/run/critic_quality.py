@@ -40,13 +40,11 @@ def predict_returns(
     rollout: Rollout,
     rule_rewards: RuleRewards,
     rewards: jax.Array,
-    num_real: int,
 ) -> Predictions:
-    """Return the critic's predictions for the responses of a batch.
+    """Return the critic's predictions for the responses to the real prompts of a batch.
 
     The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
     `rewards` [B] are of whole responses; of `rule_rewards`, only rewards within them are read.
-    The first `num_real` responses count; the others fill up the batch.
     """
     options = run.step_options
     changes = {}
@@ -81,6 +79,7 @@ def predict_returns(
     )
     assert experience.returns is not None, "there is a critic"
     learned = sequences.action_mask if experience.value_mask is None else experience.value_mask
+    num_real = len(rewards) // len(batch.examples) * batch.count
     return collect_predictions(
         *(placement.to_host(x)[:num_real] for x in (values, experience.returns, learned))
     )

@@ -120,11 +120,8 @@ def _evaluate_sampled(
         # Whole responses: with the reward model's scores, without rewards within the responses.
         rewards = response_rewards(run, state, batch, rollout, rule_rewards)
         if measures_critic:
-            num_real = len(rewards) // len(batch.examples) * batch.count
             predictions.append(
-                critic_quality.predict_returns(
-                    run, state, batch, rollout, rule_rewards, rewards, num_real
-                )
+                critic_quality.predict_returns(run, state, batch, rollout, rule_rewards, rewards)
             )
         if rule_rewards.steps is not None:
             rewards = rewards + rule_rewards.steps.sum(1)
