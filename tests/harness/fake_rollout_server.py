@@ -40,6 +40,8 @@ class FakeServer:
         self.kind, self.vocabulary, self.port = kind, vocabulary, port
         self.sample = sample or self.draw
         self.fault = lambda reply, number: reply  # changes the fields of a reply
+        # Changes what is sent: the status, the headers and the bytes.
+        self.alter = lambda path, status, headers, data: (status, headers, data)
         self.die_after = math.inf
         self.die = self.stop
         self.version, self.weights = "default", weights
@@ -71,10 +73,11 @@ class FakeServer:
                 status, reply = server.answer(self.path, body)
                 is_text = isinstance(reply, str)
                 data = (reply if is_text else json.dumps(reply)).encode()
+                headers = {} if is_text else {"Content-Type": "application/json"}
+                status, headers, data = server.alter(self.path, status, headers, data)
                 self.send_response(status)
-                if not is_text:
-                    self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
+                for name, value in (headers | {"Content-Length": str(len(data))}).items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 

@@ -103,12 +103,20 @@ class Client:
             if reply.status != 200:
                 # Its words, not the request's.
                 text = shorten(data.decode(errors="replace"), 200)
+                if reply.status < 400 and (target := reply.headers["Location"]):
+                    text = f"redirections are not followed, here to {shorten(target, 200)}"
                 is_final = 300 <= reply.status < 500 and reply.status not in (408, 429)
                 raise ServerFault(f"{route}: HTTP {reply.status}: {text}", is_final, reply.status)
-            is_text = reply.headers.get_content_type() == "text/plain"  # or it names no type
-            return json.loads(data) if data and not is_text else None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerFault(f"{route}: {type(error).__name__}: {error}") from error
+        kind = reply.headers.get_content_type()  # text/plain if it names none
+        if not data or kind == "text/plain":
+            return None
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            form = ", ".join(filter(None, (kind, reply.headers["Content-Encoding"])))
+            raise ServerFault(f"{route}: the reply ({form}) is not JSON: {error}") from None
 
     @contextlib.contextmanager
     def _connection(self, timeout: float) -> Iterator[http.client.HTTPConnection]:

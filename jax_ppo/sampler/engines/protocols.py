@@ -26,7 +26,8 @@ class ServerProtocol:
       name: the server.
       sample_route: where a request for one response is sent.
       request: (prompt, seed, options) -> body of the request.
-      read: the reply's body -> what it says. Raises `LookupError` or `TypeError` if it is another.
+      read: the reply's body -> what it says. Raises `LookupError`, `TypeError`, `ValueError` or
+        `AttributeError` if it is not one response.
       update: (folder, version) -> routes and bodies that make the server load weights, in order.
       load_adapters: the same for adapters in PEFT's format: (folder, name, version) -> ...
       unload_adapters: name -> route and body that make the server forget adapters.
@@ -109,7 +110,7 @@ def _vllm_request(prompt: list[int], seed: int, options: SamplingOptions) -> dic
 
 
 def _read_vllm(body: Any) -> Reply:
-    choice = body["choices"][0]
+    (choice,) = body["choices"]
     # One span per version that sampled a part of the response.
     versions = {span["version"] for span in choice["weight_versions"] or ()}
     return Reply(
@@ -147,7 +148,7 @@ def _completion_request(prompt: list[int], seed: int, options: SamplingOptions) 
 
 
 def _read_completion(body: Any) -> Reply:
-    choice = body["choices"][0]
+    (choice,) = body["choices"]
     return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], version=None)
 
 
@@ -216,6 +217,7 @@ PROTOCOLS = (
         unload_adapters=_sglang_unload_adapters,
         adapter_key="lora_path",
         unknown_adapters=400,
+        adapter_hint="; start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules",
     ),
     ServerProtocol(
         name="completions",

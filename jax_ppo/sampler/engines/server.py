@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import math
 import os
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import heartbeat
@@ -129,7 +128,8 @@ class ServerEngine(ExternalEngine):
             if fault.is_final or attempts == ATTEMPTS:
                 raise UserError(
                     f"{self._server}: {len(prompts) - len(responses)} of {len(prompts)} responses "
-                    f"are missing after {attempts or 1} attempts: {fault}{self._last_words()}"
+                    f"are missing after {counted(attempts or 1, 'attempt')}: "
+                    f"{fault}{self._last_words()}"
                 )
             self._revive()
             self.load_weights()
@@ -189,8 +189,9 @@ class ServerEngine(ExternalEngine):
         assert self._protocol is not None
         if self._protocol.version_route and received:
             try:
-                facts = self._client.get(self._protocol.version_route) or {}
-                self._require_version(facts.get("weight_version"))
+                facts = self._client.get(self._protocol.version_route)
+                is_table = isinstance(facts, dict)
+                self._require_version(facts.get("weight_version") if is_table else None)
             except ServerFault as fault:
                 return fault
         responses.update(received)
@@ -217,7 +218,7 @@ class ServerEngine(ExternalEngine):
             reply = protocol.read(body)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ServerFault(
-                f"{protocol.sample_route}: the reply has no token ids with log-probs "
+                f"{protocol.sample_route}: the reply is not one response with log-probs "
                 f"({type(error).__name__}: {error})"
             ) from None
         if not protocol.version_route:
@@ -336,10 +337,12 @@ class ServerEngine(ExternalEngine):
         with heartbeat.activity("waiting for the rollout server"):
             while True:
                 try:
-                    routes = self._client.get("/openapi.json", timeout=10.0)["paths"]
+                    routes = list(self._client.get("/openapi.json", timeout=10.0)["paths"])
                     break
-                except (ServerFault, LookupError, TypeError) as error:
-                    problem = error
+                except ServerFault as fault:
+                    problem = str(fault)
+                except (LookupError, TypeError):
+                    problem = "/openapi.json lists no routes"
                 if self._process is not None and not self._process.is_running:
                     if self.takes_adapters and _NO_ADAPTERS in self._process.output():
                         raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}")
@@ -354,7 +357,7 @@ class ServerEngine(ExternalEngine):
                 + (f"; {protocol.hint}" if protocol.hint else "")
             )
         self._protocol, self._has_run = protocol, True
-        return list(routes)
+        return routes
 
 
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
@@ -369,10 +372,14 @@ def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Re
     T = options.max_response_length
     if len(tokens) != len(logprobs):
         raise ServerFault(f"a response has {len(tokens)} tokens and {len(logprobs)} log-probs")
-    if wrong := [x for x in tokens if not isinstance(x, int) or not 0 <= x < vocab_size]:
-        raise ServerFault(f"a response has the token {wrong[0]!r}; the model has {vocab_size}")
-    if bad := [x for x in logprobs if not isinstance(x, int | float) or not -math.inf < x < 1e-3]:
-        raise ServerFault(f"a response has the log-prob {bad[0]!r}")
+    # `True` is an int, too.
+    if wrong := [x for x in tokens if type(x) is not int or not 0 <= x < vocab_size]:
+        raise ServerFault(
+            f"a response has the token {shorten(repr(wrong[0]))}; the model has {vocab_size}"
+        )
+    lowest = float(np.finfo(np.float32).min)
+    if bad := [x for x in logprobs if type(x) not in (int, float) or not lowest <= x < 1e-3]:
+        raise ServerFault(f"a response has the log-prob {shorten(repr(bad[0]))}")
     state = text_search.START
     for count, token in enumerate(tokens, start=1):
         ends = token in options.eos_ids

@@ -1,6 +1,7 @@
 """A server samples: what it is asked, what is refused, and what happens when it fails."""
 
 import dataclasses
+import gzip
 import re
 import sys
 import time
@@ -205,6 +206,9 @@ class TestFaults:
             ({"tokens": [5], "logprobs": [-1.0]}, "ends after 1 of . tokens for no reason"),
             ({"version": "old"}, "the weights have version 'old' instead of"),
             ({"status": 400}, "HTTP 400: .*refused"),
+            ({"tokens": [True] * 8, "logprobs": [-1.0] * 8}, "has the token True"),
+            ({"tokens": [5] * 8, "logprobs": [-1e39] * 8}, r"has the log-prob -1e\+39"),
+            ({"tokens": ["5" * 999] * 8, "logprobs": [-1.0] * 8}, r"the token '5{79}\.\.\.;"),
         ],
     )
     def test_a_fault_that_stays_is_one_line(self, actor, folder, prompts, changes, message):
@@ -213,6 +217,34 @@ class TestFaults:
             with pytest.raises(UserError, match=message) as error:
                 generate(engine, actor, prompts)
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("route", "status", "header", "data", "message"),
+        [
+            ("openapi", 200, ("Content-Type", "text/html"), b"<p>", r"\(text/html\) is not JSON"),
+            ("openapi", 200, (), b'{"paths": null}', "no answer in .*lists no routes"),
+            ("openapi", 302, ("Location", "http://a/b"), b"", "not followed, here to http://a/b"),
+            ("v1/", 200, ("Content-Encoding", "gzip"), gzip.compress(b"{}"), "json, gzip.* is not"),
+            ("v1/", 200, (), b"[" * 10**5, "is not JSON: maximum recursion"),
+            ("v1/", 200, (), b'{"choices": [{}, {}]}', "not one response with .*too many values"),
+            ("weight_info", 200, (), b"[]", "have version None instead of"),
+        ],
+    )
+    def test_what_is_no_reply_is_one_line(
+        self, actor, folder, prompts, monkeypatch, route, status, header, data, message
+    ):
+        monkeypatch.setattr(server, "_CONNECT_SECONDS", 0.1)
+
+        def alter(path, *reply):
+            if path.startswith(f"/{route}"):
+                return status, reply[1] | dict([header] if header else []), data
+            return reply
+
+        with FakeServer("completions") as fake:
+            fake.alter = alter
+            with pytest.raises(UserError, match=message):
+                with running(make_engine(actor, folder, url=fake.url)) as engine:
+                    generate(engine, actor, prompts)
 
     def test_a_restarted_server_gets_the_weights_again(self, actor, folder, prompts, expected):
         with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
@@ -489,7 +521,7 @@ class TestAdapters:
         [
             ("vLLM", None, "", {}, "the server lacks /v1/load_lora_adapter, .*--enable-lora"),
             ("vLLM", {}, "rank 9 is above max_lora_rank 8", {}, "HTTP 500: .*max_lora_rank 8"),
-            ("SGLang", None, "", {}, "the server lacks /load_lora_adapter, .*_adapter$"),
+            ("SGLang", None, "", {}, "the server lacks /load_lora_adapter, .*SGLang with --enable"),
             ("SGLang", {}, "LoRA is not enabled", {}, "HTTP 400: .*LoRA is not enabled"),
             ("vLLM", {}, "", {"family": "phi3", "qkv_bias": False}, "phi3 hold q_proj in larger"),
         ],
