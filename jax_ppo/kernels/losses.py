@@ -4,7 +4,7 @@ The loss of a mini-batch is sum_i sum_t w_i loss_it, with w from `loss_weights` 
 counts of the WHOLE mini-batch. A plain sum can be divided into micro-batches, packed rows or
 devices in any way without changing its value or its gradient. A mean of means cannot.
 
-In every function mask = 1 means "the policy chose this token, and it counts". The selected tokens
+In every function mask = 1 means "the policy chose this token, and the loss counts it". These tokens
 need not be contiguous: tokens that a tool inserted are masked out inside a response. Where mask is
 0, inputs may hold anything, NaN included; results and gradients are 0 there. Results are float32,
 or float64 where the inputs are.
@@ -21,6 +21,8 @@ from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import assert_one_shape, zero_outside
 from jax_ppo.registries import AGGREGATIONS
 
+Scale = float | Float[Array, ""] | None  # see `loss_weights`
+
 
 class PolicyBatch(NamedTuple):
     """Tokens of whole responses. All arrays have one shape, of any rank."""
@@ -29,15 +31,15 @@ class PolicyBatch(NamedTuple):
     logprobs: Float[Array, " *shape"]
     old_logprobs: Float[Array, " *shape"]  # <= 0, under the policy at the start of the update
     advantages: Float[Array, " *shape"]  # per token
-    # 1 on the tokens that the policy chose and that count, in any pattern. Elsewhere the three
-    # above may hold anything, NaN included.
+    # 1 on the tokens that the loss counts, in any pattern. Elsewhere the three above may hold
+    # anything, NaN included.
     mask: Shaped[Array, " *shape"]
 
     # Read only by losses of whole responses (gspo, gmpo) and selecting losses.
     # At each token, how many tokens of its response the mask selects; may hold anything where mask
     # is 0.
     action_counts: Integer[Array, " *shape"]
-    # Maps x, which is 0 where mask is 0, to the sum of x over the token's response, at each token.
+    # Returns, at each token, the sum of x over the token's response; x is 0 where mask is 0.
     sequence_sum: Callable[[jax.Array], jax.Array]
     # True on the tokens that a selecting loss (clip_cov, kl_cov) treats differently, chosen over
     # the whole mini-batch; `None` for all other losses.
@@ -150,7 +152,7 @@ def value_loss(
       values: V, from the critic being trained, the only input meant to receive a gradient.
       old_values: V_old, from the critic at the start of the update.
       returns: G, raw advantages + V_old.
-      mask: 1 on the tokens that the policy chose and that count, in any pattern.
+      mask: 1 on the tokens that the loss counts, in any pattern.
       clip: > 0, in units of reward, or None.
       huber_delta: > 0, in units of reward, or None for the square everywhere.
     """
@@ -184,7 +186,7 @@ def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Arra
 def loss_weights(
     action_counts_B: Integer[Array, " B"],
     mode: str,
-    scale: float | Float[Array, ""] | None = None,
+    scale: Scale = None,
 ) -> Float[Array, " B"]:
     """Return the weight of each token of each sample.
 
@@ -236,9 +238,6 @@ def loss_weights(
         raise ValueError(f"loss aggregation {mode!r} is not one of {tuple(AGGREGATIONS)}")
     divisors_B = AGGREGATIONS[mode].function(action_counts_B, samples, scale)
     return jnp.where(present_B, 1.0 / divisors_B, 0.0)
-
-
-Scale = float | Float[Array, ""] | None
 
 
 def token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
