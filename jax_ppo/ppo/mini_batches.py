@@ -68,12 +68,12 @@ class RolloutPacker:
     """Chooses how rollouts are packed. All processes make the same packing.
 
     Attributes:
-      mesh: the mesh that plans are placed on.
+      mesh: the mesh that packings are placed on.
       seed: seed of the shuffling.
       prompts_per_step: prompts of a rollout.
       row_length: L, tokens of a packed row.
       packed: False gives each sample a separate row.
-      scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
+      forward_rows_per_device: packed rows of a forward pass on each device; `None` chooses.
       partitions: how a rollout is divided for the actor and for a separate critic, by role.
       replicas: virtual replicas, among which the rows of each micro-batch are divided as among
         devices; 0 without any.
@@ -90,7 +90,7 @@ class RolloutPacker:
     prompts_per_step: int
     row_length: int
     packed: bool
-    scoring_rows_per_device: int | None
+    forward_rows_per_device: int | None
     partitions: dict[str, Partition]
     replicas: int = 0
     responses_per_row: int = 0
@@ -118,14 +118,16 @@ class RolloutPacker:
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
         _, places, rows = divided["actor"]
         if self.reads_as_updated:
-            forward, scored = self._first_epoch(rows)
+            forward, forward_rows = self._first_epoch(rows)
         else:
-            forward, scored = self._pack_all(lengths, shared)
+            forward, forward_rows = self._pack_all(lengths, shared)
         whole, whole_prompts = forward, None
         if shared is not None:
-            plans = {role: packed for role, (_, _, packed) in divided.items()}
-            plans["forward"] = scored
-            whole_prompts = {x: packing.count_starts(p, len(lengths)) for x, p in plans.items()}
+            packings = {role: packed for role, (_, _, packed) in divided.items()}
+            packings["forward"] = forward_rows
+            whole_prompts = {
+                name: packing.count_starts(x, len(lengths)) for name, x in packings.items()
+            }
             if self.has_reward_model:
                 whole = self.pack_rows(lengths)
         return RolloutPacking(
@@ -147,7 +149,7 @@ class RolloutPacker:
         """Return the rows of all samples on the mesh, and on the host."""
         # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
-        packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device, shared)
+        packed, counts = self._pack(lengths, one_group, self.forward_rows_per_device, shared)
         rows = jax.tree.map(lambda x: x[0], packed)
         placed = self.place(rows, sharding.rows(self.mesh, axis=1))
         return (placed, self._replicate(counts[0])), rows
@@ -261,7 +263,7 @@ def make_packer(
         has_reward_model=has_reward_model,
         reads_as_updated=config.rollout.exact,
         packed=config.packing.enabled,
-        scoring_rows_per_device=(
+        forward_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
         ),
         partitions=partitions,

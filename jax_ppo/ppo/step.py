@@ -46,8 +46,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      next_sampled: with `rollout.max_staleness` the samples of the next step, or those that it
-        continues; `None` otherwise.
+      carried_over: what the next step takes over: with `rollout.max_staleness` its samples, their
+        drafts or the responses that it continues; `None` otherwise.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
@@ -56,7 +56,7 @@ class StepResult(NamedTuple):
     """
 
     sampled: SampledBatch
-    next_sampled: CarriedOver | None
+    carried_over: CarriedOver | None
     packed: RolloutPacking
     experience: Experience
     rule_rewards: RuleRewards
@@ -91,20 +91,20 @@ def take_ppo_step(
         lengths = sample_lengths(sampled.batch, sampled.rollout)
         packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
     # Sample the next step, or drafts for it, with the weights from before this step's update.
-    # Validation forbids selecting samples by reward in such a run.
-    next_sampled: CarriedOver | None = sampled.pool
+    # Such a run cannot select samples by reward: validation forbids it.
+    to_next_step: CarriedOver | None = sampled.pool
     samples_ahead = options.rollout.max_staleness == 1 and step + 1 < parts.total_steps
     if samples_ahead and isinstance(parts.engine, SeparateEngine):
-        next_sampled = sample_beside_update(parts, state, batches, step, observer)
+        to_next_step = sample_beside_update(parts, state, batches, step, observer)
 
     # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("forward"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    if samples_ahead and next_sampled is None:
+    if samples_ahead and to_next_step is None:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
-        next_sampled = ahead._replace(weights_step=step)
-    observer.write_pending_report()  # none if `sample_batch` has just written it
+        to_next_step = ahead._replace(weights_step=step)
+    observer.write_pending_report()  # unless `sample_batch` has already done so
 
     # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
     with observer.phase("reward"):
@@ -136,7 +136,7 @@ def take_ppo_step(
 
     return state, StepResult(
         sampled=sampled,
-        next_sampled=next_sampled,
+        carried_over=to_next_step,
         packed=packed,
         experience=experience,
         rule_rewards=rule_rewards,
@@ -151,21 +151,21 @@ def sample_responses(
     batches: TrainingBatches,
     step: int,
     observer: StepObserver,
-    from_last_step: CarriedOver | None,
+    carried_over: CarriedOver | None,
 ) -> SampledBatch:
     """Return the samples of a step: carried over, given, or sampled now and perhaps selected."""
     training, options = parts.training, parts.step_options
     with observer.phase("rollout"):
-        carried_over = wait_for(from_last_step)
+        taken_over = wait_for(carried_over)
     if options.rollout.max_staleness > 1:
-        assert not isinstance(carried_over, SampledBatch), "max_staleness > 1 carries over a pool"
-        return sample_partial_batch(parts, state, batches, step, observer, carried_over)
-    if carried_over is not None:
-        assert isinstance(carried_over, SampledBatch), "drafts are carried over as a batch"
+        assert not isinstance(taken_over, SampledBatch), "max_staleness > 1 carries over a pool"
+        return sample_partial_batch(parts, state, batches, step, observer, taken_over)
+    if taken_over is not None:
+        assert isinstance(taken_over, SampledBatch), "drafts are carried over as a batch"
         if not options.rollout.verify_drafts:
-            return carried_over
-        return complete_drafted_batch(parts, state, carried_over, step, observer)
-    if isinstance(training, GivenResponses) and not options.samples_in(step):
+            return taken_over
+        return complete_drafted_batch(parts, state, taken_over, step, observer)
+    if isinstance(training, GivenResponses) and not options.is_on_policy_step(step):
         return take_given_batch(parts, training, batches)
     sample = sample_selected_batch if options.selects_samples else sample_batch
     return sample(parts, state, batches, step, observer)._replace(weights_step=step)

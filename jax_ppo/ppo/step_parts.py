@@ -87,10 +87,10 @@ class StepOptions:
             seed=config.seed,
         )
 
-    def samples_in(self, step: int) -> bool:
-        """Return whether a step samples although responses are given.
+    def is_on_policy_step(self, step: int) -> bool:
+        """Return whether a step samples from the policy although responses are given.
 
-        As in GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1), by a draw for each step.
+        As in GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1), drawn for each step.
         """
         draw = np.random.default_rng([self.seed, step, _GKD_STREAM]).random()
         return bool(draw < self.on_policy_fraction)

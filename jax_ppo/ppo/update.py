@@ -1,6 +1,6 @@
 """The update: all epochs, mini-batches and micro-batches of a role in one compiled call.
 
-Actor and critic learn from the same rollout, each in its own optimizer steps, or in common ones if
+Actor and critic learn from the same rollout, in separate optimizer steps, or in the same ones if
 they share a trunk. Each token's weight in a loss is fixed by its whole mini-batch before the
 mini-batch is split into micro-batches or over devices, so neither split changes the gradient.
 """
@@ -116,7 +116,7 @@ _compiled = functools.partial(jax.jit, **_JIT)
 
 
 def actor_program(options: UpdateOptions) -> Any:
-    """Return `update_actor`, rounded as the forward pass of an exact rollout if there is one."""
+    """Return `update_actor`; with `rollout.exact`, compiled to round as the forward pass does."""
     return _update_actor_exactly if options.is_exact else update_actor
 
 
@@ -189,7 +189,7 @@ def update_critic(
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     assert nets.critic is not None, "there is no separate critic"
-    # Only a critic with adapters reads the reference, as their base; a base is never offloaded.
+    # Read only as the base of a critic's adapters; a base is never offloaded.
     learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
         params, optimizer_state, rate, True, batches

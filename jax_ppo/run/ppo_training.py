@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import moments as moments_lib
-from jax_ppo.kernels.moments import Moments
+from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
@@ -88,8 +87,7 @@ class PPOTraining:
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
-        # The next step's samples, or those that it continues.
-        self._sampled_ahead: CarriedOver | None = None
+        self._carried_over: CarriedOver | None = None  # to the next step
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training prompts ("data") and of the frozen models."""
@@ -162,7 +160,7 @@ class PPOTraining:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
         # A run that samples ahead had sampled the next batch when it was saved.
-        self._sampled_ahead = restore_pool(run, checkpoints, progress) or restore_sampled_batch(
+        self._carried_over = restore_pool(run, checkpoints, progress) or restore_sampled_batch(
             run, checkpoints, progress, self._batches
         )
         self.position = progress.position
@@ -172,13 +170,13 @@ class PPOTraining:
         """Take a step, and queue its report."""
         assert self._batches is not None, "the run has not begun"
         state, result = take_ppo_step(
-            self._run, state, self._batches, step, self._sampled_ahead, journal
+            self._run, state, self._batches, step, self._carried_over, journal
         )
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result, state)
-        self._sampled_ahead = result.next_sampled
+        self._carried_over = result.carried_over
         is_last = step + 1 == self._run.total_steps
-        if is_last and isinstance(left := wait_for(result.next_sampled), ResponsePool):
+        if is_last and isinstance(left := wait_for(result.carried_over), ResponsePool):
             console.print_on_main(
                 f"responses to {(left.batches >= 0).sum()} prompts were unfinished after the last "
                 "step; they trained nothing"
@@ -201,11 +199,11 @@ class PPOTraining:
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and what has been sampled for later steps."""
         trees = trained_trees(state)
-        sampled_ahead = wait_for(self._sampled_ahead)
-        if isinstance(sampled_ahead, ResponsePool):
-            trees[POOL] = pool_arrays(sampled_ahead, self.mesh)
-        elif sampled_ahead is not None:
-            trees[ROLLOUT] = rollout_arrays(sampled_ahead.rollout)
+        carried_over = wait_for(self._carried_over)
+        if isinstance(carried_over, ResponsePool):
+            trees[POOL] = pool_arrays(carried_over, self.mesh)
+        elif carried_over is not None:
+            trees[ROLLOUT] = rollout_arrays(carried_over.rollout)
         return trees
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
@@ -333,19 +331,19 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
     saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
     if saved is None:
         return None
-    prompts, _ = saved["prompts"].shape
+    num_prompts = saved["prompts"].shape[0]
     samples = BATCHES_IN_POOL * config.data.train_batch_size * config.rollout.n
     rollout = saved["rollout"]
     fits = (
-        prompts * config.rollout.n == samples
+        num_prompts * config.rollout.n == samples
         and rollout["responses"].shape == (samples, config.data.max_response_length)
         and rollout["prompts"]["tokens"].shape == (samples, run.training.max_prompt_length)
     )
     # Changed data have reset the position.
     if config.rollout.max_staleness < 2 or not progress.position or not fits:
         console.print_on_main(
-            f"the checkpoint's unfinished responses to {prompts // BATCHES_IN_POOL} prompts do not "
-            "fit this run's data and options; these prompts are skipped"
+            f"the checkpoint's unfinished responses to {num_prompts // BATCHES_IN_POOL} prompts do "
+            "not fit this run's data and options; these prompts are skipped"
         )
         return None
     shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
@@ -406,7 +404,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
         )
     console.print_on_main(
         f"the first policy's rewards: mean {float(moments.mean):.4g}, "
-        f"deviation {float(moments_lib.moments_std(moments)):.4g}"
+        f"deviation {float(moments_std(moments)):.4g}"
         + (f"; {failures} of {scored} have config.reward.fallback_score" if failures else "")
     )
     control = dataclasses.replace(
@@ -417,4 +415,4 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
 
 @jax.jit
 def _add_moments(moments: Moments, values: jax.Array) -> Moments:
-    return moments_lib.update_moments(moments, values, jnp.ones(values.shape, bool))
+    return update_moments(moments, values, jnp.ones(values.shape, bool))

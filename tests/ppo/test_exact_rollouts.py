@@ -101,7 +101,7 @@ def test_forward_passes_read_the_micro_batches_of_the_first_epoch():
         prompts_per_step=8,
         row_length=16,
         packed=True,
-        scoring_rows_per_device=None,
+        forward_rows_per_device=None,
         partitions={"actor": Partition(epochs=2, prompts_per_mini_batch=4, rows_per_device=1)},
         reads_as_updated=True,
         place=lambda arrays, layout: arrays,
