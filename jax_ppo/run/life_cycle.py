@@ -23,7 +23,6 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, find_progress, is_due
 
 BEST = "best"  # folder in the work directory
-THREAD_NAME = "precompilation"
 JournalT = TypeVar("JournalT", bound=Journal)
 # Metrics by which the best checkpoint is chosen; a metric without a value is `None`.
 Quality = dict[str, float | None]
@@ -91,7 +90,7 @@ class Training(Protocol[JournalT]):
         """Write the trained models to subfolders of `folder`."""
 
 
-# `run_life_cycle`, or a function in its place, such as `replay.repeat_steps` for some steps.
+# `run_life_cycle`, or what stands in for it: `replay.repeat_steps` repeats some steps of a run.
 Cycle = Callable[[Config, Path, Callable[[Mesh], Training[Any]], str], dict[str, Any]]
 
 
@@ -121,8 +120,8 @@ def run_life_cycle(
         )
         with training.running(), training.open_journal(workdir, progress, compiled) as journal:
             all_options = dataclasses.asdict(config)
-            cycle = LifeCycle(training, config.trainer, all_options, checkpoints, progress, journal)
-            state, was_preempted = cycle.take_steps()
+            loop = StepLoop(training, config.trainer, all_options, checkpoints, progress, journal)
+            state, was_preempted = loop.take_steps()
             journal.write_pending_report()
             # A preempted run ends without an export: the next start resumes it.
             if config.trainer.export and not was_preempted:
@@ -130,7 +129,7 @@ def run_life_cycle(
                 if config.trainer.export_best:
                     del state  # the devices may have no room for two states
                     export_best(training, checkpoints, workdir, journal)
-            return journal.write_summary(cycle.completed_steps, mesh)
+            return journal.write_summary(loop.completed_steps, mesh)
 
 
 def export_best(
@@ -169,7 +168,7 @@ def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: s
 
 
 @dataclasses.dataclass
-class LifeCycle:
+class StepLoop:
     """The loop over the steps of a run, with the evaluations and checkpoints between them."""
 
     training: Training[Any]
@@ -203,7 +202,8 @@ class LifeCycle:
     def _start(self) -> Any:
         """Return the state to start from, while the programs of a step are compiled.
 
-        The state is evaluated if it is untrained, or if a signal interrupted its evaluation.
+        Evaluate it first if it is untrained and `trainer.val_before_train` is set, or if a signal
+        interrupted its evaluation.
         """
         training, progress = self.training, self.progress
         with contextlib.ExitStack() as precompilation:
@@ -289,7 +289,7 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
             is_over.set()
 
     # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
-    thread = threading.Thread(target=compile_all, name=THREAD_NAME)
+    thread = threading.Thread(target=compile_all, name="precompilation")
     thread.start()
     try:
         yield

@@ -1113,13 +1113,13 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
         patch.setattr(owner, name, call)
 
-    save_if_due = life_cycle.LifeCycle._save_if_due
+    save_if_due = life_cycle.StepLoop._save_if_due
 
-    def count_and_save(cycle, state, quality) -> None:
-        completed_steps = cycle.completed_steps
+    def count_and_save(loop, state, quality) -> None:
+        completed_steps = loop.completed_steps
         compiled_at_step[completed_steps] = len(compiled)
         calls_at_step[completed_steps] = calls.copy()
-        save_if_due(cycle, state, quality)
+        save_if_due(loop, state, quality)
         guard = "disallow" if completed_steps in (4, 5) else "allow"
         jax.config.update("jax_transfer_guard", guard)
 
@@ -1130,7 +1130,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setattr(life_cycle.LifeCycle, "_save_if_due", count_and_save)
+            patch.setattr(life_cycle.StepLoop, "_save_if_due", count_and_save)
             for owner, name in (
                 (placement, "place"),
                 (placement, "to_host"),
