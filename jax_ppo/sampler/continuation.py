@@ -78,8 +78,8 @@ def continue_responses(
     With unchanged weights, `generate_responses` would draw the same tokens, up to the rounding of
     logits, however the calls divide them. `model`, `options` and `params` are as there;
     `options.n` has no effect, since each sample has its own prompt here. `any_shard`: see
-    `DecodeJob`. `rollout` has versions if weights may differ from call to
-    call, and `version` is the step that began with these.
+    `DecodeJob`. `rollout` has versions if weights may differ from call to call; `version` is the
+    step that began with `params`.
     """
     assert options.stage_length is not None, "the options require it"
     assert options.environment is None and not options.returns_routed_experts
@@ -145,8 +145,8 @@ def run_on_rows(
 ) -> tuple[Rollout, Any]:
     """Run a program that `split_rows` made on N responses, padded to a multiple of the devices.
 
-    It takes the other arguments: parameters, responses, further arrays [N, ...], and an array that
-    all devices have. It returns N responses and further arrays [N, ...].
+    The program takes the other arguments: parameters, responses, further arrays [N, ...], and an
+    array that all devices have. It returns N responses and further arrays [N, ...].
     """
     count = len(rollout.lengths)
     missing = num_padded_rows(count) - count
@@ -156,7 +156,7 @@ def run_on_rows(
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), mode="edge")
 
-    # Padding has ended without a token, so it is not decoded.
+    # A padding row counts as ended, with no token, so it is not decoded.
     rollout, per_sample = jax.tree.map(pad, (rollout, per_sample))
     is_sample = jnp.arange(count + missing) < count
     rollout = dataclasses.replace(

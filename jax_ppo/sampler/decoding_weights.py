@@ -47,7 +47,7 @@ def _to_decoding_form(actor: Transformer, params: Params) -> Params:
 
 
 def largest_part_bytes(weights: Params) -> int:
-    """Return the bytes of the largest part of the copy that is made at once, undivided."""
+    """Return the bytes of the copy's largest part that one program makes, on a single device."""
     parts = collections.Counter[str]()
     for name, tree in weights.items():
         part = name if name.startswith("layer_") else ""
@@ -83,7 +83,7 @@ class WeightPreparation:
             mesh = trained_on
             layouts = jax.tree.map(lambda _: sharding.replicated(trained_on), layouts)
         stacks = actor.architecture.partial_stacks
-        # The stacks of which each layer has no part.
+        # For each layer, the stacks that it has no entry in.
         self._missing = {
             f"layer_{i}": tuple(name for name, owners in stacks.items() if not owners[i])
             for i in range(actor.architecture.num_layers)
@@ -93,7 +93,7 @@ class WeightPreparation:
         self._others = jax.jit(
             functools.partial(_others_in_decoding_form, actor), out_shardings=(others, index)
         )
-        # One for each kind of layers.
+        # One program for each kind of layer.
         self._layer = {
             missing: jax.jit(
                 functools.partial(_layer_in_decoding_form, actor, missing),

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Answers, address_dialogues, validate_contexts
-from jax_ppo.sampler.slots import Contexts, DecodeJob, DecodeState, Dialogues, Slots
+from jax_ppo.sampler.slots import (
+    Contexts,
+    DecodeJob,
+    DecodeState,
+    Dialogues,
+    Slots,
+    busy_slots,
+)
 from jax_ppo.types import Prompts
 
 
@@ -53,10 +60,9 @@ def start_dialogues(
 def waiting_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
     """Return which slots hold a turn that is to be answered, bool [B]."""
     assert state.dialogues is not None
-    waits_N = state.dialogues.waits
     # An idle slot's sample is N, past the end.
-    sample_B = state.slots.sample
-    return waits_N[jnp.minimum(sample_B, job.samples - 1)] & (sample_B < job.samples)
+    sample_B = jnp.minimum(state.slots.sample, job.samples - 1)
+    return state.dialogues.waits[sample_B] & busy_slots(job, state)
 
 
 def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
@@ -95,7 +101,7 @@ def next_tokens(
     )
     is_again_B = (contexts.position >= 0) & (contexts.position < contexts.again)
     again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
-    # The last token of the context before precedes nothing in the new one.
+    # Before a new context's first token, the old one's last token is run to no effect.
     past_B = jnp.where(contexts.position < 0, jnp.iinfo(jnp.int32).max, indices_B)
     return (
         jnp.where(is_again_B, tokens_B, state.slots.token),
@@ -188,7 +194,7 @@ def should_answer(job: DecodeJob, state: DecodeState) -> jax.Array:
     """Return whether enough turns wait, or nothing else is being decoded, bool scalar."""
     waits_B = waiting_slots(job, state)
     count = waits_B.sum()
-    none_decodes = (state.slots.sample < job.samples).sum() == count
+    none_decodes = busy_slots(job, state).sum() == count
     return job.any_shard((count > 0) & ((count >= job.refill) | none_decodes))
 
 

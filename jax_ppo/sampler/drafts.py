@@ -1,4 +1,4 @@
-"""Drafts: responses of older weights, of which the newest weights keep what they would draw.
+"""Drafts: responses drawn with older weights, kept as far as the newest would draw the same.
 
 One forward pass computes the logits before each token of a draft, and the addressed random numbers
 draw from these what the newest weights would have drawn there. A draft is kept up to the first
@@ -108,7 +108,7 @@ def accept_drafts(
             lambda x: x.reshape(-1, *x.shape[2:]),
             (hidden_GxTxD, keys_GxT, drawn_GxT, forbidden_GxT),
         )
-        # The logits of as many tokens as slots draw at once.
+        # At a time, compute the logits of as many tokens as slots draw at once.
         tokens, logprobs = _map_parts(draw, each, min(options.slots or N, N))
         return tokens.reshape(before_GxT.shape), logprobs.reshape(before_GxT.shape)
 
@@ -141,13 +141,13 @@ def search_tokens(
 def replace_tokens(
     options: SamplingOptions, rollout: Rollout, tokens_NxT: jax.Array, draws: DrawStates
 ) -> tuple[Rollout, DrawStates, jax.Array]:
-    """End each response with the first token that differs from the one drawn there again. Pure.
+    """End each response with its first token that was drawn differently, if there is one. Pure.
 
-    `tokens_NxT` were drawn again, and `draws` are the states before the first token.
+    `tokens_NxT` are the tokens drawn again, `draws` the states before the first token.
 
     Returns:
-      (the responses, of which those that this changed may continue; the states of the draws after
-      them; the number of responses that it changed).
+      (the responses; those that changed may continue; the states of the draws after them; how many
+      responses changed).
     """
     differs_NxT = rollout.action_mask & (tokens_NxT != rollout.responses)
     differs_N = differs_NxT.any(1)
@@ -197,7 +197,7 @@ def _cut_drafts(
 
 
 def _map_parts(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
-    """Apply a function to `size` rows after the other; the last ones are padded with zeros.
+    """Apply a function to `size` rows at a time; the last ones are padded with zeros.
 
     It must return arrays with a row for each row of its argument.
     """

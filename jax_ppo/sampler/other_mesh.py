@@ -175,7 +175,7 @@ class SeparateEngine(OtherMeshEngine):
         return self._ahead
 
     def release_weights(self) -> None:
-        """Keep the weights: nothing else needs the memory, and they may be being read."""
+        """Keep the weights: nothing else needs the memory, and decoding may be reading them."""
 
     def stop(self) -> None:
         """Wait for what is decoded ahead, and drop the weights."""

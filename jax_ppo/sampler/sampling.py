@@ -4,9 +4,9 @@ No row depends on another. Filters are applied in Hugging Face's order: temperat
 then top-p of what top-k left, then min-p. All keep every token that is as likely as the last one
 kept, so that nothing depends on the order of a sort (Hugging Face does so for top-k only).
 
-Where several devices split the vocabulary, each keeps its own logits. They exchange the largest
-logit of a row, the weights of blocks of about sqrt(V) tokens and of the tokens of one block, and
-one number per bisection of a filter and one more for top-p: never the logits themselves.
+Where several devices split the vocabulary, each keeps its own logits. For a row they exchange the
+largest logit, the weights of all blocks of about sqrt(V) tokens, the weights of one block's tokens,
+one number per bisection step of a filter, and one more for top-p: never the logits themselves.
 
 Randomness is addressed: the token at position t of sample b has the key
 fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
@@ -163,8 +163,8 @@ def token_logprob(
 ) -> jax.Array:
     """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
 
-    `sums_B`, which `draw_tokens` returned for their weights, save one pass through them. They may
-    be sums over a part of the tokens that holds the likeliest: only this part is then drawn from.
+    `sums_B`, which `draw_tokens` returns, save one pass through the logits. If they are sums over a
+    part of the tokens that includes the likeliest, log-probs are of the distribution over it.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
     drawn_B = shards.sum(_take_local(logits_BxV, index_B))
@@ -237,13 +237,13 @@ def keep_min_p(weights_BxV: jax.Array, p: float) -> jax.Array:
 
 
 def _heaviest_blocks(weights_BxV: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the weights of the `count` blocks with the largest ones, so that all need one pass.
+    """Return the weights of the `count` blocks that hold the largest ones, in one pass over all.
 
     Blocks have about sqrt(V / count) tokens: there are as many blocks as tokens in those returned.
 
     Returns:
-      (weights, [B, M]; a weight of each row, [B]: all larger ones are among the former, of which
-      `count` reach it; `None` if all weights are).
+      (weights of these blocks, [B, M]; a bound for each row, [B]: at least `count` of these weights
+      reach it, and none in another block exceeds it; `None` if all weights are returned).
     """
     B, V = weights_BxV.shape
     if V < 64 * count:  # not worth a sort
@@ -262,10 +262,10 @@ def _find_least_kept(
     needed_B: jax.Array | int,
     shards: VocabularyShards,
 ) -> jax.Array:
-    """Return the bits of the least of the heaviest weights, as few as measure `needed` together.
+    """Return the bits of the least weight to keep: of the heaviest, as few as measure `needed`.
 
-    Found by bisection: non-negative floats have the order of their bits, so that 30 sums over the
-    row find it exactly. If all measure less, it is 0.
+    It is 0 if all weights together measure less. Found by bisection: non-negative floats have the
+    order of their bits, so 30 sums over the row find it exactly.
     """
     bits_BxM = _float_bits(weights_BxM)
 

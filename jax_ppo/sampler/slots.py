@@ -61,11 +61,11 @@ class Contexts(NamedTuple):
       numbers: int32 [N, T], the context of each token, see `Rollout.contexts`.
       current: int32 [N], the context that is being continued.
       opened: int32 [N], the contexts so far.
-      position: int32 [N], position in its context of the token that the slot runs next; -1 for the
-        last one of the context before, which runs once more in place of one that precedes the
-        first, to no effect.
-      again: int32 [N], tokens at the beginning of the context that are run again, since others have
-        taken their columns of the cache.
+      position: int32 [N], position in its context of the token that the slot runs next; -1 right
+        after a context is opened: no token precedes its first one, so the slot runs the old
+        context's last token instead, which changes nothing.
+      again: int32 [N], how many tokens at the beginning of the context are run again, because those
+        of another context have overwritten their columns of the cache.
     """
 
     numbers: jax.Array
@@ -104,7 +104,7 @@ class DecodeState(NamedTuple):
 
     Attributes:
       slots: the samples being decoded.
-      entered: int32 scalar, samples that have left the queue, which they do in their order.
+      entered: int32 scalar, samples that have left the queue, in its order.
       prefilled: int32 scalar, prompts prefilled; the last G of them are in the buffer.
       prefill_buffer: keys and values of each layer, as in the cache but with P columns and G rows.
       responses: int32 [N, T], tokens drawn; 0 past the length.
@@ -154,7 +154,7 @@ class DecodeJob:
         number, or int32 [N].
       span: the most tokens that a slot draws of a response.
       columns: columns of a slot's cache.
-      count: samples to decode; those from this one on are left alone.
+      count: how many of the samples, from the first on, are decoded.
       any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
         with this one's.
     """
@@ -207,8 +207,8 @@ def plan_job(
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
 
     See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples.
-    Where the limit is an array, `options.stage_length` is the most tokens that a slot draws, and
-    prompts have the room of all tokens but the last.
+    Where the limit is an array, a slot draws at most `options.stage_length` tokens, and the prompts
+    have columns for all tokens of a sequence but the last.
     """
     rows, P = prompts.tokens.shape
     # More slots than samples would never be used.
@@ -359,7 +359,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     n = job.options.n
     slots = state.slots
     B = len(slots.sample)
-    # Idle slots meet the next samples of the queue, in order; B stands for no slot.
+    # Pair up to g = `job.refill` idle slots with the next samples of the queue; B is no slot.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
     enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.prefilled * n, job.count))
@@ -402,7 +402,7 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
     """
     busy_B = busy_slots(job, state)
     B = len(busy_B)
-    # Busy slots beyond the new width move into idle slots below it.
+    # Up to m = B - width busy slots beyond the new width move into idle slots below it.
     source_m = width + jnp.nonzero(busy_B[width:], size=B - width, fill_value=B)[0]
     target_m = jnp.nonzero(~busy_B[:width], size=B - width)[0]
     # Writes to slot job.width, which does not exist, are dropped.

@@ -74,7 +74,7 @@ def plan_next_stage(
     room = limit if isinstance(limit, int) else longest
     order_N = jnp.argsort(state.finished, stable=True)
     P = prompts.tokens.shape[1]
-    # All slots together have the room of the first stage's.
+    # All slots together have as much room as in the first stage.
     width = max(1, first.width * first.columns // (P + room))
     job = plan_job(
         first.model,
@@ -156,7 +156,7 @@ def append_responses(
     lengths = prompts.lengths[:, None]
     columns = jnp.arange(P + longest)
     from_prompt = jnp.pad(prompts.tokens, ((0, 0), (0, longest)))
-    # Indices outside are clipped; the prompt, or no sample, reads these columns.
+    # Clipped indices belong to columns that hold the prompt, or that nothing reads.
     index = jnp.clip(columns - lengths, 0, longest - 1)
     from_response = jnp.take_along_axis(responses_NxT[:, :longest], index, axis=1)
     return Prompts(

@@ -1,4 +1,4 @@
-"""What servers that sample are sent and answer: vLLM, SGLang, and completions with token ids."""
+"""Requests and replies of servers that sample: vLLM, SGLang, and completions with token ids."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -71,13 +71,13 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
     def missing(protocol: ServerProtocol) -> list[str]:
         return [route for route in protocol.routes if route not in routes]
 
-    # What samples says which server it is.
+    # The route that samples tells the servers apart.
     best = min(PROTOCOLS, key=lambda p: (p.sample_route not in routes, len(missing(p))))
     return best, missing(best)
 
 
 def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
-    """Return what vLLM and SGLang call alike; each is given, so that no model's default counts."""
+    """Return what vLLM and SGLang name alike, all of it set: no model's default applies."""
     bias: dict[str, float] = {}
     for token, added in options.logit_bias:
         bias[str(token)] = bias.get(str(token), 0.0) + added

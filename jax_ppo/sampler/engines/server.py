@@ -1,4 +1,4 @@
-"""The engines `vllm` and `openai`: a server samples, which is sent token ids over HTTP."""
+"""The engines `vllm` and `openai`: send token ids over HTTP to a server that samples."""
 
 import concurrent.futures
 import contextlib
@@ -113,7 +113,7 @@ class ServerEngine(ExternalEngine):
         Raises:
           UserError: a request was refused, or several rounds brought no new response.
         """
-        # 31 bits: all servers take them.
+        # All servers take seeds of 31 bits.
         seeds = (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()
         responses: dict[int, Response] = {}
         attempts = 0
@@ -234,7 +234,7 @@ class ServerEngine(ExternalEngine):
             )
 
     def _publish(self) -> None:
-        """Let the server load the weights, after it is started if need be."""
+        """Let the server load the weights; start it first if necessary."""
         if self._python and (self._process is None or not self._process.is_running):
             self._start_vllm()
         if self._protocol is None:
@@ -277,11 +277,11 @@ class ServerEngine(ExternalEngine):
                 raise ServerFault(f"{route}: {reply.get('message', 'it failed')}")
 
     def _revive(self) -> None:
-        """End a server of ours that did not answer; wait for another's."""
+        """End our own server, which did not answer; wait for a server that is not ours."""
         time.sleep(_PAUSE)
         self._has_base = False
         if self._process is not None:
-            # Whether it died or hangs; a reply that cannot be used is as good a reason.
+            # Whether it died, hangs or sent a reply that cannot be used.
             self._process.stop()
             self._process, self._protocol = None, None
         else:
