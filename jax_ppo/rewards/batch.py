@@ -64,11 +64,11 @@ def score_batch(
     max_timeouts: int = Reward.max_timeouts,
     tokens: Sequence[Sequence[int] | np.ndarray] = (),
 ) -> ScoredBatch:
-    """Score each response for its example, n of each, with their tokens if they are known.
+    """Score n responses, each for its example; `tokens` are those of the responses, if known.
 
     A sample that cannot be scored affects no other and gets the fallback score. Such samples are
-    counted, and the first one of the batch is logged with its traceback. Worker processes have
-    `max_timeouts` already.
+    counted, and the first one of the batch is logged with its traceback. `RewardWorkers` read
+    `max_timeouts` from their own options.
 
     Raises:
       ValueError: the numbers of responses and examples differ.
@@ -141,7 +141,7 @@ def _score_samples(
 
 @functools.cache
 def _report_ignored_name(name: str) -> None:
-    """Name an entry once in a run."""
+    """Warn once in a run of an entry that is not reported."""
     log.warning(
         "the reward function returned %r, which is no number: it is not reported (said once)", name
     )
@@ -176,7 +176,7 @@ class Miss(NamedTuple):
 def scored_misses(
     examples: Sequence[Example], responses_text: Sequence[str], scored: ScoredBatch
 ) -> list[Miss]:
-    """Return the wrong responses of a batch; undefined correctness is no miss."""
+    """Return the wrong responses of a batch; one of undefined correctness is not wrong."""
     return [
         Miss(examples[row].ground_truth, responses_text[row], scored.answers[row])
         for row in np.flatnonzero(scored.correct == 0).tolist()

@@ -3,7 +3,8 @@
 A function takes one response, with REWARD_ARGUMENTS, or all responses of a rollout at once, with
 one of two signatures, distinguished by the names of the arguments: verl's for batches,
 f(data_sources=, solution_strs=, ground_truths=, extra_infos=), and TRL's, f(prompts=, completions=,
-completion_ids=, **columns), of which it gets what it takes. An `async def` is awaited.
+completion_ids=, **columns), of which only the arguments that it has are passed. An `async def` is
+awaited.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ def parse_reward_output(value: Any) -> RewardResult:
         response; and other numbers to report. The names of other entries are in `ignored`.
 
     Raises:
-      TypeError: the value has another type, a dict has no "score", the score is text, or the steps
+      UserError: the value has another type, a dict has no "score", the score is text, or the steps
         are not pairs of numbers.
     """
     if not isinstance(value, dict):
@@ -222,10 +223,10 @@ def score_whole_batch(
     # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException as error:
         return [failure_of(error)] * len(responses)
-    return [_parse(value, response) for value, response in zip(values, responses, strict=True)]
+    return list(map(_parse_outcome, values, responses))
 
 
-def _parse(value: Any, response: str) -> Outcome:
+def _parse_outcome(value: Any, response: str) -> Outcome:
     if value is None:
         return RewardResult(score=0.0, is_missing=True)
     try:

@@ -42,7 +42,7 @@ _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """How responses are judged, and by which server; `config.reward` documents the others."""
+    """How responses are judged, and by which server; `config.reward` documents its options."""
 
     server: JSONServer
     url_model: str
@@ -122,7 +122,7 @@ def _read_message(reply: Any) -> str:
 def _read_score(text: str) -> Any:
     """Return the score that a reply holds as JSON, alone or within text, or its last number.
 
-    What the judge has thought before does not count.
+    The judge's thinking is skipped.
     """
     text = after_thinking(text)
     if block := _CODE_BLOCK.fullmatch(text):

@@ -36,7 +36,7 @@ _FACTOR = re.compile(
     rf"[-+]?[\d.,/]*\d(?:{_NO_UNIT}(?![eE][-+]?\d)[^\W\d_]| {_NO_UNIT}[a-z]{{1,2}}\b)"
 )
 _DECORATION = re.compile(r"\\?\$|\\[,;!: ()\[\]]|\{,\}|\^\{?\\circ\}?(?:[CF]\b)?|\\(?=%)|\*\*|`")
-# What a value is assigned to; of several assignments none is left out.
+# The left side of a single assignment, as in `x = 3`; of several, none is removed.
 _ASSIGNMENT = re.compile(
     r"\A(?:[^=]*|(?:(?!(?:\\l|(?<![A-Za-z]))(?:and|or)(?![A-Za-z])|[,;]).)*)=(?!.*=)"
 )
@@ -116,7 +116,7 @@ def score_dapo(solution: str, ground_truth: str) -> RewardResult:
 
 
 def right_answers(ground_truth: str) -> list[str]:
-    """Return the answers of a ground truth, one or a JSON list: of each its last box, if any."""
+    """Return the answers of a ground truth, one or a JSON list: the last box of each, if any."""
     return [last_boxed(truth) or truth for truth in listed_texts(ground_truth)]
 
 

@@ -37,7 +37,7 @@ def resolve_reward_function(
 
     `function` is called as f(data_source=, solution_str=, ground_truth=, extra_info=) and returns a
     number, or a dict with "score", optionally "acc", and other numbers to report. For functions
-    that take a whole batch, see custom.py. Of `terms`, a reward model's is left out.
+    that take a whole batch, see custom.py. The term of a reward model in `terms` is left out.
     Without a function or terms the judge is the whole reward.
 
     Raises:

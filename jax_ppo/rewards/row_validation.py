@@ -99,8 +99,10 @@ def find_obstacles(
 
 def find_missing_package(examples: Sequence["Example"], function: str = "", terms: str = "") -> str:
     """Return which package the rules of the examples need that is not installed; "" if none."""
+    if function:
+        return ""
     parsed_terms = parse_terms(terms)
-    for source in {} if function else dict.fromkeys(example.data_source for example in examples):
+    for source in dict.fromkeys(example.data_source for example in examples):
         for name, rule in rules_of_source(source, parsed_terms):
             if rule is not None and rule.module and importlib.util.find_spec(rule.module) is None:
                 package = rule.module.replace("_", "-")

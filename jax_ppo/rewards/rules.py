@@ -73,10 +73,9 @@ def read_final_part(response: str) -> tuple[str, bool]:
     return text, False
 
 
-# A backslash of LaTeX, which JSON needs twice: of `\frac` it would make a form feed and "rac". That
-# of `\n` is one if a command follows.
+# The backslash of a LaTeX command, which JSON must have twice: it would read `\frac` as a form feed
+# and "rac". `\n` is a line break, except in the commands that begin with it.
 _COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
-
 
 # A list as Python prints it, not JSON: with " only around texts that have an apostrophe.
 _PYTHON_LIST = re.compile(r"\[\s*('.*['\"]|\".*')\s*,?\s*\]", re.DOTALL)

@@ -34,7 +34,7 @@ class RewardRow(NamedTuple):
     def from_example(
         cls, example: "Example", completion_ids: Sequence[int] | np.ndarray = ()
     ) -> "RewardRow":
-        """Copy the columns of an example: a function may change them, but of no other sample."""
+        """Copy the columns of an example: a function that changes them changes no other sample."""
         return cls(
             data_source=example.data_source,
             ground_truth=copy.deepcopy(example.ground_truth),
@@ -66,13 +66,13 @@ class TimeoutCounter:
         self._limit = limit
         self._count = 0
 
-    def should_give_up(self, outcome: "Outcome | None") -> bool:
+    def should_give_up(self, outcome: Outcome | None) -> bool:
         """Count the outcome of the next sample; return whether the rest should not be tried."""
         timed_out = isinstance(outcome, ScoringFailure) and outcome.timed_out
         self._count = self._count + 1 if timed_out else 0
         return self._count >= self._limit
 
-    def fail_rest(self, count: int) -> list["Outcome"]:
+    def fail_rest(self, count: int) -> list[Outcome]:
         """Return the outcomes of the `count` samples that are not tried, and say so in one line."""
         cause = f"not tried: {self._limit} consecutive responses ran out of time before it"
         if count:

@@ -36,7 +36,7 @@ _MAX_ATTEMPTS = 3
 _LONGEST_STOP = 10.0  # seconds to wait for the threads of a pool whose workers are killed
 # Seconds until a new worker has imported the function and takes a task.
 _LONGEST_START = 300.0
-# Reported for a worker that ended with 0, by which Pebble means that it was asked to end.
+# Stands for exit code 0 of a worker, which Pebble would take for the end that it asked for.
 _ENDED_WITH_ZERO = 256
 
 
@@ -112,7 +112,7 @@ class RewardWorkers:
         """Score each response for its row; return results and failures in the order of the rows."""
         if not self._takes_batches:
             return self._run(list(zip(rows, responses, strict=True)), self._options.timeout)
-        # One call, with the time limit of all of them together.
+        # One call, with the time limits of all responses added up.
         limit = self._options.timeout * max(1, len(rows))
         [outcomes] = self._run([(list(rows), list(responses))], limit)
         return [outcomes] * len(rows) if isinstance(outcomes, ScoringFailure) else outcomes
