@@ -19,7 +19,7 @@ BOYS = tuple("Tim Tom Ben Max Sam Jack Bob Billy Timmy Joe Fred Leo Mark Dan Pet
 ANIMALS = ("dog", "cat", "bunny", "bird", "bear", "mouse", "frog", "duck", "fish", "pig")
 HELD_OUT_EVERY = 4  # every fourth name is held out
 
-_STREAM = 303  # keeps these random numbers apart from other generators'
+_STREAM = 303  # first number of the seeds
 
 _OPENINGS = (
     "Once upon a time, there was a {adjective} {kind} named {name}.",

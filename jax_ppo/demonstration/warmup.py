@@ -1,6 +1,8 @@
 """Supervised warm-up: a small model and its tokenizer, trained on worked examples.
 
-It gives the embedded arithmetic task a model to start from without a download.
+It gives the embedded arithmetic task a model to start from without a download. The model learns
+first a skill, to solve problems step by step, and then the habit of seldom doing so, which leaves
+reinforcement learning something to improve.
 """
 
 import functools
@@ -112,7 +114,7 @@ def train_weights(
 
 
 def _generate_pairs(steps: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
-    """Return as many prompts with their responses as some steps see, at most `NUM_EXAMPLES`."""
+    """Return as many prompts with responses as `steps` read, at most `NUM_EXAMPLES`."""
     count = max(min(steps * BATCH_SIZE, NUM_EXAMPLES), BATCH_SIZE)
     return arithmetic.generate_worked_solutions(count, careful_share, seed)
 
@@ -185,12 +187,11 @@ def train_on_responses(
 ) -> Params:
     """Minimize the mean negative log-likelihood of response tokens over packed rows.
 
-    First the skill, then the habit: careful solutions are learned well before most examples no
-    longer show them. The learning rate of AdamW falls linearly to that of the habit, which is
-    constant: one schedule, and so one program, for both.
+    The first `num_careful` sequences, host arrays, teach the skill, which must be learned well
+    before the others teach the habit. The learning rate of AdamW falls linearly to that of the
+    habit, which is constant: one schedule, and so one program, for both.
 
-    Of the sequences, host arrays, the first `num_careful` teach the skill and the others the habit.
-    The parameters are donated; the seed is that of the order of the rows.
+    The parameters are donated; the seed determines the order of the rows.
     """
     options = _training_options(create)
     init = make_optimizer(options.optim, options.grad_clip).init
@@ -222,7 +223,7 @@ def train_on_responses(
                 rows,
                 np.int32(1),
             )
-            # Waiting now and then keeps the host, and what it reports, near what the mesh does.
+            # Reading the loss waits for the mesh, so that the host does not run far ahead of it.
             if step == 1 or step % 20 == 0 or step in last_steps:
                 loss = float(metrics["loss"])
                 progress = f"step {step}/{last_steps[-1]}, loss {loss:.3f}"
@@ -245,18 +246,18 @@ def _training_options(create: Create) -> Supervised:
     )
 
 
-def _draw_rows(plan: Packing, count: int, rng: np.random.Generator) -> Iterator[Packing]:
-    """Yield batches [1, count, L] of rows without end, each row once before any returns.
+def _draw_rows(rows: Packing, count: int, rng: np.random.Generator) -> Iterator[Packing]:
+    """Yield batches [1, count, L] of rows without end; none returns before all have been drawn.
 
     Packing sorts by length, so batches are drawn from all rows instead of cut from neighbors.
     """
     order = np.empty(0, np.int64)
     while True:
         while len(order) < count:
-            order = np.concatenate([order, rng.permutation(len(plan.sample))])
+            order = np.concatenate([order, rng.permutation(len(rows.sample))])
         drawn = order[:count]
         order = order[count:]
-        yield jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan)
+        yield jax.tree.map(lambda x, drawn=drawn: x[drawn][None], rows)
 
 
 def _pack_rows(
