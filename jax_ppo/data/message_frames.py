@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from jax_ppo.data.tokenizer import ChatTemplate, Tokenizer, encode_text, render_prompt
 
+# Of a text that will be cut off, no more is encoded; few tokens have as many characters.
+CHARACTERS_PER_TOKEN = 256
 _QUESTION, _RESPONSE, _FIRST, _SECOND = (
     "a-question",
     "a-response",
@@ -70,7 +72,7 @@ class MessageFrame:
 
         Args:
           contents: of one message or more.
-          last: the last token of the turn; what ends a turn is left out if it is that.
+          last: the last token of the turn; if it ends a turn already, the frame does not repeat it.
           length: the most tokens. Contents are cut to equal shares of what the frame leaves.
         """
         before = self._before[1:] if self._before[:1] == [last] else self._before
@@ -83,8 +85,7 @@ class MessageFrame:
         return [*tokens, *self._after][:length]
 
     def _encode_content(self, content: str, length: int) -> list[int]:
-        # Tokens have few characters: of what will be cut off, no more is encoded.
-        content = content[: 256 * length]
+        content = content[: CHARACTERS_PER_TOKEN * length]
         tokens: list[int] = []
         start = 0
         # The name of a special token is encoded in two parts, so that it becomes plain text.

@@ -1,17 +1,18 @@
-"""Environments with interfaces of others, whose observations and actions are texts.
+"""Adapters of Gymnasium's and OpenEnv's environments, whose observations and actions are texts.
 
 Those with Gymnasium's methods are recognized by `reset(self, *, seed, options)`; nothing is
 imported from Gymnasium. Those behind HTTP have the form of OpenEnv's `reset` and `step`:
 
     POST URL/reset  {"episode_id", "seed", "prompt", "ground_truth", "data_source", "extra_info"}
-    POST URL/step   {"episode_id", "action"}
+           replies  {"observation"}, optionally "repeatable"
+    POST URL/step   {"episode_id", "action"}, and "turn", from 0, if `reset` replied "repeatable"
+           replies  {"observation", "reward", "done"}, optionally "info"
 
-Both return an object with `observation`; that of `step` also has `reward` (null is 0), `done` (or
-`terminated` and `truncated`) and, if there are any, `info`, whose `new_context` replaces the
-context (`protocol.NewContext`), and whose `former_context` is the number of the one that goes on
-(`protocol.FormerContext`). If that of `reset` has `repeatable` true, each `step` also has
-`turn`, from 0, and the server answers one that it gets again as it did before. Each dialogue is an
-episode with its own id; episodes are stepped concurrently.
+A reward of null is 0; `terminated` and `truncated` may stand in for `done`. In `info`,
+`new_context` replaces the context (`protocol.NewContext`), and `former_context` is the number of
+the one to continue (`protocol.FormerContext`). A server whose `repeatable` is true gives the same
+reply to a turn that it gets again. Each dialogue is an episode with its own id; episodes are
+stepped concurrently.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ Turn = tuple[str | NewContext | FormerContext, float, bool, dict[str, float]]
 
 
 def _describe_example(example: Example) -> dict[str, Any]:
-    """Return what an environment that is not ours gets of a row."""
+    """Return the columns of a row that an adapted environment gets."""
     return {
         "prompt": example.prompt,
         "ground_truth": example.ground_truth,
@@ -49,8 +50,8 @@ def _read_info(
 ) -> tuple[Any, dict[str, float]]:
     """Return the observation and the metrics of a turn from an `info` like Gymnasium's.
 
-    The observation is a `NewContext` if `info` has one as `new_context`, and that of a
-    `FormerContext` if `info` has its number as `former_context`.
+    With `new_context` in `info` it is a `NewContext`, with `former_context` a `FormerContext` that
+    holds the observation.
     """
     if info.get("former_context") is not None:
         observation = FormerContext(info["former_context"], observation)
@@ -155,7 +156,7 @@ class RemoteEnvironment:
         """Return what the server's reply to `reset` or `step` says, and count faults.
 
         Raises:
-          EnvironmentLost: this was the last of too many consecutive faults, or there were.
+          EnvironmentLost: there have been `max_faults` consecutive faults.
           RequestFault: the call failed.
         """
         if self._lost:

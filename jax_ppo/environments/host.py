@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.data.message_frames import MessageFrame
+from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
 from jax_ppo.environments.protocol import (
@@ -38,8 +38,6 @@ from jax_ppo.types import Example
 log = logging.getLogger(__name__)
 
 THREADS = 16  # dialogues that are stepped concurrently
-# Of an observation that will be cut off, no more is encoded; few tokens have as many characters.
-CHARACTERS_PER_TOKEN = 256
 # If as many turns of a batch time out before any is answered, no further turns are tried.
 MAX_UNANSWERED_TURNS = 4 * THREADS
 
@@ -67,7 +65,7 @@ class _Answer(NamedTuple):
 
 @dataclasses.dataclass
 class _Contexts:
-    """The contexts of a dialogue: the last token of each, and which of them goes on."""
+    """The contexts of a dialogue: the last token of each, and the number of the current one."""
 
     last: list[int] = dataclasses.field(default_factory=lambda: [-1])
     current: int = 0
@@ -191,7 +189,7 @@ class HostEnvironment:
         texts = self._tokenizer.batch_decode(
             [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
         )
-        # Constructed in order, before the threads step them. Examples may be read from a disk.
+        # Before the threads: dialogues are constructed in order, examples perhaps read from a disk.
         examples = {}
         replaced = {}
         for b in waiting[answered[waiting] == 0]:
@@ -274,7 +272,7 @@ class HostEnvironment:
         number = -1
         if isinstance(observation, FormerContext):
             number, observation = observation.number, observation.observation
-            _validate_number(number, len(contexts.last))
+            _validate_former(number, len(contexts.last))
             contexts.current = number
         return self._encode(observation, contexts.last[contexts.current]), False, number
 
@@ -382,7 +380,7 @@ def _validate_context(context: NewContext) -> None:
         )
 
 
-def _validate_number(number: Any, count: int) -> None:
+def _validate_former(number: Any, count: int) -> None:
     """Raise `ValueError` unless it is the number of one of a dialogue's contexts."""
     # Gymnasium's environments have numbers of NumPy.
     is_whole = isinstance(number, Integral) and not isinstance(number, bool)

@@ -55,7 +55,7 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
         by_name=True,
         other_arguments=lambda made: ("tokenizer", "examples") if _is_in_jax(made) else None,
     )
-    # A function makes environments, too: one of them shows what they are.
+    # A function makes environments, too: one of them shows which kind.
     made: Any = environment_class
     if not isinstance(environment_class, type):
         made = _try(f"config.{ENVIRONMENT_OPTION}={name!r}", environment_class)
@@ -109,7 +109,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Return examples with the tools that the chat template describes; else as they are.
+    """Return examples with the tools of a tool environment; unchanged for any other.
 
     Raises:
       UserError: a prompt is not a chat, which tools need.
@@ -120,7 +120,7 @@ def describe_tools(
 
 
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
-    """Begin a dialogue whose environment shows something at once; try what confines code.
+    """Try, before a run, what an adapted environment's reset shows and what confines tools' code.
 
     Returns:
       A note if the policy does not see what the environment shows first, or if the system cannot

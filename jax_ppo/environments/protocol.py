@@ -26,9 +26,9 @@ class EnvironmentLost(Exception):
 class NewContext:
     """A context that replaces the one before, returned by a host environment as observation.
 
-    The policy writes its next turns from it alone, without the prompt and all turns before: a
-    summary, the last moves, the thoughts left out. The dialogue goes on: its rewards and values
-    reach over the border.
+    The policy writes its next turns from it alone, without the prompt and all turns before: from a
+    summary, the last moves, or the dialogue without its thoughts. It is still one dialogue: later
+    rewards and values count for the turns before, too.
     """
 
     # Text or messages, which become tokens as the prompts of the data do, with the tools of the
@@ -41,8 +41,8 @@ class FormerContext:
     """A context that is continued instead of the current one, returned in place of an observation.
 
     The policy writes its next turns from the tokens that this context had when it was left, and the
-    observation after them: as when a helper's answer returns to who asked. No token is encoded
-    again. The context that is left can be continued later, too.
+    observation after them, such as the answer of a helper that this context had asked. No token is
+    encoded again. The context that is left now can be continued later, too.
     """
 
     number: int  # 0 is the prompt's; each `NewContext` of the dialogue has the next number

@@ -23,7 +23,7 @@ _GIB = 2**30
 
 
 def run_code(code: str, timeout: float, memory_gib: float) -> str:
-    """Return what Python code prints, its errors included, and how it ended if that was not well.
+    """Return what Python code prints, its errors included, and how it ended if abnormally.
 
     It may take `timeout` seconds and `memory_gib` GiB of address space.
     """

@@ -41,7 +41,7 @@ class TimedThreads:
     """A number of threads that make calls."""
 
     def __init__(self, threads: int, timeout: float) -> None:
-        """Start as many threads; one call may take `timeout` seconds."""
+        """Start the threads; one call may take `timeout` seconds."""
         self._timeout = timeout
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         for _ in range(threads):

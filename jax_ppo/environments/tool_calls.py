@@ -75,7 +75,7 @@ def _require_type(name: str, value: Any, schema: dict[str, Any]) -> None:
     """Raise `ValueError` unless an argument has a type that its JSON schema names, if any."""
     expected = schema.get("type", [])
     types = [expected] if isinstance(expected, str) else [*expected]
-    if types and schema.get("nullable"):  # so do transformers' schemas write `int | None`
+    if types and schema.get("nullable"):  # transformers' schemas of `int | None`
         types.append("null")
     is_boolean = isinstance(value, bool)
     has_type = {
@@ -204,7 +204,7 @@ class ToolDialogue:
             for name, arguments in parse_calls(text):
                 results.append(self._answer(name, arguments))
         except ValueError as error:
-            results.append(self._describe_error(error))
+            results.append(self._count_error(error))
         self._calls += len(results)
         figures: dict[str, float] = {"tool_calls": self._calls, "tool_errors": self._errors}
         return tuple(results) or "", 0.0, not results, figures
@@ -212,16 +212,17 @@ class ToolDialogue:
     def _answer(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._tools:
             known = ", ".join(self._tools)
-            return self._describe_error(ValueError(f"unknown tool {name!r}; there are {known}"))
+            return self._count_error(ValueError(f"unknown tool {name!r}; there are {known}"))
         try:
             return self._tools[name].call(arguments)
         except ValueError as error:
-            return self._describe_error(error)
+            return self._count_error(error)
         except (Exception, SystemExit) as error:
             _report_fault(name, printable_lines(traceback.format_exc(limit=-4)))
-            return self._describe_error(RuntimeError(f"{type(error).__name__}: {error}"))
+            return self._count_error(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    def _describe_error(self, error: Exception) -> str:
+    def _count_error(self, error: Exception) -> str:
+        """Count an error; return the line that answers it."""
         self._errors += 1
         return f"error: {shorten(str(error), _LONGEST_ERROR)}"
 
