@@ -57,7 +57,7 @@ _HARMLESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of columns that options set; "" is the table's."""
+    """Names of columns that options set; "" leaves the choice to `MEANINGS`."""
 
     prompt: str = ""  # column of the prompt
     # Column of the response to imitate, or its entry in extra_info of verl's form.
@@ -112,8 +112,8 @@ def parts_of_questions(values: dict[str, Any]) -> list[str]:
 def parse_ground_truth(value: Any) -> Any:
     """Return a reference answer as text; "" if there is none.
 
-    Dicts, for user-defined reward functions, are returned unchanged, and so are lists, which have
-    any right answer, but for the entries without a value.
+    Dicts, for user-defined reward functions, are returned unchanged. Of a list, whose entries are
+    all right answers, those without a value are left out.
     """
     if is_missing(value):
         return ""

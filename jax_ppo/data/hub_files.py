@@ -20,7 +20,8 @@ _REPOSITORY = r"([^/@:]+/[^/@:]+(?:@(?:refs/convert/[^/:]+|refs/pr/[^/:]+|[^/:]+
 _FILE = re.compile(rf"{_REPOSITORY}/(.+)")
 _SPLIT = re.compile(rf"{_REPOSITORY}(?:/([^:]+?))?/?(?::([\w.-]+))?")
 _SHARD = re.compile(r"-\d+-of-(\d+)(?:-[0-9a-f]+)?")
-# Every repository has the second file. The cache can be listed without a network.
+# Downloaded to learn the names of all files: without a network, of those in the cache. Every
+# repository has the second one.
 _SMALL_FILES = ["README.md", ".gitattributes"]
 
 

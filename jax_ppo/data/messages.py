@@ -182,7 +182,11 @@ def drop_missing(value: Any) -> Any:
 
 
 def response_text(message: dict[str, Any], location: str, name: str, is_learned: bool) -> str:
-    """Return the content of the assistant's message, all that it says if that `is_learned`."""
+    """Return the content of the assistant's message.
+
+    Raises:
+      UserError: the message `is_learned`, and says something besides its content.
+    """
     if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
         raise UserError(
             f"{location}: the last message of {name} has {beside[0]} besides its content, which is "

@@ -103,7 +103,7 @@ class RewardInputEncoder:
         return ids + self._end
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
-        """Return the ids with the fewest characters dropped that fit; of none, all are dropped."""
+        """Return the ids of as many characters as fit; of no character if none fit."""
         prompt_length = sum(map(len, prompt_texts(prompt)))
 
         def encode_without(drop: int) -> list[int]:

@@ -239,7 +239,7 @@ class ResponseReader:
             action_mask=action_mask,
             turn_starts=starts,
             contexts=contexts,
-            truncated=_truth(row.get("truncated")),
+            truncated=_read_truncated(row.get("truncated")),
             reward=reward,
             turn_rewards=turn_rewards,
             logprobs=logprobs,
@@ -349,7 +349,7 @@ def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:
     return np.array([_finite(value, name) for value in values], np.float32)
 
 
-def _truth(value: Any) -> bool:
+def _read_truncated(value: Any) -> bool:
     """Return whether a response was truncated, text in a CSV file; a missing value is false."""
     text = str(value).lower()
     if value is None or text in ("", "0", "false"):

@@ -15,6 +15,7 @@ HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: 
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ Prompt = str | Messages
 
 
 class _Reading(NamedTuple):
-    """A prompt, the column that holds it, and the responses in the same column or pair."""
+    """A prompt, the column that holds it, and the responses in that column or pair."""
 
     column: str
     prompt: Prompt
@@ -179,7 +180,8 @@ def _choose_prompt(
             if agree:
                 break
     if not agree:
-        raise _disagreement(readings, "prompt", "config.data.prompt_key", location)
+        prompts = [(reading.column, reading.prompt) for reading in readings]
+        raise _disagreement(prompts, "prompt", "config.data.prompt_key", location)
     if reading.column in names.REQUESTS and not columns.prompt:
         for name in names.parts_of_questions(values):
             raise UserError(
@@ -258,7 +260,7 @@ def _learns(columns: Columns, name: str) -> bool:
 
 
 def _agrees(prompt: Prompt, other: Prompt) -> bool:
-    """Return whether a prompt is the other one, or has its single message within."""
+    """Return whether a prompt equals the other one, or contains that one's only message."""
     if prompt == other:
         return True
     if not isinstance(other, str):
@@ -274,10 +276,10 @@ def _flatten(prompt: Prompt) -> str:
     return " ".join(join_contents(prompt).split())
 
 
-def _disagreement(readings: list[_Reading], meaning: str, option: str, location: str) -> UserError:
-    described = ", ".join(
-        f"{reading.column} ({quote_cell(_flatten(reading.prompt))})" for reading in readings
-    )
+def _disagreement(
+    found: Iterable[tuple[str, Prompt]], meaning: str, option: str, location: str
+) -> UserError:
+    described = ", ".join(f"{column} ({quote_cell(_flatten(value))})" for column, value in found)
     return UserError(
         f"{location}: these columns hold different {meaning}s: {described}; set {option} to the "
         "one to use"
@@ -401,8 +403,7 @@ def _find_responses(
             if is_text or columns.reads_responses:
                 found.append((name, _read_response(values[name], location, name)))
     if columns.reads_responses and len({text.strip() for _, text in found}) > 1:
-        answers = [_Reading(name, text) for name, text in found]
-        raise _disagreement(answers, "response", "config.supervised.response_key", location)
+        raise _disagreement(found, "response", "config.supervised.response_key", location)
     answer = values.get("answer", extra_info.get("answer"))
     if not found and isinstance(answer, str):
         return (answer,)
@@ -440,11 +441,12 @@ def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[An
     truths = {name: parse_ground_truth(values.get(name)) for name in names.GROUND_TRUTHS}
     if reward_model:
         truths = {"reward_model": parse_ground_truth(reward_model.get("ground_truth")), **truths}
-    readings = [_Reading(name, str(truth)) for name, truth in truths.items() if truth != ""]
-    if not key and len({reading.prompt for reading in readings}) > 1:
-        raise _disagreement(readings, "reference answer", "config.data.ground_truth_key", location)
-    if readings:
-        return truths[readings[0].column], False
+    texts = {name: str(truth) for name, truth in truths.items() if truth != ""}
+    if not key and len(set(texts.values())) > 1:
+        option = "config.data.ground_truth_key"
+        raise _disagreement(texts.items(), "reference answer", option, location)
+    if texts:
+        return truths[next(iter(texts))], False
     if reward_model:
         return "", False
     if "answer" in values:
