@@ -61,7 +61,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     if not program.base:
         raise UserError(
             f"{name}: nothing here does the same; train, sft, reward_model and evaluate are the "
-            f"commands"
+            "commands"
         )
     notes = []
     if name and not is_exact:

@@ -70,8 +70,8 @@ class Architecture:
     global_head_dim: int = 0  # 0: they are as wide as the others
     global_kv_heads: int = 0
     keys_as_values: bool = False  # no projection to values: that to keys takes its place
-    # How many of the last layers read the keys and values of the last layer before them that has a
-    # sliding window, or none, as they do.
+    # How many of the last layers compute no keys and values, and read those of the last earlier
+    # layer of their kind: with a sliding window, or without one.
     shared_layers: int = 0
 
     # Latent blocks (latent_attention.py).
@@ -98,7 +98,7 @@ class Architecture:
     # The score of an expert is the sigmoid of its logit, and a bias, which no gradient changes, is
     # added to select experts; otherwise it is the softmax over all.
     sigmoid_router: bool = False
-    # Of consecutive experts, of which a token selects some first (experts.limit_to_groups).
+    # Groups of consecutive experts; a token first selects groups (experts.limit_to_groups).
     router_groups: int = 1
     groups_per_token: int = 1  # number of groups that each token selects its experts from
     normalized_expert_weights: bool = False  # a token's weights are divided by their sum
@@ -148,7 +148,7 @@ class Architecture:
     delta_value_heads: int = 0
     delta_key_dim: int = 0  # width of its queries and keys
     delta_value_dim: int = 0  # width of its values
-    delta_window: int = 0  # tokens of either one's convolution, the current one included
+    delta_window: int = 0  # tokens that either one's convolution covers, the current one included
 
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     # Sorted (name, value) pairs of Hugging Face's rotary parameters except the base, with lists as
@@ -262,7 +262,7 @@ class Architecture:
         return "local_" * is_local + "shared_" * is_shared + "attention"
 
     def kv_heads(self, is_local: Any) -> tuple[int, int]:
-        """Return number and width of a layer's heads of keys and values; see above."""
+        """Return number and width of a layer's heads of keys and values."""
         if not self.global_head_dim or is_local:
             return self.num_kv_heads, self.head_dim
         return self.global_kv_heads, self.global_head_dim
@@ -272,7 +272,7 @@ class Architecture:
         """Return number and width of the heads of a token's keys, and of its values, in the cache.
 
         One entry for each layer with a memory, `None` for a recurrent state. With latents a token
-        has only these and its rotated part, once as a key and as a value.
+        has only these and its rotated part, which are both its key and its value.
         """
         latents = 1, self.latent_size + self.rope_head_dim
         kinds = zip(self.layers_are_local, self.layers_are_linear, strict=True)
@@ -288,7 +288,7 @@ class Architecture:
 
     @property
     def attended_width(self) -> int:
-        """Return the greatest width of heads in attention to sequences, of parts equally wide."""
+        """Return the greatest width of a head in attention to sequences."""
         return max(self.head_dim, self.value_head_dim, self.global_head_dim)
 
     @property

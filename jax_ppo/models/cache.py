@@ -1,9 +1,9 @@
 """The memory that layers keep of a sequence, and the attention of one new token per row to it.
 
 A layer that computes keys and values has a column of them for each token, a recurrent one a state
-of fixed size (`RecurrentState`), and one that shares others' nothing. The token at position i of a
-sequence is in column i of its row. The columns of a layer are (keys, values), in the layout that
-the program reads without rearranging it:
+of fixed size (`RecurrentState`), and one that reads another layer's has none. The token at position
+i of a sequence is in column i of its row. The columns of a layer are (keys, values), in the layout
+that the program reads without rearranging it:
 
     cpu    keys [B, K, d, S], values [B, K, S, d]; reads an eighth, a quarter, a half or all of S,
            the least that holds every row's sequence

@@ -212,8 +212,8 @@ class Attention(DecoderModule):
     ) -> tuple[jax.Array, Columns]:
         """Return the output [B, T, D], and keys and values or the cache with these tokens.
 
-        A layer that shares keys and values gets the earlier layer's as its cache, without columns
-        where they are of whole sequences, [B, T, K, d].
+        A layer that shares keys and values gets the earlier layer's as its cache; those of whole
+        sequences are [B, T, K, d], and `columns_B` is then `None`.
         """
         a = self.options.architecture
         is_shared = a.shared_layers > 0 and kind.is_shared

@@ -115,7 +115,6 @@ def _yarn(
 def _yarn_attention_factor(scaling: Scaling) -> float:
     """Return the factor on cos and sin, which sharpens attention in longer contexts."""
     factor = scaling["factor"]
-
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
@@ -170,8 +169,8 @@ def rotation_tables(
     They are looked up in a constant table. A compiler would fuse their computation into `rotate`
     and repeat it for each head of each layer.
 
-    The table has `length` positions; those outside it become NaN. `local` says whether the layer
-    is, `queries` whether they multiply by the factor of queries at each position, too.
+    The table has `length` positions; those outside it become NaN. `local` selects the frequencies
+    of local layers; with `queries`, cos and sin include the factor on queries at each position.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     factors = np.full((length + 1, 1), factor)

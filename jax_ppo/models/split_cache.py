@@ -4,8 +4,8 @@ The device with number p of C along the mesh's axis of columns holds columns p, 
 one after the other: sequences of any length are split evenly. Each device reads its own columns,
 and one largest score, one sum of weights and one weighted sum of values per head are combined.
 
-The functions have the names of cache.py's; they run inside `split_rows`. The stage of prompts is
-not split: its columns are copied from the device's own copy.
+The functions have the names of cache.py's; they run inside `split_rows`. The prefill buffer is not
+split: each device has all its columns, and copies those that it holds itself.
 """
 
 import jax

@@ -47,7 +47,7 @@ def print_on_main(text: str) -> None:
 
 
 def print_aside(text: str) -> None:
-    """Print a line above any progress bars that is no sign of progress."""
+    """Print a line above any progress bars, without counting it as progress."""
     tqdm.tqdm.write(text)
     sys.stdout.flush()
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from jax_ppo.runtime import distributed, work_directory
 
+SAMPLES_FOLDER = "rollouts"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
+
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
@@ -36,10 +39,6 @@ def write_json_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
         for value in objects:
             text = json.dumps(value, ensure_ascii=False)
             file.write(text.encode("utf-8", errors="replace").decode() + "\n")
-
-
-SAMPLES_FOLDER = "rollouts"
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
 
 
 def write_summary_file(workdir: Path, summary: dict[str, Any]) -> None:

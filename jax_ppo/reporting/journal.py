@@ -101,7 +101,7 @@ class Journal:
             warn=self.warn,
         )
         self._report = HTMLReport(workdir, options, layout.panels)
-        # The other processes would read files while this one deletes them.
+        # On one process only: others would read files while this one deletes them.
         if distributed.is_main():
             command_line.write_config(options, workdir)
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
@@ -146,7 +146,7 @@ class Journal:
         return self._bar.phase(name)
 
     def write_later(self, write: Callable[[], object]) -> None:
-        """Keep what fetches and writes the metrics of a step until that need not wait."""
+        """Keep a function that fetches and writes a step's metrics, for when it need not wait."""
         self._pending = write
 
     def write_pending_report(self) -> None:

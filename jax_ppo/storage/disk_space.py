@@ -36,8 +36,8 @@ def disk_full_error(
 ) -> UserError:
     """Return the error for a full disk, or for a file beyond the limit on the size of files.
 
-    In an existing folder, something such as "the checkpoint of step 3" was written, of a size in
-    bytes if it is known. The cause is the error of the system, if there was one.
+    `what`, such as "the checkpoint of step 3", was written to an existing folder; `needed` is its
+    size in bytes, if known, and `cause` the system's error, if there was one.
     """
     free = _megabytes(shutil.disk_usage(folder).free)
     need = "did not fit" if needed is None else f"needs {_megabytes(needed)}"

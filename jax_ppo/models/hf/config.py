@@ -137,7 +137,7 @@ def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_h
 
 
 def _read_latent_head_dim(reader: ConfigReader) -> int:
-    """Return the width of keys of multi-head latent attention, which may stand there, too."""
+    """Return the width of a key in multi-head latent attention, the sum of two other fields."""
     rotated = reader.integer("qk_rope_head_dim")
     width = reader.integer("qk_nope_head_dim") + rotated
     if rotated % 2:
@@ -242,7 +242,7 @@ def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: i
 
 def _read_tied(reader: ConfigReader, family: Family) -> bool:
     tied = reader.boolean("tie_word_embeddings")
-    # The first name of it in some files, which transformers prefers.
+    # Its older name in some files, which transformers prefers.
     return reader.boolean("tie_embedding", tied) if family.adjusted_width else tied
 
 

@@ -19,7 +19,7 @@ MAX_SIZE = 2**31 - 1
 # Far more than any model has. Names of tensors are listed per layer, so a limit is needed.
 MAX_LAYERS = 10_000
 
-# Fields of all families that do not change the scores, of transformers 4 and 5 and other programs.
+# Fields of any family, of transformers 4 and 5 and other programs, that do not change the output.
 HARMLESS_FIELDS = frozenset(
     """
     architectures attn_implementation auto_map begin_suppress_tokens
@@ -58,7 +58,7 @@ HARMLESS_FIELDS = frozenset(
     """.split()
 )
 
-# Fields that no family reads, with the values that do not change the scores.
+# Fields that no family reads, with the values that do not change the output.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),

@@ -23,7 +23,7 @@ HF_MODULES = {
     "dense_mlp": "mlp",
     "shared_expert": "mlp.shared_expert",
 }
-# The names of a single MLP.
+# The projections of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # In the name of a tensor that holds all experts of a layer.
 STACKED_EXPERTS = ".experts.gate_up_proj"
@@ -109,8 +109,8 @@ def adapter_tensor_table(
     """Return the tensor of each adapter parameter (lora.py) under the names that PEFT uses.
 
     A scalar head is stored next to the adapters, as PEFT does. Projections that a checkpoint holds
-    as one tensor have the same A in PEFT's format, and each its own outputs of B.
-    The `targets` have adapters in every layer, experts none; `head` is as in `tensor_table`.
+    as one tensor have the same A in PEFT's format, and each its own outputs of B. The `targets`
+    have adapters in every layer, experts none; `head` is as in `tensor_table`.
     """
     rows: TensorTable = {}
     for path, row in tensor_table(architecture, head).items():
