@@ -69,7 +69,7 @@ class SafetensorsCheckpoint:
         files: Sequence[Path] | None = None,
         rename: Callable[[str], str] = str,
     ) -> None:
-        """Open `files` of a folder; `None`: those that `weight_files` returns.
+        """Open `files` of a folder; `None`: those that `find_weight_files` returns.
 
         `rename` maps a tensor's name in the files to its name here; "" leaves the tensor out.
 
@@ -80,7 +80,7 @@ class SafetensorsCheckpoint:
         self.folder = Path(folder)
         self._tensors: dict[str, StoredTensor] = {}
         if files is None:
-            files = weight_files(self.folder)
+            files = find_weight_files(self.folder)
         with contextlib.ExitStack() as opening:
             for path in files:
                 try:
@@ -195,7 +195,7 @@ def _slices_are_equal(one: Any, other: Any) -> bool:
     return True
 
 
-def weight_files(folder: Path) -> list[Path]:
+def find_weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a checkpoint.
 
     Raises:

@@ -24,8 +24,8 @@ from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.files import (
     SAFETENSORS_DTYPES,
     SafetensorsCheckpoint,
+    find_weight_files,
     gguf_error,
-    weight_files,
     without_quantization,
 )
 from jax_ppo.models.hf.ignored import (
@@ -57,7 +57,7 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     if needs_weights or has_weights(folder):
         if architecture.tied and _has_own_head(folder, architecture):
             architecture = dataclasses.replace(architecture, tied=False)
-        weight_files(Path(folder))
+        find_weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
     more: tuple[int, ...] = ()
     if generation_file.exists():
@@ -99,7 +99,7 @@ def _has_multi_token_heads(folder: str | Path) -> bool:
 def has_weights(folder: str | Path) -> bool:
     """Return whether a folder holds all safetensors weights of a checkpoint."""
     try:
-        weight_files(Path(folder))
+        find_weight_files(Path(folder))
     except UserError:
         return False
     return True
