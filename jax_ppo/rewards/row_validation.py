@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards.built_in_rules import RULES, SOURCES, Rule, rule_of_source
+from jax_ppo.rewards.rule_table import RULES, SOURCES, Rule, rule_of_source
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

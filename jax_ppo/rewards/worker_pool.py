@@ -19,9 +19,9 @@ import pebble
 from jax_ppo import processes
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, print_any_text, printable_lines
-from jax_ppo.rewards import registry
 from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
 from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.samples import (
     Outcome,
     RewardFunction,
@@ -205,7 +205,7 @@ def initialize_worker(parent: int, options: Reward) -> None:
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        _worker_function = registry.resolve_reward_function(options, Judge.from_options(options))
+        _worker_function = resolve_reward_function(options, Judge.from_options(options))
     except UserError as error:  # the run could import it, but this process cannot
         _worker_obstacle = error
 

@@ -29,7 +29,7 @@ from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
-from jax_ppo.rewards import registry, row_validation
+from jax_ppo.rewards import reward_functions, row_validation
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
@@ -168,7 +168,7 @@ def _read_rows(
             report(f"note: {note}")
         _reject_weights_with_curriculum(config.data)
     _report_idle_offloads(roles, mesh, report)
-    model_weight = registry.model_weight(config.reward)
+    model_weight = reward_functions.model_weight(config.reward)
     # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
     ruled = [*(() if given is not None and given.has_rewards else examples), *held_out]
     rule = None
@@ -256,11 +256,11 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
     Returns `None` if all of the reward is a reward model's.
     """
     # Without a user-defined function or terms, a reward model replaces the built-in rule.
-    if not registry.has_rules(options):
+    if not reward_functions.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
     judge = Judge.from_options(options)
-    rule = registry.resolve_reward_function(options, judge)
+    rule = reward_functions.resolve_reward_function(options, judge)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     # A judge that is the whole reward scores rows of any source.
@@ -270,7 +270,7 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
             examples, options.function, options.terms
         ):
             raise UserError(missing)
-    workers = count_workers(options, registry.needs_workers(examples, options))
+    workers = count_workers(options, reward_functions.needs_workers(examples, options))
     if not workers:
         return rule
     # A function of batches runs in one process, which gets whole batches.

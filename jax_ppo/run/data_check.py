@@ -16,8 +16,8 @@ from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
-from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.built_in_rules import rule_of_source
+from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.rewards.rule_table import rule_of_source
 from jax_ppo.run import rule_trial
 from jax_ppo.training.setup import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
@@ -212,7 +212,7 @@ def _count_tokens(
 
 def _find_obstacles(examples: Sequence[Example], options: Reward) -> list[str]:
     """Return some of the rows that no rule can score."""
-    if registry.scores_any_row(options):
+    if reward_functions.scores_any_row(options):
         return []
     obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
     missing = row_validation.find_missing_package(examples, options.function, options.terms)

@@ -10,7 +10,7 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
-from jax_ppo.rewards import registry, row_validation
+from jax_ppo.rewards import reward_functions, row_validation
 from jax_ppo.runtime import distributed, heartbeat
 from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
@@ -30,7 +30,7 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     """
     folder = resolve_model_folder(config.model.path)
     scores_any = config.score.reward_key or config.rewards_by_environment_alone
-    scores_any = scores_any or registry.scores_any_row(config.reward)
+    scores_any = scores_any or reward_functions.scores_any_row(config.reward)
     reader = ResponseReader(
         tokenizer=load_model_tokenizer(config.model, folder),
         parse=make_parser(config.data, config.score.response_key).parse,

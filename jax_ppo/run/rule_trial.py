@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.messages import join_contents
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
-from jax_ppo.rewards.built_in_rules import RULES
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.row_validation import AUTO, JUDGE, parse_terms, rules_of_source
+from jax_ppo.rewards.rule_table import RULES
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
@@ -40,7 +40,7 @@ def try_rule(
     """
     terms = parse_terms(options.terms)
     functions = options.function or any(":" in term.rule for term in terms)
-    if not registry.has_rules(options):
+    if not reward_functions.has_rules(options):
         return Trial(not_run="a reward model is the whole reward")
     if options.url and not options.function:
         return Trial(not_run="config.reward.url is not asked before a run")
@@ -52,8 +52,8 @@ def try_rule(
     ]
     if not solved:
         return Trial(not_run="the rows have no responses besides reference answers")
-    needs_workers = registry.needs_workers(solved, options)
-    rule = registry.resolve_reward_function(options)
+    needs_workers = reward_functions.needs_workers(solved, options)
+    rule = reward_functions.resolve_reward_function(options)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     running: contextlib.AbstractContextManager[RewardFunction | BatchFunction | RewardWorkers]

@@ -16,7 +16,7 @@ from jax_ppo.environments.loading import ENVIRONMENT_OPTION, make_environment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.reporting import console
-from jax_ppo.rewards import registry, row_validation
+from jax_ppo.rewards import reward_functions, row_validation
 from jax_ppo.runtime import signals
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.storage import paths
@@ -96,7 +96,7 @@ def _read_cache(
 
 def make_row_validation(options: Reward, by_environment: bool) -> functools.partial[None]:
     """Return the check that the reward can score examples; an environment alone scores any."""
-    if by_environment or registry.scores_any_row(options):
+    if by_environment or reward_functions.scores_any_row(options):
         return functools.partial(_accept)
     return functools.partial(
         row_validation.validate_data_sources, function=options.function, terms=options.terms

@@ -719,7 +719,7 @@ def reward_results(r: random.Random, folder: Path) -> None:
 
     from jax_ppo.config.schema import Reward
     from jax_ppo.rewards.batch import score_batch
-    from jax_ppo.rewards.registry import resolve_reward_function
+    from jax_ppo.rewards.reward_functions import resolve_reward_function
     from jax_ppo.types import Example
 
     value = any_value(r)

@@ -1694,7 +1694,7 @@ RULES_IN_A_RUN = [
         name="a_plain_function_is_not_accepted_as_reward",
         source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
         holds="any function, from a module or a file, can be the reward",
-        test="tests/rewards/test_registry.py::test_a_function_of_a_file",
+        test="tests/rewards/test_reward_functions.py::test_a_function_of_a_file",
         where="resolve_reward_function",
         old=(
             "if not options.function:\n    return "
@@ -1709,7 +1709,7 @@ RULES_IN_A_RUN = [
         name="rewards_are_truncated_to_integers",
         source="tunix 0.1.7: 0.49 becomes 0",
         holds="rewards are float32 from end to end",
-        test="tests/rewards/test_registry.py::test_scores_are_float32_end_to_end",
+        test="tests/rewards/test_reward_functions.py::test_scores_are_float32_end_to_end",
         where="score_batch",
         old="np.array([result.score for result in results], np.float32)",
         new="np.array([result.score for result in results], np.int32).astype(np.float32)",
@@ -1724,7 +1724,7 @@ RULES_IN_A_RUN = [
             "the error is reported, the sample gets the configured fallback score, and failures "
             "are counted"
         ),
-        test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
+        test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="score_sample",
         old=(
             "try:\n"
@@ -1749,7 +1749,7 @@ RULES_IN_A_RUN = [
             "trl#5773, trl#5775: a reward of NaN turned mean, standard deviation and loss into NaN"
         ),
         holds="a non-finite score is a failure of its own sample only",
-        test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
+        test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="validate_result",
         old="not abs(result.score) <= LARGEST_SCORE",
         new="abs(result.score) > LARGEST_SCORE",
@@ -2087,7 +2087,7 @@ MOMENTS_AND_SHAPING = [
             "LightRFT#53: rewards of steps were placed on the token after the last one of the step"
         ),
         holds="a step is rewarded at the token that completes its text",
-        test="tests/rewards/test_registry.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
+        test="tests/rewards/test_reward_functions.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
         where="assign_step_rewards",
         old="bisect.bisect_left",
         new="bisect.bisect_right",

@@ -7,7 +7,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import _report_missing_rewards, score_batch
 from jax_ppo.rewards.custom import validate_columns
-from jax_ppo.rewards.registry import resolve_reward_function
+from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
 

@@ -10,7 +10,7 @@ import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.judge import KEY_VARIABLE, Judge
 from jax_ppo.rewards.samples import RewardRow, score_sample
@@ -197,7 +197,7 @@ def test_a_judge_that_refuses_is_asked_for_every_response(server):
 
 def test_workers_ask_the_judge_as_one_term_of_several(server):
     options = Reward(terms="exact:1.0,judge:0.5", url=server.url)
-    assert registry.needs_workers([], options) and registry.has_rules(options)
+    assert reward_functions.needs_workers([], options) and reward_functions.has_rules(options)
     with RewardWorkers(options, 2) as pool:
         outcomes = pool.score([CHAT] * 3, ["4", "5", "6"])
     assert [outcome.score for outcome in outcomes] == [1.25, 0.25, 0.25]
@@ -219,4 +219,4 @@ def test_a_prompt_without_the_response_is_named():
 )
 def test_a_judge_beside_other_rewards_is_a_term(options, message):
     with pytest.raises(UserError, match=message):
-        registry.model_weight(Reward(**options))
+        reward_functions.model_weight(Reward(**options))

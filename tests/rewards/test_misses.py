@@ -2,7 +2,7 @@
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.rewards.batch import LONGEST_ANSWER, describe_misses, score_batch, scored_misses
-from jax_ppo.rewards.registry import resolve_reward_function
+from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.types import Example
 
 TRUTH = "72"

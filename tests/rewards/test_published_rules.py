@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.row_formats import parse_row
-from jax_ppo.rewards import registry
-from jax_ppo.rewards.built_in_rules import RULES, rule_of_source
+from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.math_rules import score_dapo
 from jax_ppo.rewards.row_validation import find_obstacles
+from jax_ppo.rewards.rule_table import RULES, rule_of_source
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.text_rules import score_search_answer
 from jax_ppo.types import Example
@@ -52,7 +52,7 @@ PUBLISHED = [
 def test_a_source_is_scored_by_its_publishers_rule_and_range(source, truth, right, wrong, scores):
     if RULES[rule_of_source(source)].module:
         pytest.importorskip(RULES[rule_of_source(source)].module)
-    function = registry.resolve_reward_function(Reward())
+    function = reward_functions.resolve_reward_function(Reward())
     row = RewardRow(source, truth)
     results = [function(row, response) for response in (right, wrong)]
     assert tuple(result.score for result in results) == scores
@@ -62,7 +62,7 @@ def test_a_source_is_scored_by_its_publishers_rule_and_range(source, truth, righ
 
 def test_a_row_of_dapo_is_answered_as_it_asks():
     example = parse_row(DAPO_ROW, "a:1")
-    function = registry.resolve_reward_function(Reward())
+    function = reward_functions.resolve_reward_function(Reward())
     assert function(RewardRow.from_example(example), "3 + 2 = 5\nAnswer: 5").score == 1
     assert function(RewardRow.from_example(example), "3 + 2 = 5").score == -1
 
@@ -278,7 +278,7 @@ def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, othe
 @pytest.mark.parametrize("truth", [["2", "two"], [2, "two"]])
 def test_each_of_several_ground_truths_is_right(truth):
     for rule, wrong in (("exact", "three"), ("math_dapo", "Answer: three")):
-        function = registry.resolve_reward_function(Reward(terms=f"{rule}:1"))
+        function = reward_functions.resolve_reward_function(Reward(terms=f"{rule}:1"))
         prefix = "Answer: " if rule == "math_dapo" else ""
         row = RewardRow("any", json.loads(json.dumps(truth)))
         assert all(function(row, f"{prefix}{answer}").correct for answer in ("2", "two"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import math_rules, registry, row_validation, text_rules
+from jax_ppo.rewards import math_rules, reward_functions, row_validation, text_rules
 from jax_ppo.rewards.row_validation import Term, parse_terms
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -24,7 +24,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def resolve(terms):
-    return registry.resolve_reward_function(Reward(terms=terms))
+    return reward_functions.resolve_reward_function(Reward(terms=terms))
 
 
 def test_terms_are_parsed():
@@ -96,15 +96,15 @@ def test_auto_is_the_rule_of_each_row():
 )
 def test_terms_beside_what_they_replace_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        registry.model_weight(Reward(**options))
+        reward_functions.model_weight(Reward(**options))
 
 
 def test_a_model_may_be_one_term_or_the_only_one():
-    assert registry.model_weight(Reward(terms="model:0.5,exact:1", model_path="m")) == 0.5
-    assert registry.model_weight(Reward(model_path="m")) == 1.0
-    assert not registry.has_rules(Reward(terms="model:0.5", model_path="m"))
-    assert not registry.has_rules(Reward(model_path="m"))
-    assert registry.has_rules(Reward(terms="model:0.5,exact:1", model_path="m"))
+    assert reward_functions.model_weight(Reward(terms="model:0.5,exact:1", model_path="m")) == 0.5
+    assert reward_functions.model_weight(Reward(model_path="m")) == 1.0
+    assert not reward_functions.has_rules(Reward(terms="model:0.5", model_path="m"))
+    assert not reward_functions.has_rules(Reward(model_path="m"))
+    assert reward_functions.has_rules(Reward(terms="model:0.5,exact:1", model_path="m"))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_package_that_a_rule_needs_is_named_before_a_run(monkeypatch):
 
 def test_rules_that_may_take_any_time_run_in_workers():
     def needs(source, **options):
-        return registry.needs_workers([Example("q", source, "1")], Reward(**options))
+        return reward_functions.needs_workers([Example("q", source, "1")], Reward(**options))
 
     assert needs("lighteval/MATH") and needs("regex") and not needs("openai/gsm8k")
     assert needs("openai/gsm8k", terms="math:1") and not needs("regex", terms="exact:1,model:1")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.custom import (
     REWARD_ARGUMENTS,
     BatchFunction,
@@ -23,6 +22,7 @@ from jax_ppo.rewards.custom import (
 )
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.row_validation import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
+from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
