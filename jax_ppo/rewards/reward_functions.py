@@ -21,10 +21,10 @@ from jax_ppo.rewards.custom import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.row_validation import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
 from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

@@ -9,9 +9,9 @@ from jax_ppo.data.messages import join_contents
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
-from jax_ppo.rewards.row_validation import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.rule_table import RULES
 from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.terms import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
 

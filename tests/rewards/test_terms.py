@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import math_rules, reward_functions, row_validation, text_rules
-from jax_ppo.rewards.row_validation import Term, parse_terms
 from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.terms import Term, parse_terms
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
 
