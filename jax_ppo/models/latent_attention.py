@@ -24,13 +24,19 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jax_ppo.models import cache as whole_cache
-from jax_ppo.models import rope, split_cache
+from jax_ppo.models import rope
 from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import Columns
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Attention, Dense, Layer, LayerKind, RMSNorm
+from jax_ppo.models.layers import (
+    ATTENTION_OUTPUT,
+    Attention,
+    Dense,
+    Layer,
+    LayerKind,
+    RMSNorm,
+    cache_module,
+)
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 # The epsilon of the norms of latents, which config.json does not change.
@@ -125,7 +131,7 @@ class LatentAttention(Attention):
             out = self._attend_to_heads(q, k, v, kind, segments_BxT)
             cache = columns, columns
         else:
-            layout = split_cache if num_cache_parts() > 1 else whole_cache
+            layout = cache_module()
             q = to_heads.to_latents(q[:, 0], 0)[:, None]
             q = pad_query_heads(jnp.concatenate([q, q_rotated], axis=-1), 1)
             decoding = self.options.decoding

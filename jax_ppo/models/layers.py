@@ -78,6 +78,11 @@ def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     return tuple(map(LayerKind, *flags, a.layers_are_shared))
 
 
+def cache_module() -> Any:
+    """Return the module of the decoding cache: split_cache.py if devices split its columns."""
+    return split_cache if num_cache_parts() > 1 else whole_cache
+
+
 def multiply(x: jax.Array, factor: float) -> jax.Array:
     """Return `x` times a factor that is not rounded to the type of `x`, as in transformers."""
     if factor == 1:
@@ -237,7 +242,7 @@ class Attention(DecoderModule):
             cache = cache if is_shared and cache is not None else (k, v)
             out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, factors)
         else:
-            layout = split_cache if num_cache_parts() > 1 else whole_cache
+            layout = cache_module()
             if not is_shared:
                 cache = layout.write_tokens(self.options.decoding, cache, k, v, columns_B)
             out = layout.attend_to_cache(

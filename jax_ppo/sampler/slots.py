@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models import cache as whole_cache
-from jax_ppo.models import split_cache
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.layers import cache_module
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.context import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
@@ -285,11 +284,11 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, job.columns, slot_cache()),
+            cache=cache(B, job.columns, cache_module()),
         ),
         entered=jnp.int32(0),
         prefilled=jnp.int32(0),
-        prefill_buffer=cache(job.group, P),
+        prefill_buffer=cache(job.group, P),  # never split
         responses=jnp.zeros((N, T), jnp.int32),
         logprobs=jnp.zeros((N, T)),
         lengths=jnp.zeros(N, jnp.int32),
@@ -318,13 +317,6 @@ def record_bytes(
 def kept_tokens_width(vocab_size: int) -> int:
     """Return the bytes of one bit for each token."""
     return -(-vocab_size // 8)
-
-
-def slot_cache() -> Any:
-    """Return the module of the slots' cache; the prefill buffer is never split."""
-    if num_cache_parts() > 1:
-        return split_cache
-    return whole_cache
 
 
 def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
@@ -374,7 +366,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
 
     entering = jax.tree.map(lambda x: x[buffer_g], state.prefill_buffer)
     cache = tuple(
-        slot_cache().write_rows(job.model.decoding, layer, slot_g, new)
+        cache_module().write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
     )
     # The decode step runs the last prompt token again, to draw the first response token.
