@@ -5,14 +5,15 @@ then top-p of what top-k left, then min-p. All keep every token that is as likel
 kept, so that nothing depends on the order of a sort (Hugging Face does so for top-k only).
 
 Where several devices split the vocabulary, each keeps its own logits. For a row they exchange the
-largest logit, the weights of all blocks of about sqrt(V) tokens, the weights of one block's tokens,
-one number per bisection step of a filter, and one more for top-p: never the logits themselves.
+largest logit, the weights of blocks of tokens and of one block's tokens, one number per bisection
+step of a filter, and a few more: never the logits themselves.
 
 Randomness is addressed: the token at position t of sample b has the key
 fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -124,18 +125,21 @@ def sample_tokens(
         preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
         tokens_B = _likeliest_tokens(preferred_BxV, shards)
         return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards))
+    if 0 < top_k < shards.total(logits_BxV.shape[-1]) or top_p < 1:
+        filters = _Filters(temperature, top_k, top_p, min_p)
+        return _sample_filtered(
+            logits_BxV, uniforms_Bx2, filters, shards, added_BxV, returns_kept=returns_kept
+        )
     logits_BxV = logits_BxV / temperature
     preferred_BxV = logits_BxV
     if added_BxV is not None:
         preferred_BxV = logits_BxV + added_BxV / temperature
     weights_BxV = _unnormalized_probs(preferred_BxV, shards)
-    kept_BxV = keep_top_p(keep_top_k(weights_BxV, top_k, shards), top_p, shards)
-    kept_BxV = keep_min_p(kept_BxV, min_p)
+    kept_BxV = keep_min_p(weights_BxV, min_p)
     tokens_B, sums_B = draw_tokens(kept_BxV, uniforms_Bx2, shards)
     if returns_kept:
         logprobs_B = token_logprob(preferred_BxV, tokens_B, sums_B, shards)
-        is_kept_BxV = shards.gather(kept_BxV > 0)
-        return Draws(tokens_B, logprobs_B, jnp.packbits(is_kept_BxV, axis=-1, bitorder="little"))
+        return Draws(tokens_B, logprobs_B, _pack_kept(kept_BxV > 0, shards))
     # Without a filter the draw has summed the weights of these very logits.
     known_sums_B = sums_B if kept_BxV is weights_BxV and added_BxV is None else None
     return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards))
@@ -160,17 +164,22 @@ def token_logprob(
     tokens_B: jax.Array,
     sums_B: jax.Array | None = None,
     shards: VocabularyShards = WHOLE,
+    largest_B: jax.Array | None = None,
+    temperature: float = 1.0,
 ) -> jax.Array:
-    """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
+    """Return log_softmax(logits / temperature)[token], float32 [B], without an array of them.
 
-    `sums_B`, which `draw_tokens` returns, save one pass through the logits. If they are sums over a
-    part of the tokens that includes the likeliest, log-probs are of the distribution over it.
+    `sums_B`, which `draw_tokens` returns, save one pass through the logits, the largest logits
+    another. If the sums are over a part of the tokens that includes the likeliest, log-probs are of
+    the distribution over it.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
-    drawn_B = shards.sum(_take_local(logits_BxV, index_B))
+    drawn_B = shards.sum(_take_local(logits_BxV, index_B)) / temperature
     if sums_B is None:
-        sums_B = shards.sum(_unnormalized_probs(logits_BxV, shards).sum(-1))
-    return drawn_B - shards.max(logits_BxV.max(-1)) - jnp.log(sums_B)
+        sums_B = shards.sum(_unnormalized_probs(logits_BxV / temperature, shards).sum(-1))
+    if largest_B is None:
+        largest_B = shards.max(logits_BxV.max(-1))
+    return drawn_B - largest_B / temperature - jnp.log(sums_B)
 
 
 def _take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
@@ -182,49 +191,181 @@ def _take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
     return jnp.where(is_local_B[expand], taken_Bx1x, 0)[:, 0]
 
 
-def keep_top_k(weights_BxV: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
+def _take_tokens(
+    logits_BxV: jax.Array, tokens_BxM: jax.Array, shards: VocabularyShards
+) -> jax.Array:
+    """Return the logits of tokens; -inf for those of other devices and past the vocabulary."""
+    V = logits_BxV.shape[-1]
+    index_BxM = tokens_BxM - shards.start(V)
+    taken_BxM = jnp.take_along_axis(logits_BxV, jnp.clip(index_BxM, 0, V - 1), axis=1)
+    return jnp.where((index_BxM >= 0) & (index_BxM < V), taken_BxM, -jnp.inf)
+
+
+def _pack_kept(is_kept_BxV: jax.Array, shards: VocabularyShards) -> jax.Array:
+    """Return `Draws.kept`."""
+    return jnp.packbits(shards.gather(is_kept_BxV), axis=-1, bitorder="little")
+
+
+class _Filters(NamedTuple):
+    """What is drawn among, see `sample_tokens`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+class _Filtered(NamedTuple):
+    """Tokens drawn for B rows: int32 [B]; the sums of the kept weights; the least kept logits."""
+
+    tokens: jax.Array
+    sums: jax.Array
+    least: jax.Array
+
+
+def _sample_filtered(
+    logits_BxV: jax.Array,
+    uniforms_Bx2: jax.Array,
+    filters: _Filters,
+    shards: VocabularyShards,
+    added_BxV: jax.Array | None,
+    returns_kept: bool,
+) -> Draws:
+    """Do what `sample_tokens` does with top-k or top-p."""
+    # Not divided by the temperature, which would make one more array to write and to read.
+    preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
+    drawn, largest_B, sums_B = _draw_filtered(preferred_BxV, uniforms_Bx2, filters, shards)
+    logprob = functools.partial(
+        token_logprob, tokens_B=drawn.tokens, shards=shards, temperature=filters.temperature
+    )
+    if returns_kept:
+        logprobs_B = logprob(preferred_BxV, sums_B=drawn.sums, largest_B=largest_B)
+        kept_BxW = _pack_kept(preferred_BxV >= drawn.least[:, None], shards)
+        return Draws(drawn.tokens, logprobs_B, kept_BxW)
+    if added_BxV is None:
+        return Draws(drawn.tokens, logprob(logits_BxV, sums_B=sums_B, largest_B=largest_B))
+    return Draws(drawn.tokens, logprob(logits_BxV))
+
+
+def _draw_filtered(
+    logits_BxV: jax.Array, uniforms_Bx2: jax.Array, filters: _Filters, shards: VocabularyShards
+) -> tuple[_Filtered, jax.Array, jax.Array]:
+    """Draw one token per row among those that the filters keep.
+
+    All logits are read twice: for the largest of each block of tokens, and for the sum of their
+    weights. The tokens that are kept are in the heaviest blocks, which alone are read again, but
+    for rows whose distributions are flat.
+
+    Returns:
+      (the tokens; the largest logit of each row; the sum of the weights of all its tokens).
+    """
+    B, width = logits_BxV.shape
+    V = shards.total(width)
+
+    def weigh(logits_RxM: jax.Array, largest_R: jax.Array) -> jax.Array:
+        scaled_RxM = logits_RxM / filters.temperature
+        return jnp.exp(scaled_RxM - (largest_R / filters.temperature)[:, None])
+
+    def read_all(
+        logits_RxV: jax.Array, uniforms_Rx2: jax.Array, largest_R: jax.Array, sums_R: jax.Array
+    ) -> _Filtered:
+        weights_RxV = weigh(logits_RxV, largest_R)
+        kept_RxV, least_R = _keep(logits_RxV, weights_RxV, sums_R, filters, shards)
+        return _Filtered(*draw_tokens(kept_RxV, uniforms_Rx2, shards), least_R)
+
+    # Of the k likeliest tokens each is in one of the k + 1 heaviest blocks. No other block has a
+    # token that is likelier than the heaviest of the last of these.
+    count = 1 + (filters.top_k if 0 < filters.top_k < V else _TOP_P_BLOCKS)
+    if width < 64 * count:  # not worth a sort
+        largest_B = shards.max(logits_BxV.max(-1))
+        sums_B = shards.sum(weigh(logits_BxV, largest_B).sum(-1))
+        return read_all(logits_BxV, uniforms_Bx2, largest_B, sums_B), largest_B, sums_B
+
+    # There are about as many blocks as tokens in those that are read again.
+    size = 1 << (width // count).bit_length() // 2
+    first, logits_BxNxW = _split_into_blocks(logits_BxV, shards.start(width), size, -jnp.inf)
+    heaviest_BxC, blocks_BxC = jax.lax.top_k(logits_BxNxW.max(-1), count)
+    largest_B = shards.max(heaviest_BxC.max(-1))
+    sums_B = shards.sum(weigh(logits_BxV, largest_B).sum(-1))
+    firsts_BxC = (first + jnp.sort(blocks_BxC)) * size
+    tokens_BxCxW = firsts_BxC[:, :, None] + jnp.arange(size)
+    top_BxM = _take_tokens(logits_BxV, tokens_BxCxW.reshape(B, -1), shards)
+    kept_BxM, least_B = _keep(top_BxM, weigh(top_BxM, largest_B), sums_B, filters, shards)
+    # The same draw as by `draw_tokens`: first by the running sum over blocks, of all devices.
+    kept_BxC = shards.gather(kept_BxM.reshape(tokens_BxCxW.shape).sum(-1))
+    chosen_B, kept_sums_B = _invert_cdf(kept_BxC, uniforms_Bx2[:, 0])
+    first_B = shards.sum(_take_local(firsts_BxC, chosen_B - shards.start(count)))
+    drawn_size = _draw_size(V)
+    tokens_BxW = (first_B // drawn_size * drawn_size)[:, None] + jnp.arange(drawn_size)
+    block_BxW = _take_tokens(logits_BxV, tokens_BxW, shards)
+    is_kept_BxW = block_BxW >= least_B[:, None]
+    weights_BxW = shards.sum(jnp.where(is_kept_BxW, weigh(block_BxW, largest_B), 0))
+    within_B, _ = _invert_cdf(weights_BxW, uniforms_Bx2[:, 1])
+    drawn = _Filtered(tokens_BxW[:, 0] + within_B, kept_sums_B, least_B)
+
+    # An eighth of the rows at a time reads everything. What is drawn for a row does not depend on
+    # the others.
+    def read_rows(state: tuple[_Filtered, jax.Array]) -> tuple[_Filtered, jax.Array]:
+        drawn, is_left_B = state
+        (rows_R,) = jnp.nonzero(is_left_B, size=-(-B // 8), fill_value=B)
+        of_all = (logits_BxV, uniforms_Bx2, largest_B, sums_B)
+        new = read_all(*(x.at[rows_R].get(mode="clip") for x in of_all))
+        drawn = jax.tree.map(lambda x, new: x.at[rows_R].set(new, mode="drop"), drawn, new)
+        return drawn, is_left_B.at[rows_R].set(False, mode="drop")
+
+    is_left_B = shards.max(heaviest_BxC.min(-1)) >= least_B
+    state = (drawn, is_left_B)
+    drawn, _ = jax.lax.while_loop(lambda state: state[1].any(), read_rows, state)
+    return drawn, largest_B, sums_B
+
+
+def _keep(
+    logits_BxM: jax.Array,
+    weights_BxM: jax.Array,
+    sums_B: jax.Array,
+    filters: _Filters,
+    shards: VocabularyShards,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weights of the tokens that filters keep, 0 for others, and their least logits.
+
+    The M tokens of a row are all that may be kept; `sums_B` are of the weights of the whole rows.
+    """
+    kept_BxM = keep_top_k(weights_BxM, filters.top_k, shards)
+    if kept_BxM is not weights_BxM:
+        sums_B = shards.sum(kept_BxM.sum(-1))
+    kept_BxM = keep_top_p(kept_BxM, filters.top_p, shards, sums_B)
+    kept_BxM = keep_min_p(kept_BxM, filters.min_p)
+    return kept_BxM, shards.min(jnp.where(kept_BxM > 0, logits_BxM, jnp.inf).min(-1))
+
+
+def keep_top_k(weights_BxM: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
     """Replace all weights by 0 but the k largest and those equal to the k-th.
 
     Weights are relative to the largest, as `_unnormalized_probs` returns them.
     """
-    if not 0 < k < shards.total(weights_BxV.shape[-1]):
-        return weights_BxV
-    # The k-th largest is in these blocks, or equal to the largest of the last of them.
-    top_BxM, _ = _heaviest_blocks(weights_BxV, k)
+    if not 0 < k < shards.total(weights_BxM.shape[-1]):
+        return weights_BxM
     # Each token measures 1, so that k of them are kept.
-    least_B = _find_least_kept(top_BxM, jnp.ones_like(top_BxM), k, shards)
-    return _keep_from(least_B, weights_BxV)
+    return _keep_heaviest(weights_BxM, jnp.ones_like(weights_BxM), k, shards)
 
 
-def keep_top_p(weights_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
+def keep_top_p(
+    weights_BxM: jax.Array,
+    p: float,
+    shards: VocabularyShards = WHOLE,
+    sums_B: jax.Array | None = None,
+) -> jax.Array:
     """Replace all weights by 0 but the largest, as few as together hold a share p of the sum.
 
-    Those equal to the last one kept are kept, too.
+    Those equal to the last one kept are kept, too. `sums_B` are the sums if there are weights
+    besides these.
     """
     if p >= 1:
-        return weights_BxV
+        return weights_BxM
+    if sums_B is None:
+        sums_B = shards.sum(weights_BxM.sum(-1))
     # Tokens measure their own weight.
-    needed_B = p * shards.sum(weights_BxV.sum(-1))
-    top_BxM, rest_B = _heaviest_blocks(weights_BxV, _TOP_P_BLOCKS)
-    least_B = _find_least_kept(top_BxM, top_BxM, needed_B, shards)
-    if rest_B is None:
-        return _keep_from(least_B, weights_BxV)
-    B = len(least_B)
-
-    # Flat distributions reach tokens of other blocks: an eighth of the rows at a time looks
-    # everywhere. What is found for a row does not depend on the others.
-    def search_rows(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        least_B, is_left_B = state
-        (rows_R,) = jnp.nonzero(is_left_B, size=-(-B // 8), fill_value=B)
-        weights_RxV = weights_BxV.at[rows_R].get(mode="clip")
-        needed_R = needed_B.at[rows_R].get(mode="clip")
-        least_R = _find_least_kept(weights_RxV, weights_RxV, needed_R, shards)
-        least_B = least_B.at[rows_R].set(least_R, mode="drop")
-        return least_B, is_left_B.at[rows_R].set(False, mode="drop")
-
-    is_left_B = least_B < _float_bits(shards.max(rest_B))
-    least_B, _ = jax.lax.while_loop(lambda state: state[1].any(), search_rows, (least_B, is_left_B))
-    return _keep_from(least_B, weights_BxV)
+    return _keep_heaviest(weights_BxM, weights_BxM, p * sums_B, shards)
 
 
 def keep_min_p(weights_BxV: jax.Array, p: float) -> jax.Array:
@@ -236,38 +377,19 @@ def keep_min_p(weights_BxV: jax.Array, p: float) -> jax.Array:
     return weights_BxV if p <= 0 else jnp.where(weights_BxV >= p, weights_BxV, 0)
 
 
-def _heaviest_blocks(weights_BxV: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the weights of the `count` blocks that hold the largest ones, in one pass over all.
-
-    Blocks have about sqrt(V / count) tokens: there are as many blocks as tokens in those returned.
-
-    Returns:
-      (weights of these blocks, [B, M]; a bound for each row, [B]: at least `count` of these weights
-      reach it, and none in another block exceeds it; `None` if all weights are returned).
-    """
-    B, V = weights_BxV.shape
-    if V < 64 * count:  # not worth a sort
-        return weights_BxV, None
-    size = 1 << (V // count).bit_length() // 2
-    _, weights_BxNxW = _split_into_blocks(weights_BxV, 0, size)
-    largest_BxC, blocks_BxC = jax.lax.top_k(weights_BxNxW.max(-1), count)
-    top_BxCxW = jnp.take_along_axis(weights_BxNxW, blocks_BxC[:, :, None], axis=1)
-    # Not `[:, -1]`: XLA would merge it with `top_k`'s own slice, and sort all blocks on a CPU.
-    return top_BxCxW.reshape(B, -1), largest_BxC.min(-1)
-
-
-def _find_least_kept(
+def _keep_heaviest(
     weights_BxM: jax.Array,
     measures_BxM: jax.Array,
     needed_B: jax.Array | int,
     shards: VocabularyShards,
 ) -> jax.Array:
-    """Return the bits of the least weight to keep: of the heaviest, as few as measure `needed`.
+    """Replace all weights by 0 but the heaviest, as few as measure `needed` together.
 
-    It is 0 if all weights together measure less. Found by bisection: non-negative floats have the
-    order of their bits, so 30 sums over the row find it exactly.
+    Those equal to the least of them are kept, too, and all if all together measure less. The least
+    is found by bisection: non-negative floats have the order of their bits, so 30 sums over the row
+    find it exactly.
     """
-    bits_BxM = _float_bits(weights_BxM)
+    bits_BxM = jax.lax.bitcast_convert_type(weights_BxM, jnp.int32)
 
     # The tokens from `low` on measure enough, those from `high` on do not.
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -280,16 +402,8 @@ def _find_least_kept(
     low_B = jnp.zeros_like(bits_BxM[:, 0])
     # The bits of 1, the largest weight, plus one: less than 2^30.
     high_B = low_B + 0x3F800001
-    return jax.lax.fori_loop(0, 30, halve, (low_B, high_B))[0]
-
-
-def _keep_from(least_B: jax.Array, weights_BxV: jax.Array) -> jax.Array:
-    """Replace the weights whose bits are less than `least` by 0."""
-    return jnp.where(_float_bits(weights_BxV) >= least_B[:, None], weights_BxV, 0)
-
-
-def _float_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
+    least_B, _ = jax.lax.fori_loop(0, 30, halve, (low_B, high_B))
+    return jnp.where(bits_BxM >= least_B[:, None], weights_BxM, 0)
 
 
 def draw_tokens(
@@ -309,8 +423,7 @@ def draw_tokens(
     """
     width = weights_BxV.shape[-1]
     V = shards.total(width)
-    # A power of two near the square root of V, so that both steps are short.
-    size = 1 << ((V - 1).bit_length() + 1) // 2
+    size = _draw_size(V)
     first, weights_BxMxW = _split_into_blocks(weights_BxV, shards.start(width), size)
     # First a block by its total weight, then a token within the block.
     sums_BxN = shards.sum(_place_blocks(weights_BxMxW.sum(-1), first, -(-V // size)))
@@ -320,23 +433,29 @@ def draw_tokens(
     return block_B * size + within_B, sums_B
 
 
+def _draw_size(V: int) -> int:
+    """Return a power of two near the square root of V, so that both steps of a draw are short."""
+    return 1 << ((V - 1).bit_length() + 1) // 2
+
+
 def _split_into_blocks(
-    weights_BxV: jax.Array, start: jax.Array | int, size: int
+    weights_BxV: jax.Array, start: jax.Array | int, size: int, fill: float = 0
 ) -> tuple[jax.Array | int, jax.Array]:
     """Return this device's weights in blocks of W = `size` tokens of the whole vocabulary.
 
-    Where it has none they are 0. `start`, the first token's id, is an int if the vocabulary is not
-    split.
+    Where it has none they are `fill`. `start`, the first token's id, is an int if the vocabulary is
+    not split.
 
     Returns:
       (index of the first block; weights, [B, M, W]).
     """
     B, V = weights_BxV.shape
     if isinstance(start, int):
-        padded_BxMW = jnp.pad(weights_BxV, ((0, 0), (0, -V % size)))
+        padded_BxMW = jnp.pad(weights_BxV, ((0, 0), (0, -V % size)), constant_values=fill)
         return 0, padded_BxMW.reshape(B, -1, size)
     # As many blocks as V tokens overlap, wherever in a block the first one is.
-    empty_BxMW = jnp.zeros((B, (-(-(V - 1) // size) + 1) * size), weights_BxV.dtype)
+    room = (-(-(V - 1) // size) + 1) * size
+    empty_BxMW = jnp.full((B, room), fill, weights_BxV.dtype)
     padded_BxMW = jax.lax.dynamic_update_slice_in_dim(empty_BxMW, weights_BxV, start % size, axis=1)
     return start // size, padded_BxMW.reshape(B, -1, size)
 

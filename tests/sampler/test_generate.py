@@ -42,7 +42,9 @@ def expected_with_eos(rollout, eos_ids, T):
     ]
 
 
-@pytest.mark.parametrize("temperature, filters", [(1.0, {}), (0.6, {"top_k": 20, "top_p": 0.9})])
+@pytest.mark.parametrize(
+    "temperature, filters", [(1.0, {}), (0.6, {}), (0.6, {"top_k": 20, "top_p": 0.9})]
+)
 def test_logprobs_are_those_of_a_full_forward_pass(actor, prompts, temperature, filters):
     """They are those before the filters."""
     rollout = actor.sample(prompts, temperature=temperature, n=2, **filters)

@@ -254,10 +254,24 @@ def test_filters_find_the_last_token_in_or_outside_of_the_heaviest_blocks():
     together = np.tile(np.linspace(0, -20, V, dtype=np.float32), (2, 1))
     together[1] = together[1, ::-1]
     logits = np.concatenate([peaked, flat, tied, together])
-    weights = weigh(logits)
-    np.testing.assert_array_equal(is_kept(keep_top_k(weights, 37)), kept_by_sorting(logits, 37))
-    kept = is_kept(keep_top_p(weights, 0.9))
-    np.testing.assert_array_equal(kept, kept_by_sorting(logits, p=0.9))
-    # A row alone is kept as among others, of which more than an eighth reads everything.
+    uniforms = np.random.default_rng(3).random((len(logits), 2)).astype(np.float32)
+    sample = jax.jit(
+        functools.partial(sampling.sample_tokens, returns_kept=True), static_argnums=(2, 3, 4)
+    )
+    for k, p in ((37, 1.0), (0, 0.9)):
+        tokens, logprobs, bits = sample(logits, uniforms, 1.0, k, p)
+        kept = np.unpackbits(np.asarray(bits), axis=1, count=V, bitorder="little").astype(bool)
+        np.testing.assert_array_equal(kept, kept_by_sorting(logits, k, p))
+        # The draw is the one over the whole vocabulary.
+        weights = np.where(kept, weigh(logits), 0)
+        expected, _ = jax.jit(sampling.draw_tokens)(weights, uniforms)
+        np.testing.assert_array_equal(tokens, expected)
+        rows = np.arange(len(logits))
+        expected = np.log(weights[rows, tokens] / weights.sum(1, dtype=np.float64))
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+        # A row alone is drawn as among others, of which more than an eighth reads everything.
+        for row in (0, 4):
+            alone = sample(logits[row : row + 1], uniforms[row : row + 1], 1.0, k, p)
+            assert alone.tokens == tokens[row]
+            np.testing.assert_array_equal(alone.kept[0], bits[row])
     assert (kept[4:8].sum(1) > 256).all() and (kept[:4].sum(1) < 256).any()
-    np.testing.assert_array_equal(is_kept(keep_top_p(weights[4:5], 0.9)), kept[4:5])
