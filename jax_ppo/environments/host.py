@@ -32,7 +32,7 @@ from jax_ppo.environments.protocol import (
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
-from jax_ppo.sampler.environment import Answers, DialogueAddresses
+from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -56,17 +56,17 @@ class _Answer(NamedTuple):
     """The answer to one turn, with the tokens of its observation or new context."""
 
     tokens: list[int]
-    replaces: bool
-    former: int  # the context that the observation is appended to; -1 for the current one
+    context: int  # that they are appended to, see `Answers`
     reward: float
     has_ended: bool
     figures: dict[str, float]
 
 
 @dataclasses.dataclass
-class _Contexts:
-    """The contexts of a dialogue: the last token of each, and the number of the current one."""
+class _Dialogue:
+    """A dialogue: its environment, the last token of each context, and the current one."""
 
+    environment: CallResult
     last: list[int] = dataclasses.field(default_factory=lambda: [-1])
     current: int = 0
 
@@ -107,8 +107,7 @@ class HostEnvironment:
         self._chat_template = chat_template
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
-        self._dialogues: dict[int, CallResult] = {}
-        self._contexts: dict[int, _Contexts] = {}
+        self._dialogues: dict[int, _Dialogue] = {}
         self._threads = TimedThreads(THREADS, timeout)
         self._reset_counts()
 
@@ -133,7 +132,7 @@ class HostEnvironment:
         B = len(lengths)
         contexts: tuple[jax.ShapeDtypeStruct, ...] = ()
         if self._max_contexts > 1:
-            contexts = tuple(jax.ShapeDtypeStruct((B,), dtype) for dtype in (jnp.bool_, jnp.int32))
+            contexts = (jax.ShapeDtypeStruct((B,), jnp.int32),)
         shapes = (
             jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.int32),
@@ -174,7 +173,7 @@ class HostEnvironment:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
         Turns of length 0 are ignored. The results are the fields of `Answers` after the state,
-        without `replaces` and `former` if there is one context, and the reported figures, [B, M].
+        without `contexts` if there is one, and the reported figures, [B, M].
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
@@ -182,8 +181,7 @@ class HostEnvironment:
         observed = np.zeros(B, np.int32)
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
-        replaces = np.zeros(B, bool)
-        former = np.full(B, -1, np.int32)
+        contexts = np.full(B, SAME_CONTEXT, np.int32)
         figures = np.full((B, len(self._metric_names)), np.nan, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
@@ -194,26 +192,25 @@ class HostEnvironment:
         replaced = {}
         for b in waiting[answered[waiting] == 0]:
             replaced[int(b)] = self._dialogues.pop(int(samples[b]), None)
-            self._dialogues[int(samples[b])] = self._construct_dialogue()
-            self._contexts[int(samples[b])] = _Contexts()
+            self._dialogues[int(samples[b])] = _Dialogue(self._construct_environment())
             # A copy: an environment that changes its example changes no other dialogue.
             examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
         def step(b: int, text: str) -> _Answer:
             self._give_up_if_none_answers()
-            made = self._dialogues[int(samples[b])]
-            contexts = self._contexts[int(samples[b])]
+            dialogue = self._dialogues[int(samples[b])]
+            made = dialogue.environment
             if answered[b] == 0:
                 self._close(replaced[b])
                 made.result().reset(examples[b], int(seeds[b]))
             observation, reward, ends, *reported = made.result().step(text)
             _validate_answer(observation, reward, ends, takes_several=self._frame is not None)
             if ends:
-                self._close(made)
+                self._close(dialogue)
             last = int(turns[b, lengths[b] - 1])
-            continued: tuple[list[int], bool, int] = ([], False, -1)
+            continued: tuple[list[int], int] = ([], SAME_CONTEXT)
             if not (ends and isinstance(observation, (NewContext, FormerContext))):
-                continued = self._continue(contexts, observation, last, int(rows[b]))
+                continued = self._continue(dialogue, observation, last, int(rows[b]))
             return _Answer(
                 *continued,
                 float(reward),
@@ -238,26 +235,25 @@ class HostEnvironment:
                 del self._dialogues[int(samples[b])]
             rewards[b] = answer.reward
             has_ended[b] = answer.has_ended
-            replaces[b] = answer.replaces
-            former[b] = answer.former
+            contexts[b] = answer.context
             observed[b] = len(answer.tokens)
             observations[b, : len(answer.tokens)] = answer.tokens
             for name, value in answer.figures.items():
                 figures[b, self._metric_names.index(name)] = value
             figures[b, -1] = 0
-        contexts = (replaces, former) if self._max_contexts > 1 else ()
-        return observations, observed, rewards, has_ended, *contexts, figures
+        several = (contexts,) if self._max_contexts > 1 else ()
+        return observations, observed, rewards, has_ended, *several, figures
 
     def _continue(
-        self, contexts: _Contexts, observation: Any, last: int, row: int
-    ) -> tuple[list[int], bool, int]:
-        """Return the tokens that follow a turn, and the fields of `_Answer` that say where.
+        self, dialogue: _Dialogue, observation: Any, last: int, row: int
+    ) -> tuple[list[int], int]:
+        """Return the tokens that follow a turn, and the context that they are appended to.
 
         Raises:
           EnvironmentLost: the options allow one context.
           ValueError: a new context cannot be one, or a former context does not exist.
         """
-        contexts.last[contexts.current] = last
+        dialogue.last[dialogue.current] = last
         is_new = isinstance(observation, NewContext)
         if self._max_contexts == 1 and (is_new or isinstance(observation, FormerContext)):
             raise EnvironmentLost(
@@ -266,15 +262,13 @@ class HostEnvironment:
             )
         if is_new:
             tokens = self._encode_context(observation, row)
-            contexts.current = len(contexts.last)
-            contexts.last.append(tokens[-1])
-            return tokens, True, -1
-        number = -1
+            dialogue.current = len(dialogue.last)
+            dialogue.last.append(tokens[-1])
+            return tokens, NEW_CONTEXT
         if isinstance(observation, FormerContext):
-            number, observation = observation.number, observation.observation
-            _validate_former(number, len(contexts.last))
-            contexts.current = number
-        return self._encode(observation, contexts.last[contexts.current]), False, number
+            _validate_former(observation.number, len(dialogue.last))
+            dialogue.current, observation = observation.number, observation.observation
+        return self._encode(observation, dialogue.last[dialogue.current]), dialogue.current
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""
@@ -301,20 +295,20 @@ class HostEnvironment:
             )
         return tokens
 
-    def _construct_dialogue(self) -> CallResult:
-        dialogue: CallResult = concurrent.futures.Future()
+    def _construct_environment(self) -> CallResult:
+        environment: CallResult = concurrent.futures.Future()
         try:
-            dialogue.set_result(self._class())
+            environment.set_result(self._class())
         except (Exception, SystemExit) as error:
-            dialogue.set_exception(error)
-        return dialogue
+            environment.set_exception(error)
+        return environment
 
-    def _close(self, dialogue: CallResult | None) -> None:
+    def _close(self, dialogue: _Dialogue | None) -> None:
         """Close a dialogue that has ended, or was cut off and is replaced, if it can be closed."""
-        if dialogue is None or dialogue.exception() or not hasattr(dialogue.result(), "close"):
+        if dialogue is None or dialogue.environment.exception():
             return
         try:
-            dialogue.result().close()
+            getattr(dialogue.environment.result(), "close", lambda: None)()
         except Exception as error:
             log.warning("%s could not be closed: %s", self._name, printable_lines(repr(error)))
 

@@ -131,9 +131,9 @@ class TokenEnvironment(Protocol):
         Returns:
           The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
           and whether the dialogue has ended. With `rollout.multi_turn.max_contexts` above 1 also
-          whether the observation replaces the context, see `NewContext`; an empty one then cuts the
-          dialogue off. Possibly also the number of the context that the observation is appended to,
-          see `FormerContext`, -1 for the current one; one that does not exist cuts it off, too.
+          the context that the observation is appended to, int32: `SAME_CONTEXT` or `NEW_CONTEXT`
+          of sampler/environment.py, or the number of a former one, see `FormerContext`. An empty
+          new context, and a number that no context has, cut the dialogue off.
         """
 
 

@@ -106,10 +106,8 @@ def try_environment(
             "whether it has ended": (answers.done, rows > 0),
         }
         validate_contexts(answers, max_contexts)
-        if answers.replaces is not None:
-            forms["whether the context is replaced"] = (answers.replaces, rows > 0)
-        if answers.former is not None:
-            forms["the former context"] = (answers.former, rows)
+        if answers.contexts is not None:
+            forms["the context"] = (answers.contexts, rows)
         for what, (actual, expected) in forms.items():
             if _describe(actual) != _describe(expected):
                 raise UserError(

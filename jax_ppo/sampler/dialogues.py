@@ -14,7 +14,13 @@ import jax.numpy as jnp
 
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import Answers, address_dialogues, validate_contexts
+from jax_ppo.sampler.environment import (
+    NEW_CONTEXT,
+    SAME_CONTEXT,
+    Answers,
+    address_dialogues,
+    validate_contexts,
+)
 from jax_ppo.sampler.slots import (
     Contexts,
     DecodeJob,
@@ -260,18 +266,17 @@ def _choose_contexts(
 ) -> tuple[jax.Array, Contexts]:
     """Return which of the dialogues that may continue do, and the contexts in which they do so."""
     assert state.dialogues is not None and state.dialogues.contexts is not None
-    assert answers.replaces is not None
+    assert answers.contexts is not None
     before = state.dialogues.contexts
     N = job.samples
     sample_B = jnp.minimum(state.slots.sample, N - 1)
     contexts: Contexts = jax.tree.map(lambda x: x[sample_B], before)
-    is_new_B = answers.replaces
-    former_B = jnp.full_like(contexts.current, -1) if answers.former is None else answers.former
+    is_new_B = answers.contexts == NEW_CONTEXT
+    current_B = jnp.where(answers.contexts == SAME_CONTEXT, contexts.current, answers.contexts)
     is_allowed_B = (contexts.opened < job.options.max_contexts) & (answers.lengths > 0)
-    exists_B = (former_B >= -1) & (former_B < contexts.opened)
+    exists_B = (current_B >= 0) & (current_B < contexts.opened)
     continues_B &= jnp.where(is_new_B, is_allowed_B, exists_B)
-    returns_B = ~is_new_B & (former_B >= 0) & (former_B != contexts.current)
-    current_B = jnp.where(returns_B, former_B, contexts.current)
+    returns_B = ~is_new_B & (current_B != contexts.current)
     current_B = jnp.where(is_new_B, contexts.opened, current_B)
     again_B = _in_context(state, contexts._replace(current=current_B)).sum(1)
     again_B += jnp.where(current_B == 0, job.prompts.lengths[sample_B // job.options.n], 0)

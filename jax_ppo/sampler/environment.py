@@ -12,6 +12,9 @@ import jax.numpy as jnp
 
 from jax_ppo.errors import UserError
 
+# What `Answers.contexts` has instead of the number of a context.
+SAME_CONTEXT = -1
+NEW_CONTEXT = -2
 # Position under which an environment's random key is derived from its sample's; no token has it.
 _ENVIRONMENT_POSITION = 2**31 - 1
 
@@ -39,12 +42,10 @@ class Answers(NamedTuple):
       lengths: int32 [B], number of these tokens, 0..O.
       rewards: float32 [B], rewards of the turns.
       done: bool [B], whether the dialogue has ended; its observation is then not read.
-      replaces: bool [B], whether the observation replaces the context: what follows is drawn as if
-        nothing preceded it. An empty one cuts the dialogue off. `None` if none ever does.
-      former: int32 [B], the number of the context that the observation is appended to instead of
-        the current one, see `Rollout.contexts`; -1 for the current one. One that does not exist
-        cuts the dialogue off. Not read where `replaces`. `None` if contexts that were left are
-        never continued.
+      contexts: int32 [B], the context that the observation is appended to: `SAME_CONTEXT`;
+        `NEW_CONTEXT`, so that what follows is drawn as if nothing preceded it, where an empty
+        observation cuts the dialogue off; or the number of a former one, see `Rollout.contexts`,
+        where one that does not exist does so. `None` if there is one context.
     """
 
     state: Any
@@ -52,8 +53,7 @@ class Answers(NamedTuple):
     lengths: jax.Array
     rewards: jax.Array
     done: jax.Array
-    replaces: jax.Array | None = None
-    former: jax.Array | None = None
+    contexts: jax.Array | None = None
 
 
 class Environment(Protocol):
@@ -104,8 +104,7 @@ class PerDialogue:
           reset: (row, key) -> the first state, a pytree of arrays.
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
             dialogue has ended), where turn and observation are int32 [U] and int32 [O]; possibly
-            with a sixth value, whether the observation replaces the context, and a seventh, which
-            former one it is appended to.
+            with a sixth value, the context that the observation is appended to, see `Answers`.
           observation_length: O.
           metrics: last state -> numbers by name.
         """
@@ -126,7 +125,6 @@ class PerDialogue:
             lengths=jnp.asarray(answers.lengths, jnp.int32),
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
-            replaces=None if answers.replaces is None else jnp.asarray(answers.replaces, bool),
         )
 
     def metrics(self, state: Any) -> dict[str, jax.Array]:
@@ -150,13 +148,12 @@ def address_dialogues(
 def validate_contexts(answers: Answers, max_contexts: int) -> None:
     """Raise `UserError` if an environment's answers and the number of contexts do not fit."""
     option = f"config.rollout.multi_turn.max_contexts={max_contexts}"
-    if answers.replaces is not None and max_contexts == 1:
+    if answers.contexts is not None and max_contexts == 1:
         raise UserError(
-            f"{option}: the environment's step returns whether the context is replaced; set it to "
-            "the most contexts of a dialogue"
+            f"{option}: the environment's step returns a context; set it to the most contexts of a "
+            "dialogue"
         )
-    if answers.replaces is None and max_contexts > 1:
+    if answers.contexts is None and max_contexts > 1:
         raise UserError(
-            f"{option}: the environment's step does not return whether the context is replaced; "
-            "leave it at 1"
+            f"{option}: the environment's step does not return a context; leave it at 1"
         )

@@ -24,7 +24,7 @@ from jax_ppo.run import ppo_training
 from jax_ppo.sampler import routing
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import PerDialogue
+from jax_ppo.sampler.environment import NEW_CONTEXT, PerDialogue
 from jax_ppo.training import packing
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
@@ -103,9 +103,8 @@ def test_the_record_is_what_one_pass_over_the_whole_sequence_selects(params, cha
 
 def leave(state, turn, length):
     """Open context 1, return to the prompt's, open context 2, and end there."""
-    new = state % 2 == 0
-    former = jnp.where(state == 1, 0, -1)
-    return state + 1, jnp.array([20, 21]), 2, 0.0, state == 3, new, former
+    context = jnp.where(state % 2, 0, NEW_CONTEXT)
+    return state + 1, jnp.array([20, 21]), 2, 0.0, state == 3, context
 
 
 @pytest.mark.slow

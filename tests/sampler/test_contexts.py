@@ -13,6 +13,8 @@ from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import FormerContext, NewContext
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.forward_passes import join_sequences
+from jax_ppo.sampler.environment import NEW_CONTEXT as NEW
+from jax_ppo.sampler.environment import SAME_CONTEXT as SAME
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training import forward, packing
 from jax_ppo.types import Example, Prompts
@@ -45,16 +47,15 @@ def step(state, turn, length):
     observation = (turn.sum() + jnp.arange(3) * 5) % ARCHITECTURE.vocab_size
     is_empty = (row == 2) & (turns == 3)
     length = jnp.where(is_empty, 0, 2 + turns % 2)
-    return (row, turns + 1), observation, length, 1.0, False, turns % 2 == 1
+    return (row, turns + 1), observation, length, 1.0, False, jnp.where(turns % 2, NEW, SAME)
 
 
 def branch(state, turn, length):
     """Leave contexts and return to them, also without an observation, at last to none."""
     (row, turns), observation, length, *others, _ = step(state, turn, length)
-    new = jnp.array([True, False, False, True, False, False, False])[turns - 1]
-    former = jnp.array([-1, 0, 1, -1, 0, jnp.where(row == 1, 3, 2), -2])[turns - 1]
+    context = jnp.array([NEW, 0, 1, NEW, 0, jnp.where(row == 1, 3, 2), -3])[turns - 1]
     length = jnp.where((turns == 3) | (turns > 5), 0, length)
-    return (row, turns), observation, length, *others, new, former
+    return (row, turns), observation, length, *others, context
 
 
 ENVIRONMENT = PerDialogue(lambda row, key: (row, jnp.int32(0)), step, observation_length=3)
@@ -146,8 +147,8 @@ def run_rows(actor, sequences, plan):
 def test_contexts_that_the_options_do_not_expect_are_refused(actor):
     one_context = PerDialogue(ENVIRONMENT._reset, lambda *a: step(*a)[:-1], observation_length=3)
     for environment, contexts, message in (
-        (ENVIRONMENT, 1, "max_contexts=1: the environment's step returns whether"),
-        (one_context, 2, "max_contexts=2: the environment's step does not return whether"),
+        (ENVIRONMENT, 1, "max_contexts=1: the environment's step returns a context"),
+        (one_context, 2, "max_contexts=2: the environment's step does not return a context"),
     ):
         with pytest.raises(UserError, match=message):
             actor.sample(
@@ -204,7 +205,7 @@ def test_new_contexts_of_host_environments(context, max_contexts, tokens, messag
         with pytest.raises(UserError, match="max_contexts=1; set it to the most contexts"):
             environment.raise_if_all_failed()
     else:
-        assert answers[4].tolist() == [bool(tokens)]
+        assert answers[4].tolist() == [NEW if tokens else SAME]
 
 
 def answer_turns(steps, turns, max_contexts=3, frame=None):
@@ -226,17 +227,17 @@ def answer_turns(steps, turns, max_contexts=3, frame=None):
         ids = np.array([[ord(letter) for letter in turn]])
         tokens, lengths, _, ends, *contexts, _ = environment._answer(*one, ids, [len(turn)])
         text = "".join(map(chr, tokens[0, : lengths[0]]))
-        answers.append((text, bool(ends[0]), *(x[0].item() for x in contexts)))
+        answers.append((text, bool(ends[0]), *(x[0] for x in contexts)))
     return answers
 
 
 def test_host_environments_continue_former_contexts():
     steps = [NewContext("help"), FormerContext(np.int64(0), "yes"), FormerContext(1), "on"]
     assert answer_turns(steps, "abcd") == [
-        ("help", False, True, -1),
-        ("yes", False, False, 0),
-        ("", False, False, 1),
-        ("on", False, False, -1),
+        ("help", False, NEW),
+        ("yes", False, 0),
+        ("", False, 1),
+        ("on", False, 1),
     ]
 
 
@@ -265,7 +266,7 @@ def test_a_message_follows_the_last_token_of_the_context_that_goes_on():
     ],
 )
 def test_former_contexts_that_do_not_exist_end_the_dialogue(observation, message, caplog):
-    assert answer_turns([observation], "a") == [("", True, False, -1)]
+    assert answer_turns([observation], "a") == [("", True, SAME)]
     assert message in caplog.text
 
 
