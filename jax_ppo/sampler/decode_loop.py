@@ -245,6 +245,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     run_B, columns_B, before, replayed = slots.token, positions_B, slots.cache, None
     if options.max_contexts > 1:
+        state = dialogues.number_tokens(job, state)
         tokens = dialogues.next_tokens(job, state, sample_B, positions_B)
         run_B, columns_B, positions_B, is_again_B = tokens
         if state.routing is not None:

@@ -77,6 +77,20 @@ def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
     return state.slots.drawn < state.dialogues.turn_start[sample_B]
 
 
+def number_tokens(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Record the contexts of the tokens that a decode step will add.
+
+    Before they are read: XLA would copy them if it could not tell which comes first.
+    """
+    dialogues = state.dialogues
+    assert dialogues is not None and dialogues.contexts is not None
+    contexts = dialogues.contexts
+    current_B = contexts.current[jnp.minimum(state.slots.sample, job.samples - 1)]
+    written_B = jnp.where(held_slots(job, state), job.samples, state.slots.sample)
+    numbers = contexts.numbers.at[written_B, state.slots.drawn].set(current_B, mode="drop")
+    return state._replace(dialogues=dialogues._replace(contexts=contexts._replace(numbers=numbers)))
+
+
 def next_tokens(
     job: DecodeJob, state: DecodeState, sample_B: jax.Array, indices_B: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -90,37 +104,46 @@ def next_tokens(
       former context is run again.
     """
     assert state.dialogues is not None and state.dialogues.contexts is not None
-    contexts: Contexts = jax.tree.map(lambda x: x[sample_B], state.dialogues.contexts)
+    contexts = state.dialogues.contexts
+    position_B, current_B = contexts.position[sample_B], contexts.current[sample_B]
     prompt_B = sample_B // job.options.n
     prompt_lengths_B = job.prompts.lengths[prompt_B]
-    # The token of the context at this position: of the prompt, or the k-th one in the response.
-    read_B = jnp.maximum(contexts.position, 0)
-    in_prompt_B = (contexts.current == 0) & (read_B < prompt_lengths_B)
-    k_B = read_B - jnp.where(contexts.current == 0, prompt_lengths_B, 0)
-    counts_BxT = jnp.cumsum(_in_context(state, contexts), axis=1)
-    columns_B = (counts_BxT <= k_B[:, None]).sum(1)
-    columns_B = jnp.minimum(columns_B, state.responses.shape[1] - 1)
-    tokens_B = jnp.where(
-        in_prompt_B,
-        job.prompts.tokens[prompt_B, jnp.minimum(read_B, job.prompts.tokens.shape[1] - 1)],
-        state.responses[sample_B, columns_B],
-    )
-    is_again_B = (contexts.position >= 0) & (contexts.position < contexts.again)
-    again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
+    read_B = jnp.maximum(position_B, 0)
+    is_again_B = (position_B >= 0) & (position_B < contexts.again[sample_B])
     # Before a new context's first token, the old one's last token is run to no effect.
-    past_B = jnp.where(contexts.position < 0, jnp.iinfo(jnp.int32).max, indices_B)
-    return (
-        jnp.where(is_again_B, tokens_B, state.slots.token),
-        read_B,
-        jnp.where(is_again_B, again_B, past_B),
-        is_again_B,
+    past_B = jnp.where(position_B < 0, jnp.iinfo(jnp.int32).max, indices_B)
+
+    def look_up() -> tuple[jax.Array, jax.Array]:
+        # The token of the context at this position: of the prompt, or the k-th one in the response.
+        in_prompt_B = (current_B == 0) & (read_B < prompt_lengths_B)
+        k_B = read_B - jnp.where(current_B == 0, prompt_lengths_B, 0)
+        counts_BxT = jnp.cumsum(_in_context(state, sample_B, current_B), axis=1)
+        columns_B = (counts_BxT <= k_B[:, None]).sum(1)
+        columns_B = jnp.minimum(columns_B, state.responses.shape[1] - 1)
+        tokens_B = jnp.where(
+            in_prompt_B,
+            job.prompts.tokens[prompt_B, jnp.minimum(read_B, job.prompts.tokens.shape[1] - 1)],
+            state.responses[sample_B, columns_B],
+        )
+        again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
+        return (
+            jnp.where(is_again_B, tokens_B, state.slots.token),
+            jnp.where(is_again_B, again_B, past_B),
+        )
+
+    # This reads whole responses, which few steps need. Out of a loop XLA would hoist it.
+    tokens_B, columns_B = jax.lax.cond(
+        is_again_B.any(), look_up, lambda: (state.slots.token, past_B)
     )
+    return tokens_B, read_B, columns_B, is_again_B
 
 
-def _in_context(state: DecodeState, contexts: Contexts) -> jax.Array:
-    """Return which tokens of the responses are of the slots' current contexts, bool [B, T]."""
+def _in_context(state: DecodeState, sample_B: jax.Array, current_B: jax.Array) -> jax.Array:
+    """Return which tokens of the slots' responses are of these contexts, bool [B, T]."""
+    assert state.dialogues is not None and state.dialogues.contexts is not None
     is_drawn_BxT = jnp.arange(state.responses.shape[1]) < state.slots.drawn[:, None]
-    return is_drawn_BxT & (contexts.numbers == contexts.current[:, None])
+    numbers_BxT = state.dialogues.contexts.numbers[sample_B]
+    return is_drawn_BxT & (numbers_BxT == current_B[:, None])
 
 
 def held_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
@@ -164,12 +187,7 @@ def end_turns(
     contexts = dialogues.contexts
     if contexts is not None:
         run_B = jnp.where(waiting_slots(job, recorded), N, before.sample)
-        contexts = contexts._replace(
-            numbers=contexts.numbers.at[written_B, before.drawn].set(
-                contexts.current[sample_B], mode="drop"
-            ),
-            position=contexts.position.at[run_B].add(1, mode="drop"),
-        )
+        contexts = contexts._replace(position=contexts.position.at[run_B].add(1, mode="drop"))
     # Strings are searched for in the policy's own turns only.
     observed_B = jnp.where(is_observed_B, written_B, N)
     return recorded._replace(
@@ -278,7 +296,7 @@ def _choose_contexts(
     continues_B &= jnp.where(is_new_B, is_allowed_B, exists_B)
     returns_B = ~is_new_B & (current_B != contexts.current)
     current_B = jnp.where(is_new_B, contexts.opened, current_B)
-    again_B = _in_context(state, contexts._replace(current=current_B)).sum(1)
+    again_B = _in_context(state, sample_B, current_B).sum(1)
     again_B += jnp.where(current_B == 0, job.prompts.lengths[sample_B // job.options.n], 0)
     position_B = jnp.where(is_new_B, -1, jnp.where(returns_B, 0, contexts.position))
     written_B = jnp.where(continues_B, state.slots.sample, N)
