@@ -294,11 +294,10 @@ def restore_sampled_batch(
     # One number per decoder queue; this mesh may have more or fewer queues.
     shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
     arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
-    prompts = Prompts(**arrays.pop("prompts"))
     batch = next(batches)
     return SampledBatch(
         batch=batch,
-        rollout=Rollout(prompts=prompts, **arrays),
+        rollout=_read_rollout(arrays, step),
         position=batches.position,
         weights_step=step - 1,  # sampled during the last completed step
     )
@@ -309,6 +308,16 @@ def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
     arrays = {name: value for name, value in vars(rollout).items() if value is not None}
     prompts = {name: value for name, value in vars(rollout.prompts).items() if value is not None}
     return {**arrays, "prompts": prompts}
+
+
+def _read_rollout(arrays: dict[str, Any], step: int) -> Rollout:
+    """Return the rollout of a checkpoint; raise `UserError` if another version wrote it."""
+    if unknown := sorted(arrays.keys() - {field.name for field in dataclasses.fields(Rollout)}):
+        raise UserError(
+            f"checkpoint {step}: its responses are of another version of jax_ppo, with "
+            f"{', '.join(unknown)}; resume with that version"
+        )
+    return Rollout(**arrays | {"prompts": Prompts(**arrays["prompts"])})
 
 
 def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
@@ -348,9 +357,8 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         return None
     shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
     arrays = checkpoints.restore_item(progress.step, POOL, shapes)
-    rollout = arrays["rollout"]
     return ResponsePool(
-        rollout=Rollout(prompts=Prompts(**rollout.pop("prompts")), **rollout),
+        rollout=_read_rollout(arrays["rollout"], progress.step),
         draws=DrawStates(**arrays["draws"]),
         prompts=placement.to_host(arrays["prompts"]),
     )

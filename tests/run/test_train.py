@@ -1330,3 +1330,8 @@ def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
     assert "tokenizing: 64 prompts" in output
     run(files, workdir, *options)
     assert read_step_rows(workdir) == read_step_rows(undisturbed[0])
+
+
+def test_responses_of_another_version_in_a_checkpoint_are_refused():
+    with pytest.raises(UserError, match="checkpoint 7: its responses are of another version of"):
+        ppo_training._read_rollout({"prompts": {}, "context_starts": np.zeros((1, 2), bool)}, 7)
