@@ -40,10 +40,10 @@ SUPERVISED_CONFIG = """
     return config
 """
 CONTEXTS = '''
-from jax_ppo.environments.protocol import NewContext
+from jax_ppo.environments.protocol import FormerContext, NewContext
 
 class Summary:
-    """Replace the context by the digits of all turns; the fifth turn is the last one."""
+    """Go on from the digits of all turns alone, or return to the prompt; end after five turns."""
 
     def reset(self, example, seed):
         self.digits, self.turns = str(seed % 10), 0
@@ -51,7 +51,8 @@ class Summary:
     def step(self, text):
         self.digits = (self.digits + "".join(c for c in text if c.isdigit()))[-3:]
         self.turns += 1
-        return NewContext(self.digits), len(self.digits) / 10, self.turns == 5
+        context = FormerContext(0, self.digits) if self.turns == 2 else NewContext(self.digits)
+        return context, len(self.digits) / 10, self.turns == 5
 '''
 REWARD = '''
 def reward(data_source, solution_str, ground_truth, extra_info):
