@@ -59,7 +59,7 @@ def update_state(
     arguments = update_arguments(options, nets, total_steps, state, experience, batches)
     models, optimizers = dict(state.models), {}
     if "actor" in arguments:
-        step, models["actor"], optimizers["actor"], metrics = actor_program(options)(
+        models["actor"], optimizers["actor"], step, metrics = actor_program(options)(
             *arguments["actor"]
         )
     else:
@@ -107,7 +107,9 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
     return step + 1
 
 
-# Donated trees are updated in place: no second copy of parameters and optimizer state.
+# Donated trees are updated in place: no second copy of parameters and optimizer state. On one
+# device JAX lets the first result of a shape take the first donated buffer of this shape, also one
+# in the host's memory. Therefore these trees come first, in the order of the arguments.
 _JIT = {
     "static_argnames": ("options", "nets", "total_steps"),
     "donate_argnames": ("params", "optimizer_state"),
@@ -131,14 +133,14 @@ def update_actor(
     fixed_state: TrainState,
     experience: Experience,
     batches: MiniBatches,
-) -> tuple[Int32[Array, ""], Params, optax.OptState, Metrics]:
+) -> tuple[Params, optax.OptState, Int32[Array, ""], Metrics]:
     """Train the actor, and a critic that shares its trunk.
 
     `params` and `optimizer_state` are donated; `fixed_state` is the state with every role's trained
     trees removed.
 
     Returns:
-      The next step's number, the new parameters and optimizer state, and metrics.
+      The new parameters and optimizer state, the next step's number, and metrics.
     """
     fixed_state = fixed_state.on_device()
     # The actor's schedule starts after the critic's warm-up.
@@ -163,7 +165,7 @@ def update_actor(
     )
     # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
-    return step + 1, params, optimizer_state, metrics
+    return params, optimizer_state, step + 1, metrics
 
 
 _update_actor_exactly = jit_rounded_alike(update_actor, **_JIT)

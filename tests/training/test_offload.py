@@ -36,8 +36,9 @@ def idle_trees(state):
 
 
 @pytest.mark.slow
-def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
-    mesh = tiny.make_mesh(4, data=2, fsdp=2)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsdp):
+    mesh = tiny.make_mesh(fsdp * fsdp, data=fsdp, fsdp=fsdp)
     params = tiny.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")
     export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
     results = []
