@@ -84,7 +84,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     model = read_networks(options, Folders(actor=folder)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
     mesh = meshes.make_mesh(schema.MeshShape())
-    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    shapes = heads.param_shapes(model, "lm")
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     with jax.set_mesh(mesh):
         params = load_checkpoint(folder, model.architecture, shardings, dtype=jnp.dtype(dtype))

@@ -7,8 +7,11 @@ The parameters of a role are the decoder's dict with one further entry:
 
 An actor that shares its trunk with the critic has both. A run's critic starts with a head of zeros,
 unless `critic.keep_head` keeps that of its checkpoint: `hf.load.read_parameters` fills them in, or
-`lora.init_adapters` with new adapters. `init_params` is for shapes and for models from scratch.
+`lora.init_adapters` with new adapters. `init_params` is for models from scratch, `param_shapes` for
+loading and for estimates of memory.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,22 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
         shape = (architecture.vocab_size, architecture.hidden_size)
         params["lm_head"] = {"embedding": 0.02 * jax.random.normal(key_head, shape, jnp.float32)}
     return params
+
+
+def param_shapes(model: Transformer, head: str) -> Params:
+    """Return the shapes and data types of the parameters that `init_params` returns.
+
+    No array is created. A trace takes tens of milliseconds and is made once for each model and
+    head: the remedies for too little memory ask for the same shapes dozens of times.
+    """
+    return jax.tree.map(lambda x: x, _traced_shapes(model, head))  # dicts for the caller to change
+
+
+@functools.cache
+def _traced_shapes(model: Transformer, head: str) -> Params:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(init_params, model, head=head), key)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
 def without_part(params: Params, part: str) -> Params:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
-from jax_ppo.models.heads import compute_scalars, init_params
+from jax_ppo.models.heads import compute_scalars, param_shapes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training import forward
@@ -256,10 +256,8 @@ def trained_shapes(
     options: Supervised, model: Transformer, head: str, mesh: Mesh
 ) -> dict[str, Any]:
     """Return shapes and shardings of "params" and "optimizer", as a checkpoint names them."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    initial = jax.eval_shape(functools.partial(init_params, model, head=head), key)
     dtype = jnp.dtype(options.optim.param_dtype)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), initial)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), param_shapes(model, head))
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init
     optimizer = jax.eval_shape(init_optimizer, params)
     return with_train_layout({"params": params, "optimizer": optimizer}, mesh)

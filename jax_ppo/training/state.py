@@ -304,15 +304,15 @@ def _role_shapes(role: RunRole, nets: Networks) -> Params:
     """Return the shapes of a role's parameters, or of its adapters."""
     net = role.entry.model(nets)
     head = "scalar" if role.head == "reward" else role.head
-    init: Callable[..., Params]
+    # No array, which the mesh of a machine that is only compiled for could not hold.
+    key = jax.eval_shape(lambda: jax.random.key(0))
     if isinstance(net, Deberta):  # it comes with its head
-        init = functools.partial(init_deberta_params, net)
+        shapes = jax.eval_shape(functools.partial(init_deberta_params, net), key)
     elif role.entry.holds_base or net.lora is None:
-        init = functools.partial(heads.init_params, net, head=head)
+        shapes = heads.param_shapes(net, head)
     else:  # only the adapters and a head: their base is the reference
         init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
-    # No array, which the mesh of a machine that is only compiled for could not hold.
-    shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+        shapes = jax.eval_shape(init, key)
     return jax.eval_shape(functools.partial(round_parameters, dtype=role.dtype), shapes)
 
 

@@ -495,7 +495,7 @@ def load_llama(folder: Path) -> None:
 
     architecture = read_architecture(folder)
     model = Transformer(architecture)
-    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    shapes = heads.param_shapes(model, "lm")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     where = jax.tree.map(lambda _: device, shapes)
     params = load_checkpoint(folder, architecture, where, jnp.float32, "lm")

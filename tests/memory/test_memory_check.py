@@ -196,7 +196,8 @@ def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys)
     texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
     write_llama(tmp_path, texts, tokens=192)
     monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
-    config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
+    options = {"model.path": f"{tmp_path}/llama", "data.train_files": "arithmetic:128"}
+    config = loading.load_config("arithmetic", options)
     with pytest.raises(UserError, match="config.mesh: a device needs at least"):
         ppo_training.train_ppo(config, tmp_path / "work")
     assert "loaded" not in capsys.readouterr().out

@@ -46,7 +46,7 @@ STACKED, UNROLLED = Transformer(ARCHITECTURE), Transformer(ARCHITECTURE, unrolle
 def params():
     """Change biases and norms from their initial values, which would hide half of the decoder."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: heads.init_params(STACKED, jax.random.key(0), "lm"))
+    shapes = heads.param_shapes(STACKED, "lm")
 
     def draw(path, x):
         return jnp.asarray(("norm" in str(path[-2])) + 0.2 * rng.normal(size=x.shape), jnp.float32)
@@ -213,6 +213,13 @@ def test_computation_in_bfloat16(params, ids):
     assert low.dtype == jnp.bfloat16
     # There are some thirty roundings to 8 bits between a token and its state, which is of size 1.
     np.testing.assert_allclose(low.astype(jnp.float32), hidden_states(params, ids)[0], atol=0.15)
+
+
+def test_shapes_of_parameters_are_the_callers_to_change():
+    shapes = heads.param_shapes(STACKED, "scalar")
+    assert shapes.pop("score")["kernel"].shape == (ARCHITECTURE.hidden_size, 1)
+    assert "score" in heads.param_shapes(STACKED, "scalar")
+    assert "score" not in heads.param_shapes(STACKED, "lm")
 
 
 def test_heads(params, ids):
