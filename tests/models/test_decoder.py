@@ -273,7 +273,9 @@ class RoutedMLP(decoder_layers.MLP):
         return out, {"router_loss": jnp.mean(weights, (0, 1)).max()}
 
 
-@pytest.mark.parametrize("layers", [2, MAX_UNROLLED_LAYERS + 1])
+@pytest.mark.parametrize(
+    "layers", [2, pytest.param(MAX_UNROLLED_LAYERS + 1, marks=pytest.mark.slow)]
+)
 def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, layers):
     monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
     model = Transformer(dataclasses.replace(ARCHITECTURE, num_layers=layers), remat=True)

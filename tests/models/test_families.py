@@ -822,10 +822,8 @@ def test_a_critic_is_a_sequence_classifier(representative, tmp_path):
     assert_close(values, reference.their_logits(theirs, ids)[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gemma2", GEMMA), pytest.param("qwen3_5_text", QWEN_3_5, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # by default sampler/test_generate.py has a Llama
+@pytest.mark.parametrize(("family", "changes"), [("gemma2", GEMMA), ("qwen3_5_text", QWEN_3_5)])
 def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, changes, tmp_path):
     """Prompts reach and exceed the window; two samples each use fewer slots than samples."""
     reference.save(tmp_path, family, **changes)
@@ -850,10 +848,9 @@ def test_the_samplers_logprobs_are_those_of_a_pass_over_the_whole_text(family, c
     [
         "qwen3, local layers",
         "qwen3_moe",
-        "qwen3_next",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("deepseek_v3", "gpt_oss", "gemma3, in a loop", "gpt_neox")
+            for name in ("qwen3_next", "deepseek_v3", "gpt_oss", "gemma3, in a loop", "gpt_neox")
         ),
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)

@@ -86,7 +86,11 @@ def test_a_step_with_adapters_differs_by_rounding_alone():
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("architecture", [WINDOWS, BIASES], ids=lambda a: a.family)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(WINDOWS, marks=pytest.mark.slow), BIASES],
+    ids=lambda architecture: architecture.family,
+)
 def test_families_have_the_same_logprobs_and_gradients(architecture):
     model = Transformer(architecture)
     params = tiny.random_params(architecture, 0, 0, "lm")

@@ -250,11 +250,10 @@ def test_a_frozen_process_is_named_and_ends_the_others(coordinator_address):
 @pytest.mark.parametrize(
     "way",
     [
-        "raise",
         "kill 1",
         *(
             pytest.param(way, marks=pytest.mark.slow)
-            for way in ("finish", "message", "terminate 1")
+            for way in ("raise", "finish", "message", "terminate 1")
         ),
         *(
             pytest.param(way, marks=pytest.mark.exhaustive)

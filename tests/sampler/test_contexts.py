@@ -86,7 +86,7 @@ def runs(contexts):
     ("environment", "architecture"),
     [
         (ENVIRONMENT, ARCHITECTURE),
-        (BRANCHING, ARCHITECTURE),
+        pytest.param(BRANCHING, ARCHITECTURE, marks=pytest.mark.slow),
         pytest.param(ENVIRONMENT, HYBRID, marks=pytest.mark.exhaustive),
         pytest.param(BRANCHING, HYBRID, marks=pytest.mark.slow),
     ],

@@ -71,7 +71,7 @@ def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
     ("slots", "options"),
     [
         (1, {}),
-        (2, {"n": 3}),
+        pytest.param(2, {"n": 3}, marks=pytest.mark.slow),
         pytest.param(2, {"temperature": 0.0}, marks=pytest.mark.exhaustive),
         pytest.param(5, {}, marks=pytest.mark.exhaustive),
         (5, {"n": 3}),

@@ -19,6 +19,7 @@ PROMPT = "Once upon a time, there was a little girl named Lily."
 STORY = " She loved to play outside in the park. One day, she saw a big, red ball."
 
 
+@pytest.mark.slow  # by default test_api.py has the same story, through the engine
 @pytest.mark.skipif(
     not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in"
 )

@@ -90,14 +90,9 @@ STAGES_AND_DATA = (("stage", 4), ("data", 2))
 @pytest.mark.parametrize(
     ("shape", "architecture", "options"),
     [
-        pytest.param(ALL_AXES, MIXED, {"remat": True}, id="all_axes"),
-        pytest.param(
-            STAGES_AND_DATA,
-            ARCHITECTURE,
-            {"attention": "cudnn"},
-            id="four_stages",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(ALL_AXES, MIXED, {"remat": True}, id="all_axes", marks=pytest.mark.slow),
+        # Shares its program with the test of what stages exchange.
+        pytest.param(STAGES_AND_DATA, ARCHITECTURE, {"attention": "cudnn"}, id="four_stages"),
         *(
             pytest.param(tuple(shape.items()), *more, id=str(shape), marks=pytest.mark.exhaustive)
             for shape, *more in (
