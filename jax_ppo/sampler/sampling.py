@@ -270,7 +270,7 @@ def _draw_filtered(
         logits_RxV: jax.Array, uniforms_Rx2: jax.Array, largest_R: jax.Array, sums_R: jax.Array
     ) -> _Filtered:
         weights_RxV = weigh(logits_RxV, largest_R)
-        kept_RxV, least_R = _keep(logits_RxV, weights_RxV, sums_R, filters, shards)
+        kept_RxV, least_R, _ = _keep(logits_RxV, weights_RxV, sums_R, filters, shards)
         return _Filtered(*draw_tokens(kept_RxV, uniforms_Rx2, shards), least_R)
 
     # Of the k likeliest tokens each is in one of the k + 1 heaviest blocks. No other block has a
@@ -290,7 +290,8 @@ def _draw_filtered(
     firsts_BxC = (first + jnp.sort(blocks_BxC)) * size
     tokens_BxCxW = firsts_BxC[:, :, None] + jnp.arange(size)
     top_BxM = _take_tokens(logits_BxV, tokens_BxCxW.reshape(B, -1), shards)
-    kept_BxM, least_B = _keep(top_BxM, weigh(top_BxM, largest_B), sums_B, filters, shards)
+    weights_BxM = weigh(top_BxM, largest_B)
+    kept_BxM, least_B, read_B = _keep(top_BxM, weights_BxM, sums_B, filters, shards)
     # The same draw as by `draw_tokens`: first by the running sum over blocks, of all devices.
     kept_BxC = shards.gather(kept_BxM.reshape(tokens_BxCxW.shape).sum(-1))
     chosen_B, kept_sums_B = _invert_cdf(kept_BxC, uniforms_Bx2[:, 0])
@@ -313,7 +314,7 @@ def _draw_filtered(
         drawn = jax.tree.map(lambda x, new: x.at[rows_R].set(new, mode="drop"), drawn, new)
         return drawn, is_left_B.at[rows_R].set(False, mode="drop")
 
-    is_left_B = shards.max(heaviest_BxC.min(-1)) >= least_B
+    is_left_B = shards.max(heaviest_BxC.min(-1)) >= read_B
     state = (drawn, is_left_B)
     drawn, _ = jax.lax.while_loop(lambda state: state[1].any(), read_rows, state)
     return drawn, largest_B, sums_B
@@ -325,17 +326,28 @@ def _keep(
     sums_B: jax.Array,
     filters: _Filters,
     shards: VocabularyShards,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the weights of the tokens that filters keep, 0 for others, and their least logits.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return which of the M tokens of each row the filters keep.
 
-    The M tokens of a row are all that may be kept; `sums_B` are of the weights of the whole rows.
+    `sums_B` are the sums of the weights of the whole rows.
+
+    Returns:
+      (the weights of the tokens that are kept, 0 for others, [B, M]; the least logit of these, [B];
+      the least logit on which the choice depends, [B]: the M tokens must include all from it on).
     """
-    kept_BxM = keep_top_k(weights_BxM, filters.top_k, shards)
-    if kept_BxM is not weights_BxM:
-        sums_B = shards.sum(kept_BxM.sum(-1))
-    kept_BxM = keep_top_p(kept_BxM, filters.top_p, shards, sums_B)
+
+    def least_logit(kept_BxM: jax.Array) -> jax.Array:
+        return shards.min(jnp.where(kept_BxM > 0, logits_BxM, jnp.inf).min(-1))
+
+    top_BxM = keep_top_k(weights_BxM, filters.top_k, shards)
+    if top_BxM is not weights_BxM:
+        sums_B = shards.sum(top_BxM.sum(-1))
+    kept_BxM = keep_top_p(top_BxM, filters.top_p, shards, sums_B)
     kept_BxM = keep_min_p(kept_BxM, filters.min_p)
-    return kept_BxM, shards.min(jnp.where(kept_BxM > 0, logits_BxM, jnp.inf).min(-1))
+    least_B = least_logit(kept_BxM)
+    # Top-p adds up all that top-k left, those equal to the k-th included.
+    is_summed = top_BxM is not weights_BxM and filters.top_p < 1
+    return kept_BxM, least_B, least_logit(top_BxM) if is_summed else least_B
 
 
 def keep_top_k(weights_BxM: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:

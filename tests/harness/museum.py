@@ -209,7 +209,7 @@ SAMPLING_AND_CACHE = [
         holds="temperature, then top-k, then top-p of what top-k kept, as in transformers",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="_keep",
-        old="shards.sum(kept_BxM.sum(-1))",
+        old="shards.sum(top_BxM.sum(-1))",
         new="sums_B",
     ),
     Exhibit(

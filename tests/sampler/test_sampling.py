@@ -235,13 +235,15 @@ def test_plain_sampling_neither_sorts_nor_bisects():
 
 
 def kept_by_sorting(logits, k=0, p=1.0):
-    """Return what top-k or top-p keeps, found with a sort; equal logits stay together."""
+    """Return what top-k and then top-p keep, found with a sort; equal logits stay together."""
     kept = []
     for row in np.asarray(logits, np.float64):
         descending = np.sort(row)[::-1]
+        if k:
+            descending = descending[descending >= descending[k - 1]]
         probability = np.exp(descending - descending[0])
-        last = k - 1 if k else np.searchsorted(np.cumsum(probability) / probability.sum(), p)
-        kept.append(row >= descending[last])
+        last = np.searchsorted(np.cumsum(probability) / probability.sum(), p)
+        kept.append(row >= descending[min(last, len(descending) - 1)])
     return np.array(kept)
 
 
@@ -253,12 +255,15 @@ def test_filters_find_the_last_token_in_or_outside_of_the_heaviest_blocks():
     tied = np.where(random_logits(1, V, seed=2) > 5, 1.0, 0.0).astype(np.float32)
     together = np.tile(np.linspace(0, -20, V, dtype=np.float32), (2, 1))
     together[1] = together[1, ::-1]
-    logits = np.concatenate([peaked, flat, tied, together])
+    # Of 200 tokens equal to the 37th, top-p after top-k adds up those of other blocks, too.
+    added = np.full((1, V), -20, np.float32)
+    added[0, :20_000:100], added[0, :500:100] = 0, 3
+    logits = np.concatenate([peaked, flat, tied, together, added])
     uniforms = np.random.default_rng(3).random((len(logits), 2)).astype(np.float32)
     sample = jax.jit(
         functools.partial(sampling.sample_tokens, returns_kept=True), static_argnums=(2, 3, 4)
     )
-    for k, p in ((37, 1.0), (0, 0.9)):
+    for k, p in ((37, 1.0), (37, 0.6), (0, 0.9)):
         tokens, logprobs, bits = sample(logits, uniforms, 1.0, k, p)
         kept = np.unpackbits(np.asarray(bits), axis=1, count=V, bitorder="little").astype(bool)
         np.testing.assert_array_equal(kept, kept_by_sorting(logits, k, p))
