@@ -149,8 +149,9 @@ class Learner:
     ) -> tuple[Params, optax.OptState, Metrics]:
         """Take one optimizer step per mini-batch, of which `batches` holds U; return metrics, too.
 
-        What is returned has the memory and layout of what is given. If the bool scalar
-        `update_enabled` is False, metrics are computed, but nothing changes.
+        Parameters and state are returned in the memory they were given in, the host's or the
+        devices', laid out by `TRAIN_RULES`. If the bool scalar `update_enabled` is False, metrics
+        are computed, but nothing changes.
         """
 
         def mini_batch(
