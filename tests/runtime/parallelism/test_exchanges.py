@@ -34,12 +34,7 @@ STAGE = {
     ("shape", "architecture", "expected"),
     [
         # Each device has its own heads of a Gated DeltaNet: only their sums are exchanged.
-        pytest.param(
-            {"model": 2, "data": 4},
-            DELTA,
-            {f"all-reduce {x}" for x in ("model", "data")},
-            marks=pytest.mark.slow,
-        ),
+        ({"model": 2, "data": 4}, DELTA, {f"all-reduce {x}" for x in ("model", "data")}),
         # tests/training/test_collectives.py has the update of such parts.
         pytest.param(
             {"context": 8}, DENSE, CONTEXT | {"all-to-all context"}, marks=pytest.mark.slow
