@@ -788,8 +788,8 @@ PACKED_ROWS = [
         holds="each position predicts the next token",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
-        old="jnp.minimum(packing.position + 1, last)",
-        new="packing.position",
+        old="jnp.minimum(next_columns, last)",
+        new="columns",
     ),
     Exhibit(
         name="the_mask_is_off_by_one",
