@@ -432,7 +432,7 @@ class CriticOptim(Optim):
 
 @dataclasses.dataclass(frozen=True)
 class RouterReplay:
-    """Replay of the experts that the sampler selected, in the actor's scoring and update."""
+    """Replay of the experts that the sampler selected, in the actor's forward pass and update."""
 
     mode: str = option("disabled",
         "R3: the actor's passes send each token through the experts that it used in sampling "
