@@ -9,6 +9,7 @@ awaited.
 
 import asyncio
 import bisect
+import contextlib
 import functools
 import inspect
 import math
@@ -67,8 +68,10 @@ def parse_reward_output(value: Any) -> RewardResult:
         raise UserError(f"the reward function returned a dict with {keys}; expected 'score'")
     accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
     step_rewards = value.get("step_rewards")
-    if step_rewards is None:
-        step_rewards = ()
+    try:
+        pairs = () if step_rewards is None else tuple(step_rewards)
+    except TypeError:  # a number, or an array of no dimensions
+        pairs = (step_rewards,)
     answer = value.get("pred")
     others = {str(name): item for name, item in value.items() if name not in _RESERVED_KEYS}
     extra = {name: _to_float(item) for name, item in others.items() if _is_number(item)}
@@ -76,14 +79,14 @@ def parse_reward_output(value: Any) -> RewardResult:
         score=_to_float(value["score"]),
         correct=None if math.isnan(accuracy) else accuracy >= 0.5,
         extra=extra,
-        step_rewards=tuple(map(_parse_step_reward, step_rewards)),
+        step_rewards=tuple(map(_parse_step_reward, pairs)),
         answer=None if answer is None else str(answer),
         ignored=tuple(name for name in others if name not in extra and others[name] is not None),
     )
 
 
 def _parse_step_reward(pair: Any) -> tuple[int, float]:
-    if hasattr(pair, "__len__") and len(pair) == 2:
+    with contextlib.suppress(TypeError, ValueError):  # not two numbers
         end, reward = map(_to_float, pair)
         if end.is_integer():
             return int(end), reward

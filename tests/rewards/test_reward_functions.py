@@ -354,6 +354,14 @@ def test_rewards_of_steps_are_read_and_checked():
     assert scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1
 
 
+@pytest.mark.parametrize("steps", [5, np.array(5.0), "ab", [3], [(1,)], {"a": 1}], ids=repr)
+def test_rewards_of_steps_that_are_no_pairs_are_refused(steps):
+    with pytest.raises(
+        UserError, match="among its step_rewards; expected \\(characters, reward\\)"
+    ):
+        parse_reward_output({"score": 1, "step_rewards": steps})
+
+
 def test_a_step_is_rewarded_at_the_token_that_ends_it():
     words = ["ab", "c", "", "def"]
     rewards = assign_step_rewards(
