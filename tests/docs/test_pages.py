@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -141,6 +142,7 @@ def parts(command: str) -> list[list[str]]:
 def test_commands_are_understood(place, command, monkeypatch):
     """Reads every training command as the program would, and checks that other programs exist."""
     monkeypatch.chdir(doc_pages.ROOT)
+    monkeypatch.setitem(sys.modules, "gcsfs", ModuleType("gcsfs"))  # buckets need it, tests do not
     for words in parts(command):
         if words[:2] == ["python", "-m"] and words[2].startswith("jax_ppo."):
             check_module(words[2].removeprefix("jax_ppo."), words[3:])
