@@ -11,6 +11,11 @@ import pytest
 from stand_ins import LAUNCH, TRICKY, script
 from waiting import HANG_SECONDS, wait_until
 
+needs_git_checkout = pytest.mark.skipif(
+    not (LAUNCH.parent / ".git").exists() or not shutil.which("git"),
+    reason="needs a git checkout",
+)
+
 # Accepts what gcloud 528 documents for each subcommand. The states of the queued resource are read
 # from $HOME/states, one line per call of `describe`; the last line is repeated.
 GCLOUD = r"""
@@ -275,6 +280,7 @@ class TestEnd:
 
 
 class TestResume:
+    @needs_git_checkout
     def test_a_preempted_slice_is_requested_and_started_again(self, pod, tmp_path):
         pod("create", "--type", "v5litepod-8", "--spot")
         assert pod("start", "--", *TRICKY).returncode == 0
@@ -311,10 +317,9 @@ class TestResume:
 
 
 class TestSetup:
+    @needs_git_checkout
     def test_the_commit_is_copied_and_outputs_stay(self, pod, tmp_path):
         checkout = LAUNCH.parent
-        if not (checkout / ".git").exists() or not shutil.which("git"):
-            pytest.skip("needs a git checkout")
         (tmp_path / "jax_ppo/output").mkdir(parents=True)
         (tmp_path / "jax_ppo/output/kept").touch()
         (tmp_path / "jax_ppo/stale.py").touch()
