@@ -144,7 +144,7 @@ def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
     """Raise `UserError` if a run cannot fit the devices of this process.
 
     The message names the changes of options that would save the most. Platforms that report no
-    memory, such as CPUs, are not checked.
+    memory are not checked.
     """
     limit = read_memory_limit()
     if limit is None:

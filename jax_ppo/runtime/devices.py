@@ -6,8 +6,11 @@ it (AVX512_BF16: a forward and a backward pass took the same CPU seconds in both
 times slower where it has none.
 """
 
+import contextlib
 import dataclasses
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,11 @@ from jax_ppo.runtime import compat
 
 _GIB = 2**30
 _LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
+# Linux's files with a container's limit: control groups of version 2, and of version 1.
+_CONTAINER_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 # Names in JAX's statistics of a device, and ours.
 _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/peak_gib"}
 
@@ -24,11 +32,23 @@ _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/p
 def read_memory_limit() -> int | None:
     """Return the bytes that programs may use on the smallest device of this process.
 
-    `None` if the platform does not report it, as on CPUs.
+    CPU devices share the memory of the host. `None` if another platform does not report it.
     """
-    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    local = jax.local_devices()
+    if local[0].platform == "cpu":
+        return _read_host_memory() // len(local)
+    statistics = [device.memory_stats() or {} for device in local]
     limits = [figures["bytes_limit"] for figures in statistics if "bytes_limit" in figures]
     return min(limits, default=None)
+
+
+def _read_host_memory() -> int:
+    """Return the bytes of memory of this host, or of the container if it is given less."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # it does not exist, or says "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits)
 
 
 def measure_device_memory() -> dict[str, float]:

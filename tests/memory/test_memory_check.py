@@ -1,6 +1,7 @@
 """A run that cannot fit its devices is refused before weights are loaded."""
 
 import functools
+import os
 import re
 import types
 from pathlib import Path
@@ -184,12 +185,26 @@ def test_less_temporary_memory_begins_with_what_is_not_yet_so():
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
     def machine(*statistics):
-        return lambda: [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in statistics]
+        return lambda: [
+            types.SimpleNamespace(platform="gpu", memory_stats=lambda s=s: s) for s in statistics
+        ]
 
     monkeypatch.setattr(jax, "local_devices", machine({"bytes_limit": 7}, {"bytes_limit": 5}))
     assert devices.read_memory_limit() == 5
     monkeypatch.setattr(jax, "local_devices", machine(None))
     assert devices.read_memory_limit() is None
+
+
+@pytest.mark.parametrize("written", ["800", "max", None])
+def test_cpu_devices_share_the_memory_of_the_host_or_of_its_container(
+    written, tmp_path, monkeypatch
+):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(devices, "_CONTAINER_LIMITS", (str(tmp_path / "none"), str(limit)))
+    if written:
+        limit.write_text(f"{written}\n")
+    host = 800 if written == "800" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert devices.read_memory_limit() == host // jax.local_device_count()
 
 
 def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
