@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Collection, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +331,7 @@ class ServerEngine(ExternalEngine):
 
         Raises:
           AdaptersRefused: vLLM has no adapters for this model.
-          UserError: it does not answer in time, or it lacks routes.
+          UserError: it refuses the request, does not answer in time, or lacks routes.
           ServerFault: it was started by this run, and ended.
         """
         deadline = time.monotonic() + seconds
@@ -341,6 +342,9 @@ class ServerEngine(ExternalEngine):
                     break
                 except ServerFault as fault:
                     problem = str(fault)
+                    # What is in front of a server that still starts may not find it.
+                    if fault.is_final and fault.status != HTTPStatus.NOT_FOUND:
+                        raise UserError(f"{self._server}: {problem}") from None
                 except (LookupError, TypeError):
                     problem = "/openapi.json lists no routes"
                 if self._process is not None and not self._process.is_running:

@@ -150,6 +150,13 @@ class TestProtocols:
                 generate(engine, actor, prompts)
         assert "secret" not in str(error.value)
 
+    @pytest.mark.parametrize("status", [401, 308])
+    def test_a_server_that_refuses_is_not_waited_for(self, status, actor, folder):
+        with FakeServer() as fake:
+            fake.alter = lambda path, _, headers, data: (status, headers, data)
+            with pytest.raises(UserError, match=f"url='{fake.url}': /openapi.json: HTTP {status}"):
+                make_engine(actor, folder, url=fake.url).start()
+
     def test_a_server_without_updates_is_refused_at_start(self, actor, folder, monkeypatch):
         monkeypatch.setitem(fake_rollout_server.ROUTES, "vLLM", ("/inference/v1/generate",))
         with FakeServer() as fake:
