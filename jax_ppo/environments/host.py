@@ -24,6 +24,7 @@ from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
 from jax_ppo.environments.protocol import (
     FAILED,
+    FAILURES,
     EnvironmentLost,
     FormerContext,
     NewContext,
@@ -225,7 +226,7 @@ class HostEnvironment:
             self._steps += 1
             try:
                 answer: _Answer = result.result()
-            except (Exception, SystemExit) as error:
+            except FAILURES as error:
                 self._count_failure(error, int(rows[b]))
                 figures[b, -1] = 1
                 if isinstance(error, CallTimeout):
@@ -299,7 +300,7 @@ class HostEnvironment:
         environment: CallResult = concurrent.futures.Future()
         try:
             environment.set_result(self._class())
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             environment.set_exception(error)
         return environment
 
@@ -309,7 +310,7 @@ class HostEnvironment:
             return
         try:
             getattr(dialogue.environment.result(), "close", lambda: None)()
-        except Exception as error:
+        except FAILURES as error:
             log.warning("%s could not be closed: %s", self._name, printable_lines(repr(error)))
 
     def _give_up_if_none_answers(self) -> None:

@@ -18,7 +18,7 @@ from jax_ppo.environments.adapters import (
     has_gymnasium_reset,
 )
 from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.protocol import EnvironmentLost, validate_metric_names
+from jax_ppo.environments.protocol import FAILURES, EnvironmentLost, validate_metric_names
 from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import RequestFault
@@ -99,7 +99,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except (RequestFault, EnvironmentLost) as error:
         raise UserError(str(error)) from error
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         raise UserError(
             f"{setting}: failed: {type(error).__name__}: {error}",
             details="".join(traceback.format_exception(error, limit=-4)),

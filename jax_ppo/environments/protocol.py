@@ -1,5 +1,6 @@
 """The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
 
+import asyncio
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,9 @@ from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example
 
 FAILED = "failed"  # metric of environments on the host: 1 if a failure ended the dialogue, else 0
+
+# What an environment may raise as a failure of its dialogue alone; awaited code raises the last.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 

@@ -24,6 +24,7 @@ from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.row_formats import function_schema
 from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate
+from jax_ppo.environments.protocol import FAILURES
 from jax_ppo.errors import UserError, printable_lines, shorten
 from jax_ppo.types import Example
 
@@ -217,7 +218,7 @@ class ToolDialogue:
             return self._tools[name].call(arguments)
         except ValueError as error:
             return self._count_error(error)
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             _report_fault(name, printable_lines(traceback.format_exc(limit=-4)))
             return self._count_error(RuntimeError(f"{type(error).__name__}: {error}"))
 

@@ -1,5 +1,6 @@
 """Dialogues in the decode loop against a Python loop over one sequence at a time."""
 
+import asyncio
 import dataclasses
 import functools
 import math
@@ -353,6 +354,23 @@ def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
     answers = environment._answer(*one, np.array([[5]]), np.array([1]))
     assert answers[2].tolist() == [0.0] and answers[3].tolist() == [True]
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "close"])
+def test_awaited_code_that_is_cancelled_is_a_failure(method, error, caplog):
+    """Regression: `asyncio.CancelledError` is no `Exception`, and ended the run."""
+
+    def fail(*_):
+        raise error("gone")
+
+    answers = {"reset": lambda *_: None, "step": lambda *_: ("", 1.0, True)}
+    environment = HostEnvironment(
+        type("Cancelled", (), answers | {method: fail}), Numbers(), EXAMPLES, LONGEST, timeout=60.0
+    )
+    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    answered = environment._answer(*one, np.array([[5]]), np.array([1]))
+    assert answered[2].tolist() == [float(method == "close")] and "gone" in caplog.text
 
 
 def test_of_an_observation_that_is_cut_off_no_more_is_encoded():
