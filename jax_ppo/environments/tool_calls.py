@@ -298,6 +298,29 @@ def _schema_of(function: Callable[..., Any], setting: str) -> dict[str, Any]:
         ) from error
     if isinstance(schema, dict):
         schema = function_schema(schema)
-    if not isinstance(schema, dict) or not isinstance(schema.get("function", {}).get("name"), str):
+    described = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(described, dict) or not isinstance(described.get("name"), str):
         raise UserError(f"{setting}: expected a schema with a name, got {shorten(repr(schema))}")
+    if not _is_readable(described.get("parameters", {})):
+        raise UserError(
+            f"{setting}: expected parameters (MCP: inputSchema) with properties, an object of "
+            "objects, whose names `required` lists, got "
+            f"{shorten(repr(described['parameters']))}"
+        )
     return schema
+
+
+def _is_readable(parameters: Any) -> bool:
+    """Return whether calls can be checked by a JSON schema of arguments."""
+    if not isinstance(parameters, dict):
+        return False
+    known, required = parameters.get("properties", {}), parameters.get("required", ())
+    return (
+        isinstance(known, dict)
+        and all(
+            isinstance(one, dict) and isinstance(one.get("type", ""), (str, list))
+            for one in known.values()
+        )
+        and isinstance(required, (list, tuple))
+        and all(str(name) in known for name in required)
+    )

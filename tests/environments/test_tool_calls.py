@@ -55,6 +55,9 @@ described.schema = {
 def bare(x):
     return x
 
+def odd(x):
+    return x
+
 def calculator(expression: str):
     """Add.
 
@@ -250,6 +253,34 @@ def test_a_program_runs_in_the_sandbox_and_gaps_are_noted(load, monkeypatch):
 def test_what_is_no_tool_is_refused(load, names, message):
     with pytest.raises(UserError, match=message):
         load(*names)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        "object",
+        {"properties": None},
+        {"properties": {"x": True}},
+        {"properties": {"x": {"type": None}}},
+        {"properties": {"x": {}}, "required": None},
+        {"properties": {"x": {}}, "required": ["x", "y"]},
+    ],
+)
+def test_a_schema_by_which_no_call_can_be_checked_is_refused(load, tmp_path, schema):
+    """Regression: a traceback, or a run in which every call was an error."""
+    described = {"name": "odd", "description": "Return it.", "inputSchema": schema}
+    (tmp_path / "mine.py").write_text(f"{FILE}\nodd.schema = {described!r}\n")
+    with pytest.raises(UserError, match="the tool .*:odd': expected parameters .*inputSchema"):
+        load(":odd")
+
+
+@pytest.mark.parametrize("function", [None, "odd", {}])
+def test_a_schema_without_a_function_is_refused(load, tmp_path, function):
+    described = {"type": "function", "function": function}
+    (tmp_path / "mine.py").write_text(f"{FILE}\nodd.schema = {described!r}\n")
+    with pytest.raises(UserError, match="the tool .*:odd': expected a schema with a name"):
+        load(":odd")
 
 
 def test_a_template_that_cannot_carry_results_is_refused(load, tokenizer):
