@@ -194,7 +194,9 @@ class RemoteEnvironment:
                 f"the observation has the fields {', '.join(observation)}; name one by "
                 "config.rollout.multi_turn.observation_field"
             )
-        return "" if observation is None else observation
+        if not isinstance(observation, str | None):
+            raise ValueError(f"expected text as observation, got {quote_cell(observation)}")
+        return observation or ""
 
     def _read_start(self, reply: Any) -> tuple[str, bool]:
         return self._read_observation(reply), reply.get("repeatable") is True

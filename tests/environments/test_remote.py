@@ -194,6 +194,8 @@ def test_a_server_that_keeps_failing_ends_the_run_after_some_calls(server, monke
     [
         ([1], {}, "expected an object with observation, got [1]"),
         ({"observation": "x"}, {}, "expected an observation with text, got 'x'"),
+        ({"observation": {"text": 5}}, {}, "expected text as observation, got 5"),
+        ({"observation": ["x"]}, {"observation_field": ""}, "expected text as observation, got ['"),
         (
             {"observation": {"a": 1, "b": 2}},
             {"observation_field": ""},
