@@ -101,14 +101,19 @@ class LocalResponses(NamedTuple):
     policy_texts: list[str]
 
 
-def policy_text(tokenizer: Any, response: np.ndarray, is_action: np.ndarray) -> str:
+def policy_text(
+    tokenizer: Any, response: np.ndarray, is_action: np.ndarray, starts: np.ndarray
+) -> str:
     """Return what the policy wrote in a dialogue, which rules read, a line for each turn.
 
-    `response` and `is_action`, bool, have the length of the response.
+    `response` [length], `is_action` and `starts`, bool [T], are as in `Rollout`. A turn begins at
+    a start, as after an empty observation, and after tokens that the policy did not choose.
     """
-    turns = np.split(response, np.flatnonzero(np.diff(is_action)) + 1)
-    # Turns and observations alternate, beginning with a turn of the policy.
-    return "\n".join(tokenizer.batch_decode(turns[::2], skip_special_tokens=True))
+    is_action, starts = is_action[: len(response)], starts[: len(response)]
+    borders = np.flatnonzero(np.diff(is_action) | starts[1:]) + 1
+    parts = zip(np.split(response, borders), np.split(is_action, borders), strict=True)
+    turns = [part for part, is_turn in parts if is_turn.all()]
+    return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,9 +248,12 @@ class RuleScorer:
         policy_texts = texts
         if rollout.turn_rewards is not None:
             masks = placement.local_rows(rollout.action_mask)[1]
+            starts = np.zeros_like(masks)
+            if rollout.turn_starts is not None:
+                starts = placement.local_rows(rollout.turn_starts)[1]
             policy_texts = [
-                policy_text(self.tokenizer, response, mask[: len(response)])
-                for response, mask in zip(responses, masks, strict=True)
+                policy_text(self.tokenizer, *row)
+                for row in zip(responses, masks, starts, strict=True)
             ]
         n = len(rollout.responses) // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]

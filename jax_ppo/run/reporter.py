@@ -254,7 +254,8 @@ class Reporter(journal.Journal):
         if "action_mask" not in record:
             return record["response"]
         ids, mask = np.array(record["response_ids"]), np.array(record["action_mask"], bool)
-        return policy_text(self._run.tokenizer, ids, mask)
+        starts = np.array(record.get("turn_starts", np.zeros_like(ids)), bool)
+        return policy_text(self._run.tokenizer, ids, mask, starts)
 
 
 def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:

@@ -1,6 +1,7 @@
 """Rewards of a rollout: figures over all processes, and failures of the rule over steps."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -259,6 +260,16 @@ def test_rules_do_not_read_what_a_tool_has_answered():
     rollout = dataclasses.replace(rollout, environment_metrics=infinite)
     with pytest.raises(UserError, match="the metric 'moves' of response 1 is inf; expected"):
         scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+
+
+def test_turns_with_nothing_between_them_are_lines_of_their_own():
+    """Regression: after an empty observation the turns "1" and "2" were read as "12"."""
+    response = np.array([ord(c) for c in "12=3 4"])
+    is_action = np.array([1, 1, 1, 0, 0, 1, 0, 0], bool)
+    starts = np.array([1, 1, 0, 0, 0, 1, 0, 0], bool)
+    read = functools.partial(rewarding.policy_text, Words(), response, is_action)
+    assert read(starts) == "1\n2=\n4"
+    assert read(np.zeros_like(starts)) == "12=\n4"
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
