@@ -105,7 +105,7 @@ class PerDialogue:
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
             dialogue has ended), where turn and observation are int32 [U] and int32 [O]; possibly
             with a sixth value, the context that the observation is appended to, see `Answers`.
-          observation_length: O.
+          observation_length: O, to which a longer observation is cut.
           metrics: last state -> numbers by name.
         """
         self._reset = reset
@@ -122,7 +122,7 @@ class PerDialogue:
         answers = Answers(*jax.vmap(self._step)(state, turns, lengths))
         return answers._replace(
             observations=answers.observations.astype(jnp.int32),
-            lengths=jnp.asarray(answers.lengths, jnp.int32),
+            lengths=jnp.clip(jnp.asarray(answers.lengths, jnp.int32), 0, self.observation_length),
             rewards=jnp.asarray(answers.rewards, jnp.float32),
             done=jnp.asarray(answers.done, bool),
         )

@@ -244,6 +244,17 @@ def talk_to_the_host(actor, shape):
     return rollout, begun
 
 
+def test_a_length_beyond_an_observation_in_jax_is_cut():
+    """Regression: tokens 0 were inserted in the place of those that were missing."""
+
+    def answer(state, turn, length):
+        return state, turn, turn[0], 0.0, False
+
+    environment = PerDialogue(reset, answer, observation_length=2)
+    turns = jnp.array([[5, 1], [-1, 1], [1, 1]])
+    assert environment.step(jnp.zeros(3), turns, jnp.full(3, 2)).lengths.tolist() == [2, 0, 1]
+
+
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
     """Also where two devices call the host, each for different samples, and one has fewer."""
