@@ -53,8 +53,10 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
         )
     for number in _steps(source, step):
         if number not in recorded:
+            without = f", without {number}" if min(recorded) < number < max(recorded) else ""
             raise UserError(
                 f"--step={step}: the run has recorded the steps {min(recorded)} to {max(recorded)}"
+                f"{without}"
             )
         if recorded[number]["options"] != recorded.get(step, recorded[number])["options"]:
             raise UserError(

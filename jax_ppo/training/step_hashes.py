@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from jax_ppo.errors import UserError
 from jax_ppo.runtime import placement, sharding
 
 HASHES_FILE = "hashes.jsonl"
@@ -135,13 +136,23 @@ class HashLog:
 
 
 def read_hashes(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what `HashLog` wrote, by step; a last line that was cut off by a crash is skipped."""
+    """Return what `HashLog` wrote, by step; a last line that was cut off by a crash is skipped.
+
+    Raises:
+      UserError: another line is damaged.
+    """
     path = folder / HASHES_FILE
     if not path.exists():
         return {}
-    complete_lines = path.read_text().rpartition("\n")[0].splitlines()
-    entries = [json.loads(line) for line in complete_lines]
-    return {entry["step"]: entry for entry in entries}
+    entries = {}
+    complete_lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
+    for number, line in enumerate(complete_lines, 1):
+        try:
+            entry = json.loads(line)
+            entries[entry["step"]] = entry
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: line {number} does not hold the hashes of a step") from None
+    return entries
 
 
 def hash_options(options: dict[str, Any]) -> str:

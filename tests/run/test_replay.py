@@ -44,6 +44,15 @@ def test_wrong_arguments_are_told(workdir, arguments, message):
         replay._make_job(*replay.read_replay_arguments(words))
 
 
+def test_a_step_that_is_missing_among_others_is_named(workdir):
+    """Regression: step 3 was refused as none of steps 1 to 3."""
+    log = HashLog(workdir, 0)
+    for step in (1, 3):
+        log.write(step, "train", {"tokens": "a"}, "f00d", {})
+    with pytest.raises(UserError, match="--step=3: .* recorded the steps 1 to 3, without 2"):
+        run_replay.read_run(workdir, 3, {})
+
+
 def test_a_run_without_hashes_is_told(workdir):
     (workdir / "hashes.jsonl").unlink()
     with pytest.raises(UserError, match=r"has written no hashes\.jsonl.*older versions have none"):

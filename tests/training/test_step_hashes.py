@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training import step_hashes
 from jax_ppo.training.step_hashes import HashLog, find_difference, hash_quantities, read_hashes
@@ -69,3 +70,13 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path, tail):
     assert list(read_hashes(tmp_path)) == [1, 2]
     HashLog(tmp_path, 1).write(2, "train", {"tokens": "again"}, "f00d", {"jax": "0"})
     assert [entry["hashes"]["tokens"] for entry in read_hashes(tmp_path).values()] == ["1", "again"]
+
+
+@pytest.mark.parametrize("line", [b'{"step": 2, "hash', b"\xff", b"{}", b"[2]", b"null"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    """Regression: a traceback of the JSON parser."""
+    HashLog(tmp_path, 0).write(1, "train", {"tokens": "1"}, "f00d", {"jax": "0"})
+    with (tmp_path / step_hashes.HASHES_FILE).open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(UserError, match=r"hashes\.jsonl: line 2 does not hold"):
+        read_hashes(tmp_path)
