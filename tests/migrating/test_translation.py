@@ -356,6 +356,8 @@ def test_names_of_data_sets_become_addresses_on_the_hub(framework, words, files)
         ),
         ("trainer.node_rank=0", "trainer.node_rank=0: the launcher starts the processes"),
         ("master_addr=x", "master_addr=x: the launcher starts the processes"),
+        ("trainer.n_gpus_per_node=4", "n_gpus_per_node=4: a process has all devices that it sees"),
+        ("rollout.n_gpus_per_node=2", "rollout.n_gpus_per_node=2: config.rollout.mesh.devices"),
         ("actor.megatron_config.a.b=1", "actor.megatron_config.a.b=1: Megatron is not used"),
         ("critic.model.fsdp_config.param_offload=True", "--config.critic.param_offload=true"),
     ],
