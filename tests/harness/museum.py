@@ -2381,6 +2381,21 @@ DIALOGUES = [
         old="t - stage",
         new="t",
     ),
+    Exhibit(
+        name="the_template_between_turns_is_cut",
+        source=(
+            "verl#3720: the line break that the template writes after the end of a turn stood "
+            "between turns in training, and not in the rollout"
+        ),
+        holds="all that the chat template writes between two turns stands between them",
+        test=(
+            "tests/environments/test_tool_calls.py::"
+            "test_results_come_back_as_the_template_writes_them"
+        ),
+        where="MessageFrame.encode",
+        old="self._before[1:] if self._before[:1] == [last] else self._before",
+        new="self._before[2:] if self._before[:1] == [last] else self._before",
+    ),
 ]
 
 EXHIBITS = [
