@@ -368,8 +368,8 @@ class Model:
         "small model (model.create)")
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option("auto",
-        "type of the computation; optim.param_dtype is that of stored parameters. auto: bfloat16 "
-        "on TPUs and on GPUs from compute capability 8.0, else float32",
+        "type of the computation; optim.param_dtype is the type of stored parameters. auto: "
+        "bfloat16 on TPUs and on GPUs from compute capability 8.0, else float32",
         choices=("auto", "bfloat16", "float32"))
     gradient_checkpointing: bool = option(True,
         "compute each layer's activations again in the backward pass, to save memory",
@@ -927,7 +927,7 @@ class RolloutOptions(Sampling):
     verify_drafts: bool = option(False,
         "treat the responses that were sampled one step ahead as drafts: keep each up to the first "
         "token that the newest weights would not draw, and continue it with these; the responses "
-        "are then those of max_staleness=0, up to rounding",
+        "are then the same as with max_staleness=0, up to rounding",
         requires=(SAMPLES_ONE_STEP_AHEAD,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
@@ -1014,7 +1014,7 @@ class Reward:
         fixed_on_resume=True)
     max_length: int | None = option(None,
         "maximum input length of the reward model; the start of longer prompts is left out; "
-        "unset: that of its config.json",
+        "unset: the one in its config.json",
         unit="tokens", at_least=16, requires=(HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
         "packed rows of the reward model that a device processes at once; unset: chosen as the "

@@ -86,7 +86,7 @@ def read_examples(
     """Read or generate all examples of the sources that an option names, in their order.
 
     Weights are ignored here; see `source_weights`. Columns and instruction are as in `parse_row`.
-    The seed is that of generated stories; arithmetic problems depend on their index alone.
+    The seed is for generated stories; arithmetic problems depend on their index alone.
 
     Raises:
       UserError: a source does not exist, cannot be reached or read, or has rows of no known format.

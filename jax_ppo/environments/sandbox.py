@@ -77,7 +77,7 @@ def _run(what: str, code: str, timeout: float, memory_gib: float) -> str:
         return f"{text}\n[output cut]"
     if not is_complete:
         return f"{text}\n[stopped after {timeout:g} seconds]"
-    if process.returncode not in (0, 1):  # 1 is that of an exception, which is printed
+    if process.returncode not in (0, 1):  # 1: an exception, which is printed
         return f"{text}\n[ended with exit code {process.returncode}]"
     return text
 

@@ -144,9 +144,10 @@ def value_loss(
         with huber_delta (Huber 1964):  h(e) = delta (|e| - delta / 2) where |e| > delta
 
     The clip is not in the paper. A value that has moved more than `clip` from V_old towards the
-    return gets no gradient. With clip = None the loss is h(V - G), whatever old_values hold. The
-    square learns the mean of the returns. Huber's loss, whose gradient is the error truncated at
-    +-delta, learns something between their mean and their median: biased where returns are skewed.
+    return gets no gradient. With clip = None the loss is h(V - G), whatever old_values hold. With
+    the square, V tends to the mean of the returns. With Huber's loss, whose gradient is the error
+    truncated at +-delta, it tends to a number between their mean and their median: biased where
+    returns are skewed.
 
     Args:
       values: V, from the critic being trained, the only input meant to receive a gradient.

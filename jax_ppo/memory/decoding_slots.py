@@ -84,7 +84,7 @@ def queue_cache_shapes(
 ) -> list[Any]:
     """Return the shapes of the caches of one queue of prompts, for each stage.
 
-    The continuation of drafts counts as one, and that of a pool's responses is the only one.
+    Continuing drafts counts as one; continuing a pool's responses is the only one.
     """
     count, width = data.train_batch_size, data.max_prompt_length
     queues = [] if rollout.max_staleness > 1 else [(count, width, sampling)]

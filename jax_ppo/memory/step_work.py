@@ -130,7 +130,7 @@ def exchanged_bytes(
 ) -> float:
     """Return the bytes of hidden states that a device receives for its experts, and of their sums.
 
-    `tokens` are the device's own; `itemsize` is that of the computation.
+    `tokens` are the device's own; `itemsize` is the bytes of a number of the computation.
     """
     if not architecture.num_experts:
         return 0.0

@@ -46,12 +46,12 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      carried_over: what the next step takes over: with `rollout.max_staleness` its samples, their
-        drafts or the responses that it continues; `None` otherwise.
+      carried_over: what the next step starts from: with `rollout.max_staleness` its samples, drafts
+        of them or unfinished responses; `None` without.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
-      rewards: float32 [B], the rules' scores plus the reward model's.
+      rewards: float32 [B], the rules' scores plus the weighted ones of the reward model.
       metrics: the metrics of experience and update, on the mesh.
     """
 

@@ -82,7 +82,7 @@ def update_arguments(
     experience: Experience,
     batches: Mapping[str, MiniBatches],
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the arguments of `update_actor` and `update_critic`, where the run trains them."""
+    """Return, by role, the arguments of `update_actor` and `update_critic` if they are trained."""
     # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
     fixed_state = state.without_trained()
     return {
@@ -108,8 +108,8 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state. On one
-# device JAX lets the first result of a shape take the first donated buffer of this shape, also one
-# in the host's memory. Therefore these trees come first, in the order of the arguments.
+# device, the first result of a shape takes the first donated buffer of that shape, even one in the
+# host's memory. Therefore the new trees come before all other results, in the arguments' order.
 _JIT = {
     "static_argnames": ("options", "nets", "total_steps"),
     "donate_argnames": ("params", "optimizer_state"),
@@ -191,7 +191,7 @@ def update_critic(
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     assert nets.critic is not None, "there is no separate critic"
-    # Read only as the base of a critic's adapters; a base is never offloaded.
+    # The reference is read only as the base of a critic's adapters, which is never offloaded.
     learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
         params, optimizer_state, rate, True, batches

@@ -229,8 +229,8 @@ def response_rewards(
 ) -> jax.Array:
     """Return the rewards [B] of whole responses that are not trained on.
 
-    They are the sum of the rules' scores and the reward model's, if there is one. Unless another is
-    given, its weight is that of the options.
+    They are the sum of the rules' scores and, if there is a reward model, its weighted scores. The
+    weight is the options' unless `model_weight` is given.
     """
     if run.nets.reward is None:
         return rule_rewards.scores

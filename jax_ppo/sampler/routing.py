@@ -53,7 +53,7 @@ def record_prefill(
 ) -> RoutingRecord:
     """Return the record with the experts of the prompts just prefilled, if these are new ones."""
     routed_GxPxLxk = jnp.moveaxis(routed_experts_LxGxPxk, 0, 2)
-    # A column of padding may be that of a response's token.
+    # A prompt's column of padding may later hold a token of the response.
     routed_GxPxLxk = jnp.where(is_prompt_GxP[..., None, None], routed_GxPxLxk, num_experts)
     routed_GxPxLxk = routed_GxPxLxk.astype(record.buffer.dtype)
     return record._replace(buffer=jnp.where(is_new, routed_GxPxLxk, record.buffer))

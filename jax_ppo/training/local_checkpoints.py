@@ -34,8 +34,8 @@ MANIFEST = "manifest.json"
 class LocalCheckpoints:
     """The local checkpoints of one run.
 
-    Every process of the run creates one and calls its methods in the same order. `step` is that of
-    the newest checkpoint that every process had when this object was created, or `None`.
+    Every process of the run creates one and calls its methods in the same order. `step` is the step
+    of the newest checkpoint that every process had when this object was created, or `None`.
     """
 
     def __init__(
