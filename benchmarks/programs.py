@@ -211,11 +211,13 @@ class Step:
         ]
 
     def experience(self) -> Experience:
-        def build(state, sequences, sampled, plan, rewards):
-            scores = forward_passes.join_outputs(
+        def build(state, sequences, sampled, packed_rows, rewards):
+            outputs = forward_passes.join_outputs(
                 [
                     function(*arguments)
-                    for function, arguments in self.forward_programs(state, sequences, plan, 1)
+                    for function, arguments in self.forward_programs(
+                        state, sequences, packed_rows, 1
+                    )
                 ]
             )
             return estimate_experience(
@@ -223,12 +225,12 @@ class Step:
                 state.control,
                 sequences,
                 sampled,
-                scores,
+                outputs,
                 rewards,
                 None,
             )[0]
 
-        plan = jax.tree.map(
+        packed_rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.packing().packing
         )
         shapes = jax.eval_shape(
@@ -236,7 +238,7 @@ class Step:
             self.state(),
             self.sequences(),
             self.by_rows((self.samples, self.response), jnp.float32),
-            plan,
+            packed_rows,
             self.by_rows((self.samples,), jnp.float32),
         )
         return jax.tree.map(
@@ -262,7 +264,7 @@ class Step:
             meshes.row_shards(self.mesh),
             meshes.gathers_weights(self.mesh),
         )
-        return packing.plan_packing(
+        return packing.pack_samples(
             lengths, np.arange(self.samples)[None], at_once, self.row_length, shared=shared
         )
 
@@ -356,9 +358,9 @@ class Step:
 
     def packed(self, lengths) -> MiniBatches:
         """Place one mini-batch of samples of these lengths on the mesh."""
-        plan, counts = self.pack(lengths)
+        packed_rows, counts = self.pack(lengths)
         return MiniBatches(
-            placement.place(plan, sharding.rows(self.mesh, 2)),
+            placement.place(packed_rows, sharding.rows(self.mesh, 2)),
             *placement.place(
                 (counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)
             ),
@@ -418,14 +420,14 @@ class Step:
                 sampled = time.perf_counter()
                 lengths = np.repeat(prompt_lengths, self.responses) + np.asarray(rollout.lengths)
                 batches = self.packed(lengths)
-                plan = jax.tree.map(lambda x: x[0], batches.packing)
+                packed_rows = jax.tree.map(lambda x: x[0], batches.packing)
                 sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
-                scores = forward_passes.run_forward_passes(
+                outputs = forward_passes.run_forward_passes(
                     forward_passes.ForwardOptions.from_config(self.config),
                     self.nets,
                     state,
                     sequences,
-                    plan,
+                    packed_rows,
                     batches.counts[0],
                 )
                 experience, _ = jax.block_until_ready(
@@ -434,7 +436,7 @@ class Step:
                         state.control,
                         sequences,
                         rollout.logprobs,
-                        scores,
+                        outputs,
                         jnp.zeros(self.samples),
                         None,
                     )

@@ -277,7 +277,7 @@ def _pack_rows(
     packed = []
     for examples in np.split(np.arange(len(lengths)), [num_careful]):
         # One row per "micro-batch" of the packing, so that rows can be drawn one by one.
-        packing, _ = packing_lib.plan_packing(lengths, examples[None], 1, row_length)
+        packing, _ = packing_lib.pack_samples(lengths, examples[None], 1, row_length)
         rows = jax.tree.map(lambda x: x[0, :, 0], packing)
         is_used = (rows.sample >= 0).any(1)
         packed.append(jax.tree.map(lambda x, is_used=is_used: x[is_used], rows))

@@ -75,7 +75,7 @@ class AbstractStep(ProgramInputs):
     decoding_weights: Params  # the copy of the weights that decodes
     caches: Any  # shapes of the slots' cache and of the prefill buffer, for each stage of one queue
     constrains_logits: bool  # some tokens may not be drawn
-    least: LeastMemory  # bytes of weights, as the check at the start of a run adds them up
+    least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
 
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
@@ -175,7 +175,7 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
         state=state,
         prompts=placement.abstract(prompts, sharding.batch_rows(mesh, count)),
         key=key.update(sharding=sharding.replicated(mesh)),
-        # Plans have one shape for all lengths.
+        # A packing has one shape for all lengths.
         packed=packer.pack(0, np.ones(samples, np.int32), prompts.lengths),
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),

@@ -65,9 +65,9 @@ _DELTA_PAIRS = 4
 
 
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
-    """Return the bytes of arrays of known shapes in a phase; `name` is that of its program.
+    """Return the bytes of arrays of known shapes in a phase; `name` is its program's.
 
-    The sums of weights are those that the check at the start of a run computes.
+    The sums of weights are computed as at the start of a run (`PPOMemory.measure`).
     """
     least, program = step.least, find_step_program(name)
     fetched = fetched_memory(program, step.step_options, step.state)
@@ -142,7 +142,7 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _sampling_temporaries(step, appended=longest - 1)
         case "forward pass":
             rows, _ = step.packed.read_by(program.role)
-            return _scoring_temporaries(step, step.role(program.role), rows)
+            return _forward_temporaries(step, step.role(program.role), rows)
         case "update":
             role = step.role(program.role)
             batches = step.packed.mini_batches[program.role]
@@ -200,7 +200,7 @@ def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
     return padding + prefill + logits
 
 
-def _scoring_temporaries(step: AbstractStep, role: Role, packing: Packing) -> int:
+def _forward_temporaries(step: AbstractStep, role: Role, packing: Packing) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
     shape = _rows_at_once(packing)
     tokens = device_tokens(step, shape)

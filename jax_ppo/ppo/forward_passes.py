@@ -336,7 +336,7 @@ def _compute_rows(
         yield "teacher_logprobs", logprobs(net, params, hidden)[0]
         return
     if part == "critic":
-        assert nets.critic is not None, "there is no critic to score"
+        assert nets.critic is not None, "there is no separate critic"
         critic = state.role_params("critic", nets)
         yield "values", forward.scalar_outputs(nets.critic, critic, rows)
         return

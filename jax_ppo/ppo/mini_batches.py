@@ -216,7 +216,7 @@ class RolloutPacker:
             shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
-        packed, counts = packing.plan_packing(
+        packed, counts = packing.pack_samples(
             lengths, groups, rows_at_once, self.row_length, self.packed, shared
         )
         packed = packing.split_columns(packed, shards, parts)

@@ -239,7 +239,7 @@ class RewardInputs:
     def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
         mesh = self.mesh
         local_lengths = np.array([len(row) for row in ids], np.int32)
-        # All processes plan the packing of all samples, and so need every length.
+        # All processes pack all samples, and so need every length.
         lengths = placement.all_rows(mesh, indices, local_lengths, total)
         # Few widths, since each compiles the reward model once more.
         parts = self.row_parts
@@ -250,7 +250,7 @@ class RewardInputs:
         rows_at_once = packing.rows_per_micro_batch(
             self.rows_per_device, width // parts, total, shards
         )
-        packed, counts = packing.plan_packing(
+        packed, counts = packing.pack_samples(
             lengths, np.arange(total)[None], rows_at_once, width, self.packed
         )
         # Everything counts as the prompt: the text no longer shows where the response begins.

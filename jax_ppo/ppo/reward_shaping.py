@@ -210,16 +210,16 @@ def add_teacher_rewards(
 
 
 def reference_kl(
-    algorithm: Algorithm, old_logprobs: Tokens, scores: ForwardOutputs, actions: Mask
+    algorithm: Algorithm, old_logprobs: Tokens, outputs: ForwardOutputs, actions: Mask
 ) -> Tokens:
     """Return the KL to the reference at each token; 0 without a reference."""
-    if scores.ref_logprobs is None:
+    if outputs.ref_logprobs is None:
         return jnp.zeros(actions.shape, jnp.float32)
     # The exact KL, if a forward pass computed it, replaces the estimate from the sampled token.
-    if scores.kl is not None:
-        return scores.kl
+    if outputs.kl is not None:
+        return outputs.kl
     kind = get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
-    return kl.kl_estimate(old_logprobs, scores.ref_logprobs, actions, kind)
+    return kl.kl_estimate(old_logprobs, outputs.ref_logprobs, actions, kind)
 
 
 def add_kl_penalty(

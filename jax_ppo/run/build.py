@@ -34,8 +34,10 @@ from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.run.life_cycle import count_steps
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
+from jax_ppo.run.run_examples import chat_template
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.run.run_prompts import (
     build_environment,
@@ -49,7 +51,6 @@ from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
-from jax_ppo.training.setup import chat_template, count_steps
 from jax_ppo.training.state import StateBuilder, policy_params
 from jax_ppo.types import Example
 
@@ -74,7 +75,7 @@ def build_run(
     trains: bool = True,
     given: GivenResponses | None = None,
 ) -> PPORun:
-    """Build the parts of a run, cheap checks first; weights are not loaded.
+    """Build the parts of a run, cheap validation first; weights are not loaded.
 
     Without `trains` no training data are read. `given` responses, to score or to train on, take the
     place of training prompts. `report` is called with lines for the user.

@@ -19,7 +19,7 @@ from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import reward_functions, row_validation
 from jax_ppo.rewards.rule_table import rule_of_source
 from jax_ppo.run import rule_trial
-from jax_ppo.training.setup import chat_template, load_examples, make_encoding
+from jax_ppo.run.run_examples import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed

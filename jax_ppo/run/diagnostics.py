@@ -56,7 +56,7 @@ class LastSteps:
         return bool(known) and sum(known) / len(known) >= 0.9
 
 
-Check = Callable[[LastSteps], Iterator[str]]
+Diagnose = Callable[[LastSteps], Iterator[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Diagnostic:
     """One thing that can go wrong."""
 
     name: str  # identifies it
-    steps: int  # how many steps the check looks at; it is not called before there are that many
-    check: Check  # yields the message, or nothing if all is well
+    steps: int  # how many steps `diagnose` looks at; not called before there are that many
+    diagnose: Diagnose  # yields the message, or nothing if all is well
     shows_misses: bool = False  # whether some wrong responses are shown with the message
     in_short_runs: bool = False  # whether the steps of a shorter run are enough
 
@@ -73,13 +73,13 @@ class Diagnostic:
 DIAGNOSTICS: list[Diagnostic] = []
 
 
-def _diagnostic(**facts: Any) -> Callable[[Check], Check]:
-    """Add a function to the diagnostics, under its name without `_check_`."""
+def _diagnostic(**facts: Any) -> Callable[[Diagnose], Diagnose]:
+    """Add a function to the diagnostics, under its name without `_diagnose_`."""
 
-    def add(check: Check) -> Check:
-        name = check.__name__.removeprefix("_check_")
-        DIAGNOSTICS.append(Diagnostic(name=name, check=check, **facts))
-        return check
+    def add(diagnose: Diagnose) -> Diagnose:
+        name = diagnose.__name__.removeprefix("_diagnose_")
+        DIAGNOSTICS.append(Diagnostic(name=name, diagnose=diagnose, **facts))
+        return diagnose
 
     return add
 
@@ -90,7 +90,7 @@ def nothing_is_left(metrics: Metrics) -> bool:
 
 
 @_diagnostic(steps=1)
-def _check_nothing_left(run: LastSteps) -> Iterator[str]:
+def _diagnose_nothing_left(run: LastSteps) -> Iterator[str]:
     last = run.metrics[-1]
     responses = run.options.samples_per_step
     if nothing_is_left(last):
@@ -110,7 +110,7 @@ def _check_nothing_left(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=1)
-def _check_entropy(run: LastSteps) -> Iterator[str]:
+def _diagnose_entropy(run: LastSteps) -> Iterator[str]:
     entropy, limit = run["actor/entropy"][-1], run.options.trainer.warn_entropy_below
     if entropy < limit:
         yield (
@@ -121,7 +121,7 @@ def _check_entropy(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=1)
-def _check_kl(run: LastSteps) -> Iterator[str]:
+def _diagnose_kl(run: LastSteps) -> Iterator[str]:
     divergence, limit = run["kl/reference"][-1], run.options.trainer.warn_kl_above
     if 0 < limit < divergence:
         yield (
@@ -132,7 +132,7 @@ def _check_kl(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=1)
-def _check_ratio(run: LastSteps) -> Iterator[str]:
+def _diagnose_ratio(run: LastSteps) -> Iterator[str]:
     ratio = run["actor/ratio_mean"][-1]
     low, high = RATIO_RANGE
     if not low <= ratio <= high:
@@ -145,7 +145,7 @@ def _check_ratio(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=1)
-def _check_reward_size(run: LastSteps) -> Iterator[str]:
+def _diagnose_reward_size(run: LastSteps) -> Iterator[str]:
     largest = max(abs(run["reward/min"][-1]), abs(run["reward/max"][-1]))
     if largest > MAX_REWARD:
         yield (
@@ -156,7 +156,7 @@ def _check_reward_size(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10, shows_misses=True, in_short_runs=True)
-def _check_constant_reward(run: LastSteps) -> Iterator[str]:
+def _diagnose_constant_reward(run: LastSteps) -> Iterator[str]:
     values = {*run["reward/min"], *run["reward/max"]}
     if len(values) != 1:
         return
@@ -176,7 +176,7 @@ def _check_constant_reward(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10, in_short_runs=True)
-def _check_equal_groups(run: LastSteps) -> Iterator[str]:
+def _diagnose_equal_groups(run: LastSteps) -> Iterator[str]:
     share = run["reward/uniform_groups"].mean()
     # `constant_reward` reports rewards that are equal across all groups.
     differ = len({*run["reward/min"], *run["reward/max"]}) > 1
@@ -193,7 +193,7 @@ def _check_equal_groups(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_duplicates(run: LastSteps) -> Iterator[str]:
+def _diagnose_duplicates(run: LastSteps) -> Iterator[str]:
     common = run["rollout/most_common"].mean()
     repeated = sum(row.get("rollout/duplicates", 0.0) for row in run.metrics) / run.count
     if max(common, repeated) > 0.75 and not run.is_solved:
@@ -207,7 +207,7 @@ def _check_duplicates(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_truncation(run: LastSteps) -> Iterator[str]:
+def _diagnose_truncation(run: LastSteps) -> Iterator[str]:
     share = run["response_length/truncated_share"].mean()
     limit = f"config.data.max_response_length={run.options.data.max_response_length} tokens"
     if turns := run.options.rollout.multi_turn.max_assistant_turns:
@@ -223,7 +223,7 @@ def _check_truncation(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=3)
-def _check_first_ratio(run: LastSteps) -> Iterator[str]:
+def _diagnose_first_ratio(run: LastSteps) -> Iterator[str]:
     difference = run["actor/first_log_ratio"].min()
     # Log-probs from another program, or another type, differ by rounding.
     if difference > (0.05 if run.options.model.dtype == "float32" else 0.5):
@@ -236,7 +236,7 @@ def _check_first_ratio(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=1)
-def _check_inexact(run: LastSteps) -> Iterator[str]:
+def _diagnose_inexact(run: LastSteps) -> Iterator[str]:
     count = run["actor/inexact_logprobs"][-1]
     if count > 0:
         yield (
@@ -246,7 +246,7 @@ def _check_inexact(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=3)
-def _check_mismatch(run: LastSteps) -> Iterator[str]:
+def _diagnose_mismatch(run: LastSteps) -> Iterator[str]:
     difference = run["rollout/logprob_difference"].mean()
     if difference > 0.05:
         staleness = run.options.rollout.max_staleness
@@ -261,7 +261,7 @@ def _check_mismatch(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=20)
-def _check_explained_variance(run: LastSteps) -> Iterator[str]:
+def _diagnose_explained_variance(run: LastSteps) -> Iterator[str]:
     variance = run["critic/explained_variance"].max()
     if variance < 0:
         yield (
@@ -272,7 +272,7 @@ def _check_explained_variance(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=20)
-def _check_flat_critic(run: LastSteps) -> Iterator[str]:
+def _diagnose_flat_critic(run: LastSteps) -> Iterator[str]:
     values, returns = run["critic/values_std"].max(), run["critic/returns_std"].min()
     if values < 0.01 * returns:
         yield (
@@ -283,9 +283,9 @@ def _check_flat_critic(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=20)
-def _check_prompt_only_critic(run: LastSteps) -> Iterator[str]:
+def _diagnose_prompt_only_critic(run: LastSteps) -> Iterator[str]:
     within = run["critic/values_within_responses"].max()
-    is_flat = any(_check_flat_critic(run))
+    is_flat = any(_diagnose_flat_critic(run))
     if within < 0.01 and not is_flat and run["response_length/mean"].mean() >= 2:
         yield (
             f"for {run.count} steps at most {within:.1%} of the variance of the critic's values "
@@ -296,7 +296,7 @@ def _check_prompt_only_critic(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=50)
-def _check_clipped_gradients(run: LastSteps) -> Iterator[str]:
+def _diagnose_clipped_gradients(run: LastSteps) -> Iterator[str]:
     norm, limit = run["actor/grad_norm"].min(), run.options.actor.grad_clip
     # Adam is invariant to a constant scale of the gradient; only extreme clipping matters.
     if 0 < 10 * limit < norm:
@@ -309,7 +309,7 @@ def _check_clipped_gradients(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=20)
-def _check_runaway_length(run: LastSteps) -> Iterator[str]:
+def _diagnose_runaway_length(run: LastSteps) -> Iterator[str]:
     lengths, rewards = (
         [half.mean() for half in np.split(run[name], 2)]
         for name in ("response_length/mean", "reward/mean")
@@ -326,7 +326,7 @@ def _check_runaway_length(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_idle_slots(run: LastSteps) -> Iterator[str]:
+def _diagnose_idle_slots(run: LastSteps) -> Iterator[str]:
     use = run["rollout/slot_use"].mean()
     if use < 0.25:
         yield (
@@ -337,7 +337,7 @@ def _check_idle_slots(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_host_time(run: LastSteps) -> Iterator[str]:
+def _diagnose_host_time(run: LastSteps) -> Iterator[str]:
     reward, step = run["seconds/reward"].mean(), run["seconds/step"].mean()
     if reward > 0.5 * step:
         yield (
@@ -347,7 +347,7 @@ def _check_host_time(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_host_bound(run: LastSteps) -> Iterator[str]:
+def _diagnose_host_bound(run: LastSteps) -> Iterator[str]:
     host, step = run["seconds/host"].mean(), run["seconds/step"].mean()
     # Where the host waits for an update, the devices had work all the time.
     if host > 0.5 * step and run["seconds/update"].mean() <= 0.1 * step:
@@ -360,7 +360,7 @@ def _check_host_bound(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=10)
-def _check_padding(run: LastSteps) -> Iterator[str]:
+def _diagnose_padding(run: LastSteps) -> Iterator[str]:
     share = run["update/padding"].mean()
     remedy = "config.packing.enabled=True packs several samples into a row"
     if run.options.packing.enabled:
@@ -377,7 +377,7 @@ def _check_padding(run: LastSteps) -> Iterator[str]:
 
 
 @_diagnostic(steps=4)
-def _check_warm_compilation(run: LastSteps) -> Iterator[str]:
+def _diagnose_warm_compilation(run: LastSteps) -> Iterator[str]:
     names = ("perf/compiled_programs", "seconds/compile", "seconds/step")
     programs, seconds, step = (run[name][-1] for name in names)
     if seconds > max(_LEAST_COMPILE_SECONDS, 0.1 * step):
@@ -414,7 +414,7 @@ class Diagnosis:
             if len(history) < steps:
                 continue
             with contextlib.suppress(_NoFigure):
-                for message in diagnostic.check(LastSteps(self.options, history)):
+                for message in diagnostic.diagnose(LastSteps(self.options, history)):
                     lines = [message, *(misses if diagnostic.shows_misses else ())]
                     messages[diagnostic.name] = "\n  ".join(lines)
         return messages

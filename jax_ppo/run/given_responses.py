@@ -11,9 +11,10 @@ from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.run.run_examples import chat_template, make_parser
+from jax_ppo.run.run_models import load_model_tokenizer
 from jax_ppo.runtime import distributed, heartbeat
 from jax_ppo.storage.paths import expand_local_path
-from jax_ppo.training.setup import chat_template, load_model_tokenizer, make_parser
 from jax_ppo.types import Example
 
 OPTION = "config.score.file"

@@ -132,6 +132,11 @@ def run_life_cycle(
             return journal.write_summary(loop.completed_steps, mesh)
 
 
+def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
+    """Return the number of steps of the whole run."""
+    return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
+
+
 def export_best(
     training: Training[JournalT], checkpoints: Checkpointer, workdir: Path, journal: JournalT
 ) -> None:

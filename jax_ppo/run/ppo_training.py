@@ -38,6 +38,7 @@ from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
+from jax_ppo.run.run_examples import fingerprint_data
 from jax_ppo.run.sample_metrics import measure_sampling
 from jax_ppo.runtime import compilation, distributed, placement, sharding
 from jax_ppo.sampler import engine
@@ -46,7 +47,6 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
-from jax_ppo.training.setup import fingerprint_data
 from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.training.step_hashes import hash_quantities
 from jax_ppo.types import Prompts, Rollout

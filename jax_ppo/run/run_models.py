@@ -7,10 +7,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Model
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
+from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.load import describe_unread_parts, has_score_head
 from jax_ppo.models.hf.peft import holds_adapters
@@ -19,7 +21,6 @@ from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, critic_head
 from jax_ppo.training.roles import RunRole, find_role, read_networks, resolve_role_folders
-from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
 Report = Callable[[str], None]  # takes a line for the user
 
@@ -109,7 +110,7 @@ def validate_run_models(
     """Raise `UserError` if a model does not fit the meshes, the sequences or the tokenizer."""
     nets = models.nets
     for name, net in nets.items():
-        # A reward model with its own tokenizer was checked where its inputs were set up.
+        # A reward model with its own tokenizer was validated where its inputs were made.
         if name == "reward" and models.reward_inputs is not None:
             continue
         assert not isinstance(net, Deberta), "encoders have their own tokenizers"
@@ -130,3 +131,33 @@ def validate_run_models(
                     f"{option}={role.path!r}: has the tokenizer of another vocabulary; a "
                     f"{role.entry.title} reads the actor's tokens"
                 )
+
+
+def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
+    """Return the tokenizer of `model.tokenizer_path`, or the one in the model's folder."""
+    if options.tokenizer_path:
+        return tokenizer_lib.load_tokenizer(options.tokenizer_path)
+    return tokenizer_lib.load_tokenizer(str(model_folder), option="config.model.path")
+
+
+def validate_model(
+    role: str, mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
+) -> None:
+    """Raise `UserError` unless a model fits the mesh, the sequences and the tokenizer.
+
+    `role` is the model's name for messages; `sequence_length` counts the tokens of the longest
+    prompt with the longest response.
+    """
+    meshes.validate_architecture(mesh, architecture)
+    max_length = rope.max_sequence_length(architecture)
+    if sequence_length > max_length:
+        raise UserError(
+            "config.data.max_prompt_length + config.data.max_response_length = "
+            f"{sequence_length}: the {role} takes {max_length} tokens at most (its config.json)"
+        )
+    if len(tokenizer) > architecture.vocab_size:
+        raise UserError(
+            f"the tokenizer (of config.model.tokenizer_path, else of config.model.path) has "
+            f"{len(tokenizer)} tokens, the {role}'s embedding {architecture.vocab_size}; they do "
+            "not belong together"
+        )

@@ -17,10 +17,10 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.reporting import console
 from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.run.run_examples import load_examples, make_encoding, make_parser
 from jax_ppo.runtime import signals
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.storage import paths
-from jax_ppo.training.setup import load_examples, make_encoding, make_parser
 from jax_ppo.types import Example
 
 _TRAIN_FILES = "config.data.train_files"
@@ -95,7 +95,10 @@ def _read_cache(
 
 
 def make_row_validation(options: Reward, by_environment: bool) -> functools.partial[None]:
-    """Return the check that the reward can score examples; an environment alone scores any."""
+    """Return what raises `UserError` for examples that the reward cannot score.
+
+    An environment alone scores any.
+    """
     if by_environment or reward_functions.scores_any_row(options):
         return functools.partial(_accept)
     return functools.partial(

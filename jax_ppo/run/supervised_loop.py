@@ -32,6 +32,8 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run import life_cycle
 from jax_ppo.run.parts import batches_in_order
+from jax_ppo.run.run_examples import fingerprint_data, load_examples, make_encoding
+from jax_ppo.run.run_models import load_model_tokenizer, validate_model
 from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
 from jax_ppo.runtime import (
     compilation,
@@ -50,14 +52,6 @@ from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.setup import (
-    count_steps,
-    fingerprint_data,
-    load_examples,
-    load_model_tokenizer,
-    make_encoding,
-    validate_model,
-)
 from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from jax_ppo.types import Example, Packing, Params, Sequences
 
@@ -241,7 +235,7 @@ class SupervisedTraining:
         )
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < batch.count
-        packings, counts = packing.plan_packing(
+        packings, counts = packing.pack_samples(
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],
             rows_at_once,
@@ -328,7 +322,7 @@ def _write_metrics(
 
 
 def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
-    """Build a run, cheap checks first; weights are not loaded.
+    """Build a run, cheap validation first; weights are not loaded.
 
     Raises:
       UserError: an option does not fit the data, the model or the machine.
@@ -389,7 +383,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
         held_out=held_out_set,
         row_length=row_length,
         model=build_decoder(architecture, config.model, row_length),
-        total_steps=count_steps(config.trainer, batches.steps_per_epoch),
+        total_steps=life_cycle.count_steps(config.trainer, batches.steps_per_epoch),
     )
     optims = {"supervised": config.supervised.optim}
     for note in notes.note_long_warmups(run.total_steps, 0, optims):

@@ -20,8 +20,8 @@ from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.slots import initial_state, plan_job
-from jax_ppo.sampler.stages import plan_next_stage, reorder_results
+from jax_ppo.sampler.slots import build_job, initial_state
+from jax_ppo.sampler.stages import build_next_stage, reorder_results
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -86,7 +86,7 @@ def continue_responses(
     options = dataclasses.replace(options, n=1)
     T = options.max_response_length
     started_N = rollout.lengths
-    first = plan_job(
+    first = build_job(
         model, options, params, rollout.prompts, jax.random.wrap_key_data(draws.keys), any_shard
     )
     begun = initial_state(first)._replace(
@@ -98,7 +98,7 @@ def continue_responses(
         forbidden_states=draws.forbidden_states,
     )
     limit_N = jnp.minimum(started_N + options.stage_length, T)
-    stage = plan_next_stage(first, rollout.prompts, begun, started_N, limit_N)
+    stage = build_next_stage(first, rollout.prompts, begun, started_N, limit_N)
     state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]

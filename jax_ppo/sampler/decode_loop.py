@@ -28,16 +28,16 @@ from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,
     Slots,
+    build_job,
     busy_slots,
     compact_slots,
     fill_slots,
     has_queue,
     initial_state,
     needs_prefill,
-    plan_job,
     slot_widths,
 )
-from jax_ppo.sampler.stages import plan_next_stage, reorder_results, stage_limits
+from jax_ppo.sampler.stages import build_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Params, Prompts, Rollout
 
 PADDING = -1  # the index of a sample that is not decoded
@@ -77,13 +77,13 @@ def generate_responses(
     keys_N = sampling.sample_keys(key, indices_N)
     limits = stage_limits(options)
     count = (indices_N != PADDING).sum() if has_padding else None
-    first = plan_job(
+    first = build_job(
         model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
     )
     prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
     state = decode_queue(first, _first_state(first, prompts_N, indices_N, has_padding))
     for start, limit in itertools.pairwise(limits):
-        stage = plan_next_stage(first, prompts_N, state, start, limit)
+        stage = build_next_stage(first, prompts_N, state, start, limit)
         state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
     rollout = Rollout(
         prompts=dataclasses.replace(prompts_N, rows=None),

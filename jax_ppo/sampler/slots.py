@@ -191,7 +191,7 @@ class DecodeJob:
         return max(1, self.width // 64)
 
 
-def plan_job(
+def build_job(
     model: Transformer,
     options: SamplingOptions,
     params: Params,

@@ -19,7 +19,7 @@ from jax_ppo.models.cache import RecurrentState
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, plan_job
+from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, build_job, initial_state
 from jax_ppo.types import Prompts
 
 # The fields of `DecodeState` with a row per sample, apart from the record of routed experts.
@@ -52,7 +52,7 @@ def stage_limits(options: SamplingOptions) -> tuple[int, ...]:
     return (*limits, longest)
 
 
-def plan_next_stage(
+def build_next_stage(
     first: DecodeJob,
     prompts: Prompts,
     state: DecodeState,
@@ -76,7 +76,7 @@ def plan_next_stage(
     P = prompts.tokens.shape[1]
     # All slots together have as much room as in the first stage.
     width = max(1, first.width * first.columns // (P + room))
-    job = plan_job(
+    job = build_job(
         first.model,
         dataclasses.replace(first.options, n=1, slots=width),
         first.params,
@@ -118,12 +118,12 @@ def cache_shapes(
 
     def all_caches(prompts: Prompts) -> list[tuple[Cache, Cache]]:
         keys_N = jnp.zeros(len(prompts.lengths) * options.n)
-        first = plan_job(model, options, {}, prompts, keys_N, limit=limits[0])
+        first = build_job(model, options, {}, prompts, keys_N, limit=limits[0])
         state = initial_state(first)
         caches = [(state.slots.cache, state.prefill_buffer)]
         prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
         for start, limit in itertools.pairwise(limits):
-            state = plan_next_stage(first, prompts_N, state, start, limit).state
+            state = build_next_stage(first, prompts_N, state, start, limit).state
             caches.append((state.slots.cache, state.prefill_buffer))
         return caches
 

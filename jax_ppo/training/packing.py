@@ -1,4 +1,4 @@
-"""Packing of several samples into one row: planned on the host, gathered and scattered on the mesh.
+"""Packing of several samples into one row: decided on the host, gathered and scattered on the mesh.
 
 A packing is computed from lengths alone. It has room for the worst case, one row per sample, and
 records how many of its micro-batches are used. The compiled functions that loop over micro-batches
@@ -130,7 +130,7 @@ class SharedPrompts:
         return bundles
 
 
-def plan_packing(
+def pack_samples(
     lengths_B: Sequence[int] | np.ndarray,
     groups: Sequence[Sequence[int]] | np.ndarray,
     rows_per_micro_batch: int,

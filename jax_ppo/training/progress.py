@@ -26,7 +26,7 @@ class Progress:
     # Whether a signal interrupted the evaluation after this step, so that a resumed run begins with
     # it.
     evaluation_pending: bool = False
-    # When the run was set up for the first time, in seconds since 1970.
+    # When the run was started for the first time, in seconds since 1970.
     started_at: float = dataclasses.field(default_factory=time.time)
     # Time of the steps that still count: not of those that were repeated after an interruption, nor
     # of those whose update was skipped.

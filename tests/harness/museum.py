@@ -81,7 +81,7 @@ END_OF_RESPONSE = [
         source="trl#5303, trl#1482: if pad is the EOS, `ids != pad` takes real tokens for padding",
         holds="the samples are the same with pad == EOS and pad != EOS",
         test=f"{TEST_GENERATE}::test_pad_may_be_eos",
-        where="plan_job",
+        where="build_job",
         old="jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1)",
         new=(
             "jnp.pad((prompts.tokens != (*options.eos_ids, -1)[0]).sum(-1), (0, -rows % "
@@ -343,7 +343,7 @@ MODELS = [
         source="OpenRLHF#377: packed rows with positions 0 ... 8 instead of 0 ... 4, 0 ... 3",
         holds="each sample of a row counts its positions from 0",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
-        where="plan_packing",
+        where="pack_samples",
         old="np.arange(first, lengths_B[b])",
         new="np.arange(start, end)",
     ),
@@ -820,7 +820,7 @@ PACKED_ROWS = [
         source="verl: balancing by length reorders samples across mini-batches",
         holds="the rows of a mini-batch hold its own samples, each exactly once and complete",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
-        where="plan_packing",
+        where="pack_samples",
         old="group[:, None]",
         new="np.arange(samples)[:, None]",
     ),
@@ -832,7 +832,7 @@ PACKED_ROWS = [
         ),
         holds="the last micro-batch counts, however few rows it holds",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
-        where="plan_packing",
+        where="pack_samples",
         old="-(-len(rows) // R)",
         new="len(rows) // R",
     ),
@@ -1577,7 +1577,7 @@ UPDATES = [
             "lm-human-preference-details (JAX): one shuffle key"
         ),
         holds="every epoch of every step divides the whole rollout into new mini-batches",
-        test="tests/run/test_setup.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
+        test="tests/run/test_parts.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPacker._mini_batches",
         old="[self.seed, step, epoch]",
         new="[self.seed]",
@@ -1586,7 +1586,7 @@ UPDATES = [
         name="one_key_for_all_steps",
         source="tunix 0.1.7: the sampling key does not change from step to step",
         holds="each combination of seed, stream and step has its own key",
-        test="tests/run/test_setup.py::test_keys_differ_by_seed_stream_and_step",
+        test="tests/run/test_parts.py::test_keys_differ_by_seed_stream_and_step",
         where="sample_key",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)",
         new="jax.random.fold_in(jax.random.key(seed), stream)",
@@ -1759,7 +1759,7 @@ RULES_IN_A_RUN = [
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
         holds="rules receive text without special tokens",
         test=(
-            "tests/run/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+            "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
         where="RuleScorer._decode_local",
         old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
@@ -1773,7 +1773,7 @@ RULES_IN_A_RUN = [
         ),
         holds="response b is scored for example b // n",
         test=(
-            "tests/run/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+            "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
         where="RuleScorer._decode_local",
         old="batch.examples[i // n]",
@@ -1783,7 +1783,7 @@ RULES_IN_A_RUN = [
         name="no_warning_that_filters_make_the_run_off_policy",
         source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
         holds="a run with an inexact filter warns about it before it starts",
-        test="tests/run/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
+        test="tests/run/test_parts.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="train_notes",
         old="rollout.truncates and not rollout.exact_filters",
         new="False",
@@ -1954,7 +1954,7 @@ STOPS = [
         source="verl#5953: the entropy fell to nearly 0 without a warning",
         holds="the entropy is logged, and a fall below the threshold is reported once",
         test="tests/run/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
-        where="_check_entropy",
+        where="_diagnose_entropy",
         old="entropy < limit",
         new="entropy < 0",
     ),

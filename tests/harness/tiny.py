@@ -1,4 +1,4 @@
-"""A tiny random actor, critic and rollout for the tests of scoring and update."""
+"""A tiny random actor, critic and rollout for the tests of forward passes and update."""
 
 import dataclasses
 import functools
@@ -213,10 +213,10 @@ def random_routing(mesh, seed=0, samples=B):
     return placement.place(experts[..., : a.experts_per_token], sharding.rows(mesh))
 
 
-def plan(config, mesh, rollout, groups, rows):
+def pack_batches(config, mesh, rollout, groups, rows):
     """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
-    packed, counts = packing.plan_packing(
+    packed, counts = packing.pack_samples(
         total,
         groups,
         rows,
@@ -233,13 +233,13 @@ def plan(config, mesh, rollout, groups, rows):
 
 
 def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rewards=None):
-    """Scores a rollout and estimates advantages. `rows`: R of the scoring micro-batch."""
-    batches = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
+    """Runs forward passes and estimates advantages. `rows`: R of a micro-batch."""
+    batches = pack_batches(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
     rewards = (
         np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
     )
     sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-    scores = run_forward_passes(
+    outputs = run_forward_passes(
         config,
         networks(config),
         state,
@@ -253,7 +253,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         state.control,
         sequences,
         rollout.logprobs,
-        scores,
+        outputs,
         rewards,
         step_rewards,
     )

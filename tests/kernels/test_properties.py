@@ -368,12 +368,14 @@ def test_moments_over_any_cut(batches, bits):
 
 @quick
 @given(st.data(), st.integers(1, 12), st.integers(1, 4), st.booleans())
-def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_batch, packed):
+def test_a_packing_puts_every_token_in_one_place(data, row_length, rows_per_micro_batch, packed):
     groups = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(12)[:10].reshape(2, 5)
     lengths = np.array(data.draw(st.lists(st.integers(1, row_length), min_size=12, max_size=12)))
-    plan, counts = packing.plan_packing(lengths, groups, rows_per_micro_batch, row_length, packed)
+    packed_rows, counts = packing.pack_samples(
+        lengths, groups, rows_per_micro_batch, row_length, packed
+    )
     for group, sample, position, count in zip(
-        groups, plan.sample, plan.position, counts, strict=True
+        groups, packed_rows.sample, packed_rows.position, counts, strict=True
     ):
         held = list(zip(sample[sample >= 0].tolist(), position[sample >= 0].tolist(), strict=True))
         assert sorted(held) == sorted(
@@ -391,8 +393,8 @@ def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_b
 
 
 @jax.jit
-def there_and_back(sequences, plan, values):
-    rows = packing.gather_rows(sequences, plan)
+def there_and_back(sequences, packed_rows, values):
+    rows = packing.gather_rows(sequences, packed_rows)
     empty = jnp.full(values.shape, -1.0)
     return (
         packing.to_samples(packing.to_rows(values, rows), rows, empty),
@@ -419,10 +421,10 @@ def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
         truncated=np.zeros(5, bool),
         action_mask=inside,
     )
-    plan, _ = packing.plan_packing(prompts + responses, [range(5)], 5, 7, packed)
+    packed_rows, _ = packing.pack_samples(prompts + responses, [range(5)], 5, 7, packed)
 
     values = np.arange(20, dtype=np.float32).reshape(5, 4)
-    back, targets = there_and_back(sequences, jax.tree.map(lambda x: x[0, 0], plan), values)
+    back, targets = there_and_back(sequences, jax.tree.map(lambda x: x[0, 0], packed_rows), values)
     np.testing.assert_array_equal(back, np.where(inside, values, -1))
     for b in range(5):
         np.testing.assert_array_equal(

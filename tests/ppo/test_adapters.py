@@ -86,7 +86,7 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
         state = prepare(tiny.make_state(config, mesh))
         rollout = tiny.make_rollout(mesh)
         experience, rollout_metrics = tiny.make_experience(config, mesh, state, rollout, rows=rows)
-        batches = tiny.plan(config, mesh, rollout, groups, rows)
+        batches = tiny.pack_batches(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
         state, update_metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
@@ -129,7 +129,7 @@ def gradients(config, mesh, rows):
         rollout = tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
-        batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        batch = jax.tree.map(lambda x: x[0], tiny.pack_batches(config, mesh, rollout, ALL, rows))
         arguments = (experience, batch)
         actor_gradient, _ = tiny.actor_gradients(
             config,
@@ -191,15 +191,17 @@ def test_a_reward_model_may_stand_on_the_base_too():
     with jax.set_mesh(mesh):
         state, rollout = move_adapters(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-        batches = tiny.plan(config, mesh, rollout, ALL, 4)
-        plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
+        batches = tiny.pack_batches(config, mesh, rollout, ALL, 4)
+        packed_rows = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
         params = full_parameters(nets.critic, state.critic, state.reference)
-        scores = forward_passes.reward_model_scores(nets.critic, params, sequences, *plan, "auto")
+        scores = forward_passes.reward_model_scores(
+            nets.critic, params, sequences, *packed_rows, "auto"
+        )
         merge = functools.partial(_merged, params, nets.critic.lora.scale)
         whole = jax.tree_util.tree_map_with_path(merge, state.reference)
         bare = tiny.networks(tiny.config()).critic
         expected = forward_passes.reward_model_scores(
-            bare, whole | {"score": state.critic["score"]}, sequences, *plan, "auto"
+            bare, whole | {"score": state.critic["score"]}, sequences, *packed_rows, "auto"
         )
     assert np.std(scores) > 0.02
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)

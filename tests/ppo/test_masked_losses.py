@@ -308,7 +308,7 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
         state, rollout = make_state(config, mesh), make_rollout(mesh)
         moved_actor, moved_critic = move_params(state)
         experience, metrics = tiny.make_experience(config, mesh, state, rollout, REWARDS, rows)
-        everything = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
+        everything = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows)
         batch = jax.tree.map(lambda x: x[0], everything)
         actor_gradient, actor_metrics = tiny.actor_gradients(
             config, moved_actor, state.reference, experience, batch
@@ -344,7 +344,7 @@ def test_a_response_without_actions_counts_in_no_mean():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
+        batches = tiny.pack_batches(config, mesh, rollout, [[3, 3]], 2)
         before = jax.device_get(state.actor)
         learner = tiny.actor_learner(config, nets, experience, state.reference)
         params, _, metrics = jax.jit(learner.scan_mini_batches)(

@@ -20,7 +20,7 @@ def metrics_of(role, change, **options):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batch = jax.tree.map(
-            lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
+            lambda x: x[0], tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], 4)
         )
         compute_gradients, params = tiny.critic_gradients, state.critic
         if role == "actor":

@@ -116,7 +116,7 @@ def test_a_context_that_goes_on_passes_through_the_experts_that_it_had(params, m
     rollout = sample(unroll_params(params), options)
     assert (rollout.lengths == 10).all() and (rollout.contexts[:, 3:9:2] == [1, 0, 2]).all()
     contexts = forward_passes.join_sequences(rollout, P + 10)
-    packed, _ = packing.plan_packing(
+    packed, _ = packing.pack_samples(
         np.asarray(contexts.prompt_lengths + contexts.lengths), [range(8)], 8, P + 10
     )
     rows = packing.gather_rows(contexts, jax.tree.map(lambda x: x[0, 0], packed))

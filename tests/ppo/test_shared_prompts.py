@@ -99,8 +99,8 @@ def test_families_have_the_same_logprobs_and_gradients(architecture):
     lengths = prompt_lengths + np.asarray(sequences.lengths)
     results = []
     for shared in (None, packing.SharedPrompts(prompt_lengths, N, 1)):
-        plan, _ = packing.plan_packing(lengths, [range(tiny.B)], tiny.B, 64, shared=shared)
-        rows = packing.gather_rows(sequences, jax.tree.map(lambda x: x[0, 0], plan))
+        packed_rows, _ = packing.pack_samples(lengths, [range(tiny.B)], tiny.B, 64, shared=shared)
+        rows = packing.gather_rows(sequences, jax.tree.map(lambda x: x[0, 0], packed_rows))
 
         @jax.jit
         @jax.value_and_grad
@@ -118,11 +118,11 @@ def test_families_have_the_same_logprobs_and_gradients(architecture):
 def test_rows_by_hand():
     """Prompts (7, 8, 9) of samples 0 and 1 and (5,) of samples 2 and 3, in rows of 6."""
     shared = packing.SharedPrompts(np.array([3, 3, 1, 1]), 2, 1)
-    plan, counts = packing.plan_packing([4, 4, 2, 3], [[3, 1, 0, 2]], 4, 6, shared=shared)
-    assert counts.tolist() == [1] and plan.sample.shape == (1, 1, 4, 6)
+    packed_rows, counts = packing.pack_samples([4, 4, 2, 3], [[3, 1, 0, 2]], 4, 6, shared=shared)
+    assert counts.tolist() == [1] and packed_rows.sample.shape == (1, 1, 4, 6)
     # Sample 1 begins with the prompt's last token; so do all samples of a prompt of one token.
-    assert plan.sample[0, 0, :2].tolist() == [[0, 0, 0, 0, 1, 1], [2, 2, 3, 3, 3, -1]]
-    assert plan.position[0, 0, :2].tolist() == [[0, 1, 2, 3, 2, 3], [0, 1, 0, 1, 2, 0]]
+    assert packed_rows.sample[0, 0, :2].tolist() == [[0, 0, 0, 0, 1, 1], [2, 2, 3, 3, 3, -1]]
+    assert packed_rows.position[0, 0, :2].tolist() == [[0, 1, 2, 3, 2, 3], [0, 1, 0, 1, 2, 0]]
     sequences = Sequences(
         tokens=np.array([[7, 8, 9, 1], [7, 8, 9, 2], [5, 3, 0, 0], [5, 4, 6, 0]]),
         prompt_lengths=np.array([3, 3, 1, 1]),
@@ -130,7 +130,7 @@ def test_rows_by_hand():
         truncated=np.zeros(4, bool),
         action_mask=np.array([[1, 0], [1, 0], [1, 0], [1, 1]], bool),
     )
-    rows = packing.gather_rows(sequences, jax.tree.map(lambda x: x[0, 0, :2], plan))
+    rows = packing.gather_rows(sequences, jax.tree.map(lambda x: x[0, 0, :2], packed_rows))
     assert rows.targets.tolist() == [[0, 0, 1, 0, 2, 0], [3, 0, 4, 6, 0, 0]]
     assert rows.segments.tolist() == [[4, 4, 0, 0, 1, 1], [2, 2, 3, 3, 3, -1]]
     assert rows.prefixes.tolist() == [[4, 4, 4, 4, 4, 4], [5, 5, 5, 5, 5, -1]]
@@ -140,9 +140,9 @@ def test_a_row_holds_one_copy_of_a_prompt():
     """Else a response that follows the second copy would read both."""
     shared = packing.SharedPrompts(np.full(3, 2), 3, 1)
     # Responses of 10, 15 and 3 tokens: only the first and the last fit a row of 20 together.
-    plan, counts = packing.plan_packing([12, 17, 5], [[0, 1, 2]], 1, 20, shared=shared)
+    packed_rows, counts = packing.pack_samples([12, 17, 5], [[0, 1, 2]], 1, 20, shared=shared)
     assert counts.tolist() == [2]
-    assert packing.count_starts(plan, 3).tolist() == [1, 1, 0]
+    assert packing.count_starts(packed_rows, 3).tolist() == [1, 1, 0]
 
 
 def test_flops_count_prompts_as_often_as_rows_hold_them():

@@ -27,7 +27,7 @@ def gradients(config, mesh, role, nets, rows=4):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         batch = jax.tree.map(
-            lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
+            lambda x: x[0], tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows)
         )
 
         def run(params, reference, experience, batch):
@@ -91,7 +91,7 @@ def test_one_pass_serves_both(options, monkeypatch):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         assert sorted(traces) == [False, True]
-        batches = tiny.plan(config, mesh, rollout, HALVES + HALVES, 2)
+        batches = tiny.pack_batches(config, mesh, rollout, HALVES + HALVES, 2)
         before = jax.tree.map(np.array, state.actor)
         traces.clear()
         state, metrics = tiny.update_state(

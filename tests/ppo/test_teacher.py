@@ -59,7 +59,7 @@ def teach(config, mesh, architecture=tiny.ARCHITECTURE, params=None):
 
 def estimate(config, mesh, nets, state, rollout):
     """Return forward passes, experience and metrics."""
-    packed = tiny.plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], 2)
+    packed = tiny.pack_batches(config, mesh, rollout, [np.arange(len(rollout.lengths))], 2)
     sequences = join_sequences(rollout, config.sequence_length)
     outputs = tiny.run_forward_passes(
         config,
@@ -153,7 +153,7 @@ def gradient(config, mesh, nets, state):
     rollout = tiny.make_rollout(mesh)
     experience = estimate(config, mesh, nets, state, rollout)[1]
     experience = dataclasses.replace(experience, advantages=0 * experience.advantages)
-    batches = tiny.plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], 2)
+    batches = tiny.pack_batches(config, mesh, rollout, [np.arange(len(rollout.lengths))], 2)
     teacher = (nets["teacher"], state.models["teacher"])
     learner = tiny.actor_learner(config, nets, experience, state.reference, teacher)
     batch = jax.tree.map(lambda x: x[0], batches)

@@ -39,7 +39,7 @@ def run_update(
         experience, rollout_metrics = tiny.make_experience(
             config, mesh, state, rollout, rewards, rows
         )
-        batches = tiny.plan(config, mesh, rollout, groups, rows)
+        batches = tiny.pack_batches(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
         state, metrics = tiny.update_state(
             config,
@@ -75,7 +75,7 @@ def run_gradients(
         moved_state = jax.tree.map(
             lambda x: x * move, dataclasses.replace(state, step=None, control=None)
         )
-        batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        batch = jax.tree.map(lambda x: x[0], tiny.pack_batches(config, mesh, rollout, ALL, rows))
         learners = {
             "actor": (tiny.actor_gradients, moved_state.actor),
             "critic": (tiny.critic_gradients, moved_state.critic),
@@ -296,7 +296,7 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
             metrics["rollout/logprob_difference"] <= 1e-5
             and "rollout/logprob_difference" not in reused_metrics
         )
-        batches = tiny.plan(reusing, mesh, rollout, HALVES, 2)
+        batches = tiny.pack_batches(reusing, mesh, rollout, HALVES, 2)
         _, metrics = tiny.update_state(
             reusing, tiny.networks(reusing), 100, state, experience, batches, batches
         )
@@ -488,7 +488,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         rollout = dataclasses.replace(rollout, truncated=jnp.ones_like(rollout.truncated))
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        batches = tiny.pack_batches(config, mesh, rollout, ALL, 4)
         before = np.array(jax.tree.leaves(state.actor)[0])
         after, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
@@ -535,7 +535,7 @@ def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        batches = tiny.pack_batches(config, mesh, rollout, ALL, 4)
         # No other test compiles a program for 77 steps.
         total_steps = 77
         step_arguments = (
@@ -573,7 +573,7 @@ def test_only_options_that_a_program_reads_compile_it_again(change, compiles):
         # An update donates its state: there is one for each run.
         states = [tiny.make_state(first, mesh) for _ in range(2)]
         rollout = tiny.make_rollout(mesh)
-        batches = tiny.plan(first, mesh, rollout, ALL, 4)
+        batches = tiny.pack_batches(first, mesh, rollout, ALL, 4)
         run_step(first, states[0], rollout, batches)
         with compilation.count_compilations() as count:
             run_step(tiny.config(**change), states[1], rollout, batches)
@@ -639,10 +639,10 @@ def test_reward_model_scores_stand_on_the_last_token():
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
         rollout = tiny.make_rollout(mesh)
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-        batches = tiny.plan(config, mesh, rollout, ALL, 2)
-        plan = jax.tree.map(lambda x: x[0], batches.packing)
+        batches = tiny.pack_batches(config, mesh, rollout, ALL, 2)
+        packed_rows = jax.tree.map(lambda x: x[0], batches.packing)
         scores = forward_passes.reward_model_scores(
-            model, params, sequences, plan, batches.counts[0], "last_token"
+            model, params, sequences, packed_rows, batches.counts[0], "last_token"
         )
         expected = last_scalars(model, params, sequences)
     assert np.std(expected) > 0.1
@@ -803,8 +803,8 @@ def test_roles_can_take_different_mini_batches():
             100,
             state,
             experience,
-            tiny.plan(config, mesh, rollout, ALL, 4),
-            tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
+            tiny.pack_batches(config, mesh, rollout, ALL, 4),
+            tiny.pack_batches(config, mesh, rollout, HALVES + HALVES, 2),
         )
     step_counts = [
         int(optax.tree.get(optimizer, "count"))
@@ -848,7 +848,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
             state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
             experience, _ = tiny.make_experience(config, mesh, state, rollout)
             assert experience.sample_mask[:3].tolist() == [True, False, True]
-            batches = tiny.plan(config, mesh, rollout, groups, 2)
+            batches = tiny.pack_batches(config, mesh, rollout, groups, 2)
             after.append(
                 tiny.update_state(
                     config, tiny.networks(config), 100, state, experience, batches, batches
@@ -876,7 +876,7 @@ def test_the_value_after_the_last_token(devices):
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-        batches = tiny.plan(config, mesh, rollout, ALL, 8)
+        batches = tiny.pack_batches(config, mesh, rollout, ALL, 8)
         scores = tiny.run_forward_passes(
             config,
             tiny.networks(config),

@@ -130,15 +130,15 @@ def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(environmen
     lengths = prompt_lengths + rollout.lengths
     shared = packing.SharedPrompts(prompt_lengths, 2, 1)
     for sharing in (None, shared) if architecture is ARCHITECTURE else (None,):
-        plan, _ = packing.plan_packing(lengths, [range(len(lengths))], 6, 64, shared=sharing)
-        trained = run_rows(actor, sequences, jax.tree.map(lambda x: x[0, 0], plan))
+        packed_rows, _ = packing.pack_samples(lengths, [range(len(lengths))], 6, 64, shared=sharing)
+        trained = run_rows(actor, sequences, jax.tree.map(lambda x: x[0, 0], packed_rows))
         np.testing.assert_allclose(trained, expected, atol=2e-4)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run_rows(actor, sequences, plan):
+def run_rows(actor, sequences, packed_rows):
     """Return the log-probs of the actions by the forward pass of training, [B, T]."""
-    rows = packing.gather_rows(sequences, plan)
+    rows = packing.gather_rows(sequences, packed_rows)
     hidden = forward.hidden_states(actor.scored, actor.stacked, rows)
     logprobs, _ = forward.target_logprobs(actor.scored, actor.stacked, hidden, rows, 1.0)
     return packing.to_samples(logprobs, rows, jnp.zeros(sequences.action_mask.shape))

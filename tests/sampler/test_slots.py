@@ -226,19 +226,19 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
     options = decode_loop.SamplingOptions(480, 1.0, slots=8)
     prompts = make_prompts((3,) * 16, 32)
 
-    def plan(params: Any, key: jax.Array) -> slots_lib.DecodeJob:
+    def build(params: Any, key: jax.Array) -> slots_lib.DecodeJob:
         keys = sampling.sample_keys(key, jnp.arange(16))
         model = Transformer(architecture, unrolled=True)
-        return slots_lib.plan_job(model, options, params, prompts, keys)
+        return slots_lib.build_job(model, options, params, prompts, keys)
 
     def init_params(key: jax.Array) -> Any:
         return unroll_params(heads.init_params(Transformer(architecture), key, "lm"))
 
     def initial_state(params: Any, key: jax.Array) -> DecodeState:
-        return slots_lib.initial_state(plan(params, key))
+        return slots_lib.initial_state(build(params, key))
 
     def decode(params: Any, key: jax.Array, state: DecodeState) -> DecodeState:
-        return decode_loop.decode_step(plan(params, key), state)
+        return decode_loop.decode_step(build(params, key), state)
 
     key = jax.random.key(0)
     params = jax.eval_shape(init_params, key)

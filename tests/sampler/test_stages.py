@@ -12,8 +12,8 @@ from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
-from jax_ppo.sampler.slots import initial_state, plan_job
-from jax_ppo.sampler.stages import plan_next_stage, stage_limits
+from jax_ppo.sampler.slots import build_job, initial_state
+from jax_ppo.sampler.stages import build_next_stage, stage_limits
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
@@ -98,18 +98,18 @@ def test_the_slots_of_each_stage_fit_in_the_cache_of_the_first(actor):
     def cache_bytes(state):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.slots.cache))
 
-    def plan(params, keys):
-        first = plan_job(actor.decoded, options, params, prompts, keys, limit=64)
+    def build(params, keys):
+        first = build_job(actor.decoded, options, params, prompts, keys, limit=64)
         states = [initial_state(first)]
         repeated = jax.tree.map(lambda x: x.repeat(8, axis=0), prompts)
         for start, limit in ((64, 128), (128, 256), (256, 512), (512, 1024)):
-            state = plan_next_stage(first, repeated, states[-1], start, limit).state
+            state = build_next_stage(first, repeated, states[-1], start, limit).state
             states.append(state)
-        one = plan_job(actor.decoded, options, params, prompts, keys)
+        one = build_job(actor.decoded, options, params, prompts, keys)
         return states, initial_state(one)
 
     keys = jax.random.split(jax.random.key(0), 56)
-    states, one = jax.eval_shape(plan, actor.params, keys)
+    states, one = jax.eval_shape(build, actor.params, keys)
     first, *others = [cache_bytes(state) for state in states]
     assert all(first / 2 < other <= first for other in others)
     assert cache_bytes(one) == first * (16 + 1024) // (16 + 64)

@@ -60,21 +60,21 @@ def make_sequences(objective, seed=0):
     return sequences, params
 
 
-def plan_rows(objective, sequences, rows, packed=True):
+def pack_rows(objective, sequences, rows, packed=True):
     lengths = (sequences.prompt_lengths + sequences.lengths).reshape(
         sequences_per_example(objective), -1
     )
-    packed, counts = packing.plan_packing(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
+    packed, counts = packing.pack_samples(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
     packed = jax.tree.map(lambda x: x[0], packed)
     return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
 
 
 def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS, model=MODEL):
-    def compute(params, sequences, plan, micro_batches):
+    def compute(params, sequences, packed_rows, micro_batches):
         learner = step.make_learner(objective, options, model, sequences)
-        return learner.gradients(params, step.mini_batch(sequences, plan, micro_batches))
+        return learner.gradients(params, step.mini_batch(sequences, packed_rows, micro_batches))
 
-    return jax.jit(compute)(params, sequences, *plan_rows(objective, sequences, rows, packed))
+    return jax.jit(compute)(params, sequences, *pack_rows(objective, sequences, rows, packed))
 
 
 def hidden_states_unpacked(sequences, params):
@@ -163,8 +163,8 @@ def test_preferences_are_learned_at_the_token_where_the_exported_model_is_read()
     without_end = dataclasses.replace(ended, lengths=lengths - 1)
     losses = []
     for rows in (ended, without_end):
-        plan = plan_rows(PREFERENCE, rows, 2)
-        sums = measure_batch(PREFERENCE, OPTIONS, MODEL, params, rows, *plan)
+        packed_rows = pack_rows(PREFERENCE, rows, 2)
+        sums = measure_batch(PREFERENCE, OPTIONS, MODEL, params, rows, *packed_rows)
         losses.append(float(sums["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -184,7 +184,7 @@ def test_losses_by_hand_where_nothing_is_known():
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """The loss uses only positions before response tokens, not those before prompt tokens."""
     sequences, params = make_sequences(LANGUAGE)
-    packed, _ = plan_rows(LANGUAGE, sequences, rows=1)
+    packed, _ = pack_rows(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "run_decoder", lambda model, params, *_: (params["hidden"], None))
@@ -248,7 +248,7 @@ def test_eight_devices_take_the_step_of_one(objective):
     def take_step(**shape):
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         with jax.set_mesh(mesh):
-            packed, count = plan_rows(objective, sequences, 4)
+            packed, count = pack_rows(objective, sequences, 4)
             placed = (
                 placement.place(sequences, sharding.replicated(mesh)),
                 placement.place(packed, sharding.rows(mesh, axis=1)),
@@ -277,7 +277,7 @@ def test_measured_sums_are_those_that_are_learned_from(objective):
     sequences, params = make_sequences(objective)
     _, means = gradients(objective, sequences, params)
     sums = measure_batch(
-        objective, OPTIONS, MODEL, params, sequences, *plan_rows(objective, sequences, 2)
+        objective, OPTIONS, MODEL, params, sequences, *pack_rows(objective, sequences, 2)
     )
     units = float(sums.pop("units"))
     assert units == (N if objective is PREFERENCE else sequences.lengths.sum())

@@ -52,7 +52,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsd
             assert kinds == ({"pinned_host"} if changes is OFFLOADED else {"device"})
             rollout = tiny.make_rollout(mesh)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
-            batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
+            batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             after, _ = tiny.update_state(config, nets, 4, state, experience, batches, None)
             assert memory_kinds(after.optimizers["actor"]) == kinds
             assert memory_kinds(after.actor) == {"device"}
@@ -96,7 +96,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             kinds = [memory_kinds(tree) for tree in idle]
             assert kinds == [{"pinned_host"} if changes else {"device"}] * 5
             rollout = tiny.make_rollout(mesh)
-            batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
+            batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             rows = jax.tree.map(lambda x: x[0], batches.packing)
             inputs = (experience.sequences, rows, batches.counts[0])

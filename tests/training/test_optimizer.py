@@ -132,7 +132,7 @@ def test_muon_on_a_mesh_takes_the_steps_of_one_device():
             state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
             layout = tree_shardings(mesh, state.optimizers, TRAIN_RULES)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=8)
-            batches = tiny.plan(config, mesh, rollout, [[0, 2, 4, 6], [1, 3, 5, 7]], rows)
+            batches = tiny.pack_batches(config, mesh, rollout, [[0, 2, 4, 6], [1, 3, 5, 7]], rows)
             state, _ = tiny.update_state(
                 config, tiny.networks(config), 4, state, experience, batches, None
             )

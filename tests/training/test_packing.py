@@ -28,10 +28,10 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
     r = np.random.default_rng(seed)
     lengths = r.integers(1, 17, 24)
     groups = r.permutation(24).reshape(3, 8)
-    plan, counts = packing.plan_packing(lengths, groups, 2, 16, packed)
-    assert plan.sample.shape == plan.position.shape == (3, 4, 2, 16)
+    packed_rows, counts = packing.pack_samples(lengths, groups, 2, 16, packed)
+    assert packed_rows.sample.shape == packed_rows.position.shape == (3, 4, 2, 16)
     for group, sample, position, count in zip(
-        groups, plan.sample, plan.position, counts, strict=True
+        groups, packed_rows.sample, packed_rows.position, counts, strict=True
     ):
         assert (sample[count:] == -1).all()
         assert (sample[:count] >= 0).any(axis=(1, 2)).all()
@@ -84,8 +84,10 @@ def make_rows():
         jnp.zeros(2, bool),
         jnp.array([[True, True, False], [True, False, False]]),
     )
-    plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
-    return packing.gather_rows(sequences, plan)
+    packed_rows = Packing(
+        jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]])
+    )
+    return packing.gather_rows(sequences, packed_rows)
 
 
 def test_parts_of_rows_have_mirrored_blocks_of_columns():
@@ -131,8 +133,8 @@ def test_a_sample_that_fills_the_row_and_the_sequence():
         jnp.zeros(1, bool),
         jnp.ones((1, 1), bool),
     )
-    plan, _ = packing.plan_packing([3], [[0]], 1, 3)
-    rows = packing.gather_rows(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
+    packed_rows, _ = packing.pack_samples([3], [[0]], 1, 3)
+    rows = packing.gather_rows(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), packed_rows))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]
 
 

@@ -170,7 +170,7 @@ def test_an_update_keeps_the_types_in_half_the_memory():
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=2)
+        batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=2)
         types = jax.tree.map(lambda x: (x.shape, x.dtype), trained(state))
         first = np.asarray(state.actor["embed"]["embedding"], np.float32)
         elements = sum(x.size for x in jax.tree.leaves(state.actor))

@@ -1,23 +1,16 @@
-"""Set-up shared by PPO and supervised training: examples, tokenizer, model checks, steps."""
+"""The examples of a run, as `config.data` names them, and how they become tokens."""
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from jax_ppo.config.schema import Data, Model, Trainer
+from jax_ppo.config.schema import Data
 from jax_ppo.data import prompt_shaping, sources
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_shaping import RowParser
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.tokenizer import ChatTemplate
 from jax_ppo.errors import UserError
-from jax_ppo.models import rope
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.runtime import meshes
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -117,38 +110,3 @@ def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:
     """Return facts that JSON can hold and that differ if training rows or their order do."""
     weights = sources.source_weights(data.train_files, "config.data.train_files")
     return {**training.fingerprint, "weights": weights and list(weights)}
-
-
-def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
-    """Return the tokenizer of `model.tokenizer_path`, or the one in the model's folder."""
-    if options.tokenizer_path:
-        return tokenizer_lib.load_tokenizer(options.tokenizer_path)
-    return tokenizer_lib.load_tokenizer(str(model_folder), option="config.model.path")
-
-
-def validate_model(
-    role: str, mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
-) -> None:
-    """Raise `UserError` unless a model fits the mesh, the sequences and the tokenizer.
-
-    `role` is the model's name for messages; `sequence_length` counts the tokens of the longest
-    prompt with the longest response.
-    """
-    meshes.validate_architecture(mesh, architecture)
-    max_length = rope.max_sequence_length(architecture)
-    if sequence_length > max_length:
-        raise UserError(
-            "config.data.max_prompt_length + config.data.max_response_length = "
-            f"{sequence_length}: the {role} takes {max_length} tokens at most (its config.json)"
-        )
-    if len(tokenizer) > architecture.vocab_size:
-        raise UserError(
-            f"the tokenizer (of config.model.tokenizer_path, else of config.model.path) has "
-            f"{len(tokenizer)} tokens, the {role}'s embedding {architecture.vocab_size}; they do "
-            "not belong together"
-        )
-
-
-def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
-    """Return the number of steps of the whole run."""
-    return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
