@@ -62,7 +62,7 @@ def test_a_users_function_needs_nothing():
         AGGREGATIONS.lookup("mean")
 
 
-def test_an_estimator_and_a_loss_need_one_entry_each():
+def test_an_estimator_a_loss_and_a_kl_need_one_entry_each():
     """Choices, help, pages, validation, notes, translation and a step read the entry alone."""
     folder = str(pathlib.Path(__file__).parent / "harness")
     program = "import one_entry\none_entry.main()"
@@ -72,5 +72,9 @@ def test_an_estimator_and_a_loss_need_one_entry_each():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert finished.returncode == 0, finished.stderr
-    for line in ("midrange: score less the middle", "tanh: tanh of the log-ratio"):
+    for line in (
+        "midrange: score less the middle",
+        "tanh: tanh of the log-ratio",
+        "offset: 3 + |d|",
+    ):
         assert line in finished.stdout

@@ -1,10 +1,16 @@
-"""A made-up advantage estimator and a made-up policy loss, each one entry; see test_registries.
+"""A made-up advantage estimator, policy loss and KL estimator, one entry each; see test_registries.
 
 A separate process imports this module before the options are read, as if the entries stood in
 jax_ppo/registries.py.
 """
 
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, AdvantageEstimator
+from jax_ppo.registries import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    KLEstimator,
+)
 from jax_ppo.registries import PolicyLossEntry as Entry
 
 ADVANTAGE_ESTIMATORS["midrange"] = AdvantageEstimator(
@@ -16,6 +22,9 @@ ADVANTAGE_ESTIMATORS["midrange"] = AdvantageEstimator(
 )
 POLICY_LOSSES["tanh"] = Entry(
     name="tanh", path="one_entry:tanh", summary="tanh of the log-ratio", needs_one_update=True
+)
+KL_ESTIMATORS["offset"] = KLEstimator(
+    name="offset", path="one_entry:offset", summary="3 + |d|", other_names=("shifted",)
 )
 
 
@@ -34,15 +43,24 @@ def tanh(batch, clip):
     return policy._replace(loss=-batch.advantages * jnp.tanh(policy.log_ratio))
 
 
+def offset(log_ratio):
+    return 3 + abs(log_ratio)
+
+
 def main() -> None:
-    """Validate, explain, translate and train with both."""
+    """Validate, explain, translate and train with all three."""
     from jax_ppo.config import loading, notes, reference
     from jax_ppo.errors import UserError
     from jax_ppo.migrating.translation import translate
 
-    chosen = {"algorithm__adv_estimator": "midrange", "actor__policy_loss": "tanh"}
+    chosen = {
+        "algorithm__adv_estimator": "midrange",
+        "actor__policy_loss": "tanh",
+        "actor__use_kl_loss": True,
+        "actor__kl_loss_type": "shifted",
+    }
     page = reference.options_markdown()
-    assert "| **midrange** |" in page and "| **tanh** |" in page
+    assert all(f"| **{name}** |" in page for name in ("midrange", "tanh", "offset"))
     assert "`midrange`, `module:function`" in page and "`tanh`, `module:function`" in page
     verl = "python -m verl.trainer.main_ppo algorithm.adv_estimator=middle"
     assert "adv_estimator=midrange" in translate("verl", verl).command()
@@ -54,6 +72,7 @@ def main() -> None:
     several = loading.load_config(
         "arithmetic", rollout__n=4, trainer__critic_warmup=0, actor__ppo_epochs=2, **chosen
     )
+    assert several.actor.kl_loss_type == "offset"
     assert any("policy_loss='tanh'" in note for note in notes.train_notes(several))
     reference.print_options("train")
     train()
@@ -69,6 +88,8 @@ def train() -> None:
     config = tiny.config(
         algorithm__adv_estimator="midrange",
         actor__policy_loss="tanh",
+        actor__use_kl_loss=True,
+        actor__kl_loss_type="offset",
         rollout__n=4,
         algorithm__use_kl_in_reward=False,
     )
@@ -79,10 +100,11 @@ def train() -> None:
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rewards)
         first_tokens = np.asarray(experience.advantages)[:, 0]
         np.testing.assert_allclose(first_tokens, [-2.5, -1.5, 2.5, -0.5, 0, 0, 0, 0], atol=1e-6)
-        batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
+        batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], 4)
         before = jax.device_get(state.actor)
         state, metrics = tiny.update_state(
             config, tiny.networks(config), 4, state, experience, batches, None
         )
     assert float(metrics["actor/grad_norm"]) > 0
+    np.testing.assert_allclose(metrics["actor/kl_loss"], 3, rtol=1e-6)
     assert not np.array_equal(before["norm"]["scale"], state.actor["norm"]["scale"])
