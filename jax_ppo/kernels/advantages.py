@@ -280,9 +280,7 @@ def opo(scores_B: Shaped[Array, " B"], n: int, counts_B: Shaped[Array, " B"]) ->
     Scores are as for `grpo`; `counts_B` is how many tokens of each sample the policy chose, and not
     0 throughout a group.
     """
-    groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
-    # Subtract the first score of a group first, so that equal scores give exactly 0.
-    groups = groups - groups[:, :1]
+    groups = _differences_in_groups(scores_B, n)
     counts = counts_B.reshape(groups.shape).astype(groups.dtype)
     total = jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1.0)
     return (groups - jnp.sum(counts * groups, axis=1, keepdims=True) / total).reshape(-1)
@@ -319,11 +317,15 @@ def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, "
 
 def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
     """Return the scores less the mean of their group, [B / n, n]."""
+    groups = _differences_in_groups(scores_B, n)
+    return groups - jnp.mean(groups, axis=1, keepdims=True)
+
+
+def _differences_in_groups(scores_B: jax.Array, n: int) -> jax.Array:
+    """Return the scores less the first of their group, [B / n, n]; equal ones are exactly 0."""
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (
         f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"
     )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
-    # Subtract the first score of a group first, so that the mean of equal scores is exactly 0.
-    groups = groups - groups[:, :1]
-    return groups - jnp.mean(groups, axis=1, keepdims=True)
+    return groups - groups[:, :1]
