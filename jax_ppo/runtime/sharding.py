@@ -118,6 +118,15 @@ def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+def with_layout(mesh: Mesh | AbstractMesh, shapes: Any, rules: Rules) -> Any:
+    """Return the same shapes with the layouts of `tree_shardings`."""
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        shapes,
+        tree_shardings(mesh, shapes, rules),
+    )
+
+
 def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
     """Return the sharding that splits `axis`, which counts rows or samples."""
     return NamedSharding(mesh, P(*[None] * axis, ROWS))

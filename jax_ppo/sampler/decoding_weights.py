@@ -31,11 +31,7 @@ def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: 
     # Decoding reads every weight per token, so it has another layout.
     a = actor.architecture
     rules = sharding.decode_rules(mesh, math.gcd(a.num_kv_heads, a.global_kv_heads))
-    return jax.tree.map(
-        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-        shapes,
-        sharding.tree_shardings(mesh, shapes, rules),
-    )
+    return sharding.with_layout(mesh, shapes, rules)
 
 
 def _to_decoding_form(actor: Transformer, params: Params) -> Params:

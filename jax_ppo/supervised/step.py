@@ -17,6 +17,7 @@ from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
 from jax_ppo.models.heads import compute_scalars, param_shapes
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import sharding
 from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
@@ -24,7 +25,6 @@ from jax_ppo.training.learner import Learner, LossAndMetrics, Metric, Metrics, g
 from jax_ppo.training.optimizer import learning_rate, make_optimizer
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.state import with_train_layout
 from jax_ppo.types import MiniBatches, Packing, Params, Sequences
 
 SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
@@ -260,4 +260,6 @@ def trained_shapes(
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), param_shapes(model, head))
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init
     optimizer = jax.eval_shape(init_optimizer, params)
-    return with_train_layout({"params": params, "optimizer": optimizer}, mesh)
+    return sharding.with_layout(
+        mesh, {"params": params, "optimizer": optimizer}, sharding.TRAIN_RULES
+    )

@@ -143,7 +143,7 @@ class StateBuilder:
             rules = sharding.TRAIN_RULES
             if isinstance(role.entry.model(self.nets), Deberta):
                 rules = sharding.ENCODER_RULES
-            shapes = with_train_layout(_role_shapes(role, self.nets), self.mesh, rules)
+            shapes = sharding.with_layout(self.mesh, _role_shapes(role, self.nets), rules)
             if role.entry.param_offload in role.offloads:
                 shapes = _in_host_memory(shapes, self.mesh)
             frozen[role.name] = shapes
@@ -160,7 +160,9 @@ class StateBuilder:
             role.name: jax.eval_shape(role_optimizer(role.trained_with).init, params[role.name])
             for role in roles
         }
-        trained = with_train_layout(params | {"optimizer": optimizers}, mesh)
+        trained = sharding.with_layout(
+            mesh, params | {"optimizer": optimizers}, sharding.TRAIN_RULES
+        )
         for role in roles:
             if role.entry.optimizer_offload in role.offloads:
                 optimizer = trained["optimizer"][role.name]
@@ -287,17 +289,6 @@ def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
 
 def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
     return placement.in_memory(shapes, placement.host_memory_kind(mesh))
-
-
-def with_train_layout(
-    shapes: Params, mesh: Mesh, rules: sharding.Rules = sharding.TRAIN_RULES
-) -> Params:
-    """Return the same shapes with the shardings of training."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        sharding.tree_shardings(mesh, shapes, rules),
-    )
 
 
 def _role_shapes(role: RunRole, nets: Networks) -> Params:
