@@ -19,7 +19,7 @@ from jax_ppo.memory.step_work import (
     whole_read_params,
 )
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import query_block_size
+from jax_ppo.models.attention import cudnn_block_size, query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
@@ -426,9 +426,10 @@ def _pair_bytes(
 ) -> int:
     """Return the bytes of attention's arrays with an entry for each pair of a query and a key.
 
-    cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
-    has scores in float32 and weights in the type of the computation, of each head for a block of
-    queries at once; with gradients there are four arrays in float32. Splash has none of these.
+    They are of a block of queries. cuDNN reads a mask in the type of the computation, the same for
+    all heads and for gradients. xla has scores in float32 and weights in the type of the
+    computation, of each head; with gradients there are four arrays in float32. Splash has none of
+    these.
     """
     mesh, net = step.mesh, role.net
     if not isinstance(net, Transformer) or net.attention == "splash":
@@ -437,9 +438,11 @@ def _pair_bytes(
     row_parts = meshes.row_parts(mesh)
     rows = _layer_tokens(step, role, shape) // queries
     keys = queries * row_parts
-    if net.attention == "cudnn":
-        return rows * queries * keys * role.itemsize
-    block = query_block_size(queries) if row_parts == 1 else queries // 2
+    is_cudnn = net.attention == "cudnn"
+    block_size = cudnn_block_size if is_cudnn else query_block_size
+    block = min(queries, block_size(queries)) if row_parts == 1 else queries // 2
+    if is_cudnn:
+        return rows * block * keys * role.itemsize
     scores = num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
     if with_gradient:
         return 4 * scores * FLOAT32_BYTES

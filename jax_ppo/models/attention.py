@@ -15,7 +15,8 @@ and the programs
 
     xla     runs everywhere, with any type, and alone with sinks; it stores scores [B, H, T, T]
             except for the keys that no query of a block reads
-    cudnn   NVIDIA only, with 16-bit types only, without soft cap
+    cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no scores, but what
+            the queries of a block read, [B, Q, T], if there are segments
     splash  TPU only, without shared prefixes; it stores no scores
 
 attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
@@ -23,7 +24,7 @@ runs them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +34,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models.attention_programs import SPLASH_BLOCKS
+from jax_ppo.runtime.compat import no_gradients_of_masks
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Queries per block and blocks per row in `xla_attention`.
 MIN_QUERY_BLOCK = 64
 MAX_QUERY_BLOCKS = 4
+# The same in `cudnn_attention`: the mask of a block has 2 bytes per pair of a query and a key. Its
+# kernels compute tiles of as many keys.
+MIN_CUDNN_QUERY_BLOCK = 512
+MAX_CUDNN_QUERY_BLOCKS = 8
+CUDNN_TILE = 128
 MASKED_SCORE = -1e30
 
 Queries = Float[Array, "B T H d"]
@@ -99,30 +106,43 @@ def xla_attention(
     T = q_BxTxHxd.shape[1]
     k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
     v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
-
-    def attend_block(start: int, stop: int) -> jax.Array:
-        """Return the attention of the queries from `start` to `stop`."""
-        # From the window of the block's first query to the block's last query.
-        first = max(0, start + 1 - (sliding_window or stop))
-        if isinstance(segments_BxT, PrefixedSegments):
-            first = 0  # a window reaches back over the responses between a token and its prompt
-        keys = slice(first, stop)
-        own_segments: Segments = jax.tree.map(lambda x: x[:, start:stop], segments_BxT)
-        key_segments: Segments = jax.tree.map(lambda x: x[:, keys], segments_BxT)
-        visible = visible_keys(
-            jnp.arange(start, stop), keys, own_segments, key_segments, sliding_window
-        )
-        return attend_block_of_queries(
-            q_BxTxHxd[:, start:stop],
+    blocks = [
+        attend_block_of_queries(
+            q_BxTxHxd[:, queries],
             k_BxKxTxd[:, :, keys],
             v_BxKxTxd[:, :, keys],
-            visible,
+            visible_in_block(queries, keys, segments_BxT, sliding_window),
             **options,
         )
-
-    size = query_block_size(T)
-    blocks = [attend_block(start, min(start + size, T)) for start in range(0, T, size)]
+        for queries, keys in blocks_of_queries(T, query_block_size(T), segments_BxT, sliding_window)
+    ]
     return jnp.concatenate(blocks, axis=1)
+
+
+def blocks_of_queries(
+    length: int, size: int, segments_BxT: Segments, sliding_window: int | None, tile: int = 1
+) -> Iterator[tuple[slice, slice]]:
+    """Yield the columns of each block of queries and of the keys that it reads.
+
+    The keys end with the block's last query. They begin with the window of its first query, or at
+    the multiple of `tile` before.
+    """
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = max(0, start + 1 - (sliding_window or stop)) // tile * tile
+        if isinstance(segments_BxT, PrefixedSegments):
+            first = 0  # a window reaches back over the responses between a token and its prompt
+        yield slice(start, stop), slice(first, stop)
+
+
+def visible_in_block(
+    queries: slice, keys: slice, segments_BxT: Segments, sliding_window: int | None
+) -> Bool[Array, "B_or_1 Q S"]:
+    """Return which keys the queries of a block read, from the columns of both in the row."""
+    own_segments: Segments = jax.tree.map(lambda x: x[:, queries], segments_BxT)
+    key_segments: Segments = jax.tree.map(lambda x: x[:, keys], segments_BxT)
+    columns_Q = jnp.arange(queries.start, queries.stop)
+    return visible_keys(columns_Q, keys, own_segments, key_segments, sliding_window)
 
 
 def query_block_size(length: int) -> int:
@@ -187,16 +207,43 @@ def cudnn_attention(
     segments_BxT: Segments,
     *,
     sliding_window: int | None = None,
-    **options: float | None,
+    **options: Any,
 ) -> Queries:
-    """Compute attention with cuDNN."""
-    # The causal mask is built in; segments or a window need one as an array.
-    mask = None
-    if segments_BxT is not None or sliding_window is not None:
-        T = q_BxTxHxd.shape[1]
-        mask = visible_keys(jnp.arange(T), slice(T), segments_BxT, segments_BxT, sliding_window)
-    is_causal = mask is None
-    return cudnn_products(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, mask, **options, is_causal=is_causal)
+    """Compute attention with cuDNN.
+
+    Causal masks and windows are built in. Segments need a mask as an array, of one block of queries
+    at a time.
+    """
+    if segments_BxT is None:
+        options |= {"is_causal": True}
+        if sliding_window is not None:
+            options |= {"local_window_size": (sliding_window - 1, 0)}
+        return cudnn_products(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, None, **options)
+
+    def attend_block(queries: slice, keys: slice) -> jax.Array:
+        @forget_mask
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+            visible = visible_in_block(queries, keys, segments, sliding_window)
+            return cudnn_products(q, k, v, visible, **options)
+
+        return attend(q_BxTxHxd[:, queries], k_BxTxKxd[:, keys], v_BxTxKxd[:, keys], segments_BxT)
+
+    T = q_BxTxHxd.shape[1]
+    columns = blocks_of_queries(
+        T, cudnn_block_size(T), segments_BxT, sliding_window, tile=CUDNN_TILE
+    )
+    return jnp.concatenate([attend_block(*block) for block in columns], axis=1)
+
+
+def forget_mask(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make the backward pass of `attend` keep what cuDNN returned, and make the mask again."""
+    return jax.checkpoint(attend, policy=lambda primitive, *_, **__: "attention" in primitive.name)
+
+
+def cudnn_block_size(length: int) -> int:
+    """Return the number of queries whose mask `cudnn_attention` makes at once."""
+    size = max(MIN_CUDNN_QUERY_BLOCK, -(-length // MAX_CUDNN_QUERY_BLOCKS))
+    return -(-size // CUDNN_TILE) * CUDNN_TILE
 
 
 def cudnn_products(
@@ -211,10 +258,18 @@ def cudnn_products(
 ) -> Queries:
     """Compute attention with cuDNN to the keys that are visible, which reads all of them."""
     assert softcap is None, "select_attention_program refuses it"
-    mask = None if visible is None else visible[:, None]
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scale, implementation="cudnn", **others
+    attend = functools.partial(
+        jax.nn.dot_product_attention, scale=scale, implementation="cudnn", **others
     )
+    if visible is None:
+        return attend(q, k, v)
+    if k.shape[1] % CUDNN_TILE == CUDNN_TILE // 2:
+        # With so many keys and a mask, cuDNN before 9.26 can return NaN as the gradient of queries
+        # on Hopper (github.com/pytorch/pytorch/issues/196678). No query reads these two.
+        k, v = (jnp.pad(x, [(0, 0), (0, 2), (0, 0), (0, 0)]) for x in (k, v))
+        visible = jnp.pad(visible, [(0, 0), (0, 0), (0, 2)])
+    with no_gradients_of_masks():
+        return attend(q, k, v, mask=visible[:, None])
 
 
 def splash_attention(

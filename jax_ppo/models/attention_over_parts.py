@@ -5,8 +5,8 @@ gathers: with grouped queries they are small beside the activations, 64 MiB per 
 tokens with 4 key heads of 128 in bfloat16. Its queries are two blocks that are mirror images in the
 row (`packing.split_columns`), so that the devices have as many earlier keys each.
 
-The programs are attention.py's. Only splash skips what its own device's queries do not read:
-xla skips the second half of the row for the queries of the first, and cuDNN nothing.
+The programs are attention.py's. Only splash skips what its own device's queries do not read: xla
+and cuDNN skip the second half of the row for the queries of the first.
 """
 
 import functools
@@ -24,6 +24,7 @@ from jax_ppo.models.attention import (
     Segments,
     attend_block_of_queries,
     cudnn_products,
+    forget_mask,
     make_splash_kernel,
     run_splash_kernel,
     visible_keys,
@@ -44,7 +45,7 @@ def run_attention_over_parts(
         attend = attend_over_parts(run_part, kernel)
     else:
         programs: dict[str, Callable[..., jax.Array]]
-        programs = {"xla": _xla_part, "cudnn": cudnn_products}
+        programs = {"xla": _xla_products, "cudnn": cudnn_products}
         attend = attend_over_parts(functools.partial(_masked_part, programs[program], **options))
     out: jax.Array = attend(q, k, v, segments)
     return out
@@ -62,44 +63,51 @@ def _masked_part(
     sliding_window: int | None = None,
     **options: Any,
 ) -> Queries:
-    """Compute the attention of a device's queries with a program that takes a mask."""
-    row = slice(k_BxTxKxd.shape[1])
-    visible_BxQxT = visible_keys(columns_Q, row, own_segments_BxQ, segments_BxT, sliding_window)
-    return products(q_BxQxHxd, k_BxTxKxd, v_BxTxKxd, visible_BxQxT, **options)
+    """Compute the attention of a device's queries with a program that takes a mask.
 
-
-def _xla_part(
-    q_BxQxHxd: Queries,
-    k_BxTxKxd: Keys,
-    v_BxTxKxd: Keys,
-    visible_BxQxT: Bool[Array, "B Q T"],
-    **options: Any,
-) -> Queries:
-    """Compute the attention with matrix products alone.
-
-    The queries of the first block are in the first half of the row, and are not multiplied with the
-    second half. Which earlier blocks a device could skip differs from device to device, but the
-    program does not.
+    The queries of the first block are in the first half of the row, and read none of the second
+    half. Which earlier blocks a device could skip differs from device to device, but the program
+    does not.
     """
     T = k_BxTxKxd.shape[1]
     block = q_BxQxHxd.shape[1] // 2
-    k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
-    v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
 
     def attend_block(queries: slice, keys: slice) -> jax.Array:
-        return attend_block_of_queries(
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, own_segments: jax.Array, segments: jax.Array
+        ) -> jax.Array:
+            visible = visible_keys(columns_Q[queries], keys, own_segments, segments, sliding_window)
+            return products(q, k, v, visible, **options)
+
+        if products is cudnn_products:
+            attend = forget_mask(attend)
+        return attend(
             q_BxQxHxd[:, queries],
-            k_BxKxTxd[:, :, keys],
-            v_BxKxTxd[:, :, keys],
-            visible_BxQxT[:, queries, keys],
-            **options,
+            k_BxTxKxd[:, keys],
+            v_BxTxKxd[:, keys],
+            own_segments_BxQ[:, queries],
+            segments_BxT[:, keys],
         )
 
+    if products is cudnn_products and block % 2:
+        return attend_block(slice(None), slice(T))  # cuDNN takes even numbers of queries
     blocks = [
-        attend_block(queries=slice(block), keys=slice(T // 2)),
-        attend_block(queries=slice(block, None), keys=slice(T)),
+        attend_block(slice(block), slice(T // 2)),
+        attend_block(slice(block, None), slice(T)),
     ]
     return jnp.concatenate(blocks, axis=1)
+
+
+def _xla_products(
+    q_BxQxHxd: Queries,
+    k_BxSxKxd: Keys,
+    v_BxSxKxd: Keys,
+    visible: Bool[Array, "B_or_1 Q S"],
+    **options: Any,
+) -> Queries:
+    """Compute attention with matrix products alone to the keys that are visible."""
+    k_BxKxSxd, v_BxKxSxd = k_BxSxKxd.swapaxes(1, 2), v_BxSxKxd.swapaxes(1, 2)
+    return attend_block_of_queries(q_BxQxHxd, k_BxKxSxd, v_BxKxSxd, visible, **options)
 
 
 def _splash_part(

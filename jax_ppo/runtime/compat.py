@@ -72,6 +72,27 @@ def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_gradients_of_masks() -> Iterator[None]:
+    """Keep cuDNN's attention, traced in the block, from gradients of boolean masks.
+
+    Nobody can ask for them, but jax 0.10.2 has arrays of the masks' size computed for them. Tried
+    with it; jax 0.12.0 does so by itself and lacks what is replaced here.
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as library
+
+        original = library.should_export_dbias
+    except (ImportError, AttributeError):
+        yield
+        return
+    library.should_export_dbias = lambda *_: False
+    try:
+        yield
+    finally:
+        library.should_export_dbias = original
+
+
+@contextlib.contextmanager
 def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace a function of jaxlib in the block, if there is one of this name."""
     try:

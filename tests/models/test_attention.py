@@ -1,6 +1,7 @@
 """Every program computes the same attention; other platforms' are interpreted or lowered."""
 
 import functools
+import re
 import types
 from pathlib import Path
 
@@ -97,15 +98,66 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 7}, {"scale": 0.6}])
+@pytest.mark.parametrize("length", [12, 64])
 @pytest.mark.parametrize("packed", [False, True])
-def test_cudnn_is_called_with_what_makes_it_equal_to_xla(cudnn_anywhere, packed, options):
-    q, k, v, segments = make_inputs(length=12)
-    arrays = (q, k, v, segments if packed else None)
+def test_cudnn_is_called_with_what_makes_it_equal_to_xla(cudnn_anywhere, packed, length, options):
+    """Also for 64 keys, to which two are added."""
+    assert_cudnn_is_called_as_xla(make_inputs(length=length), packed, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 200}])
+def test_cudnn_attends_in_blocks_with_the_keys_that_they_read(cudnn_anywhere, options):
+    """In three blocks of 512 queries, of which the window spares keys of the last two."""
+    inputs = make_inputs(rows=1, length=1216, heads=2, kv_heads=1)
+    assert_cudnn_is_called_as_xla(inputs, packed=True, **options)
+
+
+def test_cudnn_reads_a_prompt_that_two_responses_share(cudnn_anywhere):
+    """A prompt of 16 tokens, and two responses of 600; the window is that of their positions."""
+    *qkv, _ = make_inputs(rows=1, length=1216, heads=2, kv_heads=1)
+    own = np.repeat([9, 0, 1], (16, 600, 600))[None]
+    prefixes = np.full((1, 1216), 9)
+    positions = np.concatenate([np.arange(16), *[np.arange(16, 616)] * 2])[None]
+    segments = attention.PrefixedSegments(*map(jnp.asarray, (own, prefixes, positions)))
+    for window in (None, 500):
+        assert_cudnn_is_called_as_xla((*qkv, segments), packed=True, sliding_window=window)
+
+
+def assert_cudnn_is_called_as_xla(inputs, packed, **options):
+    *qkv, segments = inputs
+    arrays = (*qkv, segments if packed else None)
     np.testing.assert_allclose(
         attention.cudnn_attention(*arrays, **options),
         attention.xla_attention(*arrays, **options),
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize(("packed", "window"), [(False, None), (False, 100), (True, None)])
+def test_a_program_for_cuda_has_no_mask_of_a_whole_row(monkeypatch, packed, window):
+    """A mask of four blocks of 512 queries, or no mask, also with a window."""
+    library = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{library}.check_cudnn_version", lambda: 91000)
+    *qkv, segments = make_inputs(rows=1, length=2048, dtype=jnp.bfloat16)
+
+    def loss(*x):
+        own = segments if packed else None
+        return attention.cudnn_attention(*x, own, sliding_window=window).astype(float).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*qkv)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    shapes = {tuple(map(int, x.split("x"))) for x in re.findall(r"<((?:\d+x)+\d+)x[a-z]", program)}
+    assert not any(x.count(2048) > 1 for x in shapes)
+    assert ((1, 1, 512, 2048) in shapes) == packed
+    # A block of queries has a forward and a backward kernel, which returns no gradient of a mask.
+    calls = re.findall(r"custom_call @__cudnn\$fmha.*", program)
+    assert len(calls) == (8 if packed else 2)
+    backward = [x.rpartition("->")[2] for x in calls if "Backward" in x]
+    assert not any("512x2048" in results for results in backward)
+    lengths = set(re.findall(r"sliding_window_length\\22: (\d+)", program))
+    assert lengths == {str(window or 0)}
+    if not packed:
+        assert set(re.findall(r"mask_type\\22: \\22(\w+)", program)) == {"CAUSAL"}
 
 
 def test_xla_spares_the_keys_before_a_window():

@@ -27,15 +27,24 @@ def relative_error(result, expected):
 
 
 @pytest.mark.parametrize(
-    ("packed", "options"), [(False, {}), (True, {"sliding_window": 40}), (True, {"scale": 0.1})]
+    ("length", "packed", "options"),
+    [
+        (LENGTH, False, {}),
+        (LENGTH, False, {"sliding_window": 40}),
+        (LENGTH, True, {"sliding_window": 40}),
+        (LENGTH, True, {"scale": 0.1}),
+        # Blocks of 512 queries, the last with two further keys.
+        (1216, True, {}),
+        (1216, True, {"sliding_window": 200}),
+    ],
 )
-def test_cudnn_and_its_gradients_are_as_exact_as_xla(packed, options):
+def test_cudnn_and_its_gradients_are_as_exact_as_xla(length, packed, options):
     """Both in bfloat16, against XLA in float32 with exact products."""
-    q, k, v = (draw(ROWS, LENGTH, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (draw(ROWS, length, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
     segments = None
     if packed:
-        segments = jnp.broadcast_to(jnp.arange(LENGTH) // 100, (ROWS, LENGTH))
-    weights = draw(ROWS, LENGTH, HEADS, WIDTH)
+        segments = jnp.broadcast_to(jnp.arange(length) // 100, (ROWS, length))
+    weights = draw(ROWS, length, HEADS, WIDTH)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(program, *arrays):
@@ -53,6 +62,20 @@ def test_cudnn_and_its_gradients_are_as_exact_as_xla(packed, options):
         run("cudnn", *rounded), run("xla", *rounded), exact, strict=True
     ):
         assert relative_error(cudnn, expected) < max(0.01, 1.5 * relative_error(xla, expected))
+
+
+def test_gradients_are_finite_where_all_scores_are_low():
+    """All scores are near -120, and there are 64 keys more than a multiple of 128."""
+    q, k, v = (draw(1, 192, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q[..., 0], k[..., 0] = 1, -120 * WIDTH**0.5
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    segments = jnp.zeros((1, 192), jnp.int32)
+
+    def loss(*arrays):
+        return attention.run_attention("cudnn", *arrays, segments).astype(jnp.float32).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in gradients)
 
 
 @pytest.mark.parametrize("program", ["gpu", "cudnn"])
