@@ -125,10 +125,11 @@ def blocks_of_queries(
     """Yield the columns of each block of queries and of the keys that it reads.
 
     The keys end with the block's last query. They begin with the window of its first query, or at
-    the multiple of `tile` before.
+    the multiple of `tile` before. The last block also has what would be less than a tile.
     """
-    for start in range(0, length, size):
-        stop = min(start + size, length)
+    starts = range(0, max(1, length - tile + 1), size)
+    for start in starts:
+        stop = length if start == starts[-1] else start + size
         first = max(0, start + 1 - (sliding_window or stop)) // tile * tile
         if isinstance(segments_BxT, PrefixedSegments):
             first = 0  # a window reaches back over the responses between a token and its prompt

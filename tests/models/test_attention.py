@@ -112,6 +112,18 @@ def test_cudnn_attends_in_blocks_with_the_keys_that_they_read(cudnn_anywhere, op
     assert_cudnn_is_called_as_xla(inputs, packed=True, **options)
 
 
+def test_cudnn_has_no_block_of_less_than_a_tile():
+    def sizes(length):
+        return [
+            (queries.stop - queries.start, keys.stop)
+            for queries, keys in attention.blocks_of_queries(length, 512, None, None, tile=128)
+        ]
+
+    assert sizes(12) == [(12, 12)]
+    assert sizes(1150) == [(512, 512), (638, 1150)]
+    assert sizes(1152) == [(512, 512), (512, 1024), (128, 1152)]
+
+
 def test_cudnn_reads_a_prompt_that_two_responses_share(cudnn_anywhere):
     """A prompt of 16 tokens, and two responses of 600; the window is that of their positions."""
     *qkv, _ = make_inputs(rows=1, length=1216, heads=2, kv_heads=1)
