@@ -20,7 +20,7 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run import ppo_training
-from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime import backends, meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.text_search import TextSearch, search_for
@@ -79,6 +79,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
+    backends.start_backends()
     folder = _policy_folder(str(path))
     options = schema.Config(model=schema.Model(dtype=dtype))
     model = read_networks(options, Folders(actor=folder)).actor

@@ -24,8 +24,9 @@ def start_backends() -> None:
     """Let JAX find its devices; does nothing if it has.
 
     Raises:
-      UserError: there are no devices of the platforms in JAX_PLATFORMS.
+      UserError: there are no devices of the platforms in JAX_PLATFORMS, or jaxlib refuses a flag.
     """
+    require_known_flags()
     import jax
 
     try:
@@ -35,7 +36,8 @@ def start_backends() -> None:
             jax.devices()
     # The latter, without a text, for "cuda" without a GPU.
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition(" (set JAX_PLATFORMS=")[0] or "there is no such device"
+        reason = str(error).partition(" (set JAX_PLATFORMS=")[0].rstrip(".")
+        reason = reason or "there is no such device"
         platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         if not platforms:
             raise UserError(f"JAX finds no devices: {reason}") from error
@@ -90,10 +92,17 @@ def refused_flags() -> list[str]:
     refused: list[str] = []
     if not _parses(flags):
         # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
-        refused = [flag for flag in shlex.split(flags) if not _parses(flag)] if _parses("") else []
+        refused = [flag for flag in _split(flags) if not _parses(flag)] if _parses("") else []
     if not refused:
         os.environ[TRIED] = flags
     return refused
+
+
+def _split(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError:  # a quotation that is not closed
+        return [flags]
 
 
 def _parses(flags: str) -> bool:

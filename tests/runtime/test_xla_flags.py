@@ -5,7 +5,9 @@ import sys
 import jax
 import pytest
 
+import jax_ppo
 import quick_compilation
+import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import backends, compat
 
@@ -37,6 +39,14 @@ def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):
     assert wrong in result.stderr and KNOWN not in result.stderr
 
 
+def test_the_python_api_refuses_a_flag_that_would_end_the_process(monkeypatch, tmp_path):
+    """Regression: only commands asked, and a notebook's kernel died."""
+    monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} --xla_nothing=true")
+    for call in (jax_ppo.load_policy, lambda folder: jax_ppo.train(tiny.config(), folder)):
+        with pytest.raises(UserError, match="^XLA_FLAGS: .* --xla_nothing=true"):
+            call(tmp_path)
+
+
 def test_refused_flags_are_dropped_with_one_line_and_the_others_are_tried_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} --xla_nothing=true --xla_neither")
     lines = []
@@ -57,6 +67,11 @@ def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
         backends.require_known_flags()
     monkeypatch.setattr(compat, "PARSES_XLA_FLAGS", "raise SystemExit(1)")
     backends.require_known_flags()
+
+
+def test_a_quotation_that_is_not_closed_is_refused_as_a_whole(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nothing='a b")
+    assert backends.refused_flags() == ["--xla_nothing='a b"]
 
 
 def test_programs_of_tests_share_what_they_are_lowered_in():
