@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -82,10 +83,15 @@ def _limited_start() -> Iterator[None]:
     """
 
     def end() -> None:
-        address = compat.distributed_state().coordinator_address
+        address = compat.distributed_state().coordinator_address or ""
+        cause = "one has not started, has ended since, or cannot reach it"
+        host = address.rpartition(":")[0].strip("[]")
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            cause = f"the name {host!r} does not resolve on this machine; give an IP address"
         _end_abruptly(
-            f"not all processes have connected to {address} within {_START_SECONDS} s: one has not "
-            "started, has ended since, or cannot reach it",
+            f"not all processes have connected to {address} within {_START_SECONDS} s: {cause}",
             signals.LOST_EXIT_CODE,
         )
 

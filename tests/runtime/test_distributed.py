@@ -322,7 +322,14 @@ def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
 
 
 @pytest.mark.slow
-def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_address):
+@pytest.mark.parametrize("resolves", [True, False])
+def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_address, resolves):
+    cause = "one has not started, has ended since, or cannot reach it"
+    if not resolves:
+        coordinator_address = "no-such-host.invalid:1234"
+        cause = (
+            "the name 'no-such-host.invalid' does not resolve on this machine; give an IP address"
+        )
     program = f"""
 from jax_ppo.config import schema
 from jax_ppo.runtime import distributed
@@ -342,8 +349,7 @@ distributed.initialize(options)
     assert process.returncode == 75
     (line,) = process.stderr.splitlines()
     assert line.endswith(
-        f": not all processes have connected to {coordinator_address} within 1 s: one has not "
-        "started, has ended since, or cannot reach it"
+        f": not all processes have connected to {coordinator_address} within 1 s: {cause}"
     )
 
 
