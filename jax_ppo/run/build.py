@@ -1,5 +1,6 @@
 """Build a PPO run: from options to the parts that stay the same from step to step."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -286,20 +287,26 @@ def _report_size(run: PPORun, report: Report) -> None:
     optims = {role.name: role.trained_with.optim for role in trained}
     for note in notes.note_long_warmups(run.total_steps, config.trainer.critic_warmup, optims):
         report(f"note: {note}")
+    names_by_size = collections.defaultdict[str, list[str]](list)
+    # With adapters, the size of those alone.
+    for name, tree in run.states.shapes().models.items():
+        size = sum(leaf.size for leaf in jax.tree.leaves(tree))
+        names_by_size[_in_words(size)].append(name)
+    sizes = ", ".join(f"{size} ({', '.join(names)})" for size, names in names_by_size.items())
     batch_size = config.data.train_batch_size
     epochs = run.total_steps * batch_size / max(len(run.training), 1)
     report(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
         f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
-        f"{config.rollout.n} ({epochs:.3g} epochs)"
+        f"{config.rollout.n} ({epochs:.3g} epochs); parameters: {sizes}"
     )
-    # With adapters, of those alone.
-    sizes = {
-        name: sum(leaf.size for leaf in jax.tree.leaves(tree))
-        for name, tree in run.states.shapes().models.items()
-    }
-    counts = ", ".join(f"{name} {size / 1e6:,.4g} million" for name, size in sizes.items())
-    report(f"parameters: {counts}")
+
+
+def _in_words(number: int) -> str:
+    """Return a number of parameters with three digits, as in "7.62 billion"."""
+    if number < 999.5e6:
+        return f"{number / 1e6:.3g} million"
+    return f"{number / 1e9:.3g} billion"
 
 
 def _sampling_options(

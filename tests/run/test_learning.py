@@ -11,20 +11,23 @@ from test_real_data import DATA, ROOT, needs
 
 
 def train(workdir, *arguments):
-    """Return the evaluations of a run and the rows of training_metrics.csv that belong to steps."""
+    """Return a run's evaluations, its rows of training_metrics.csv of steps, and its output."""
     # Unlike in the other tests (conftest.py), training takes minutes, so optimised programs pay
     # off.
     machine = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
     environment = os.environ | machine
-    subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"],
         cwd=ROOT,
         check=True,
         env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with open(workdir / "training_metrics.csv") as file:
         steps = [row for row in csv.DictReader(file) if row["reward/mean"]]
-    return json.loads((workdir / "summary.json").read_text())["evaluations"], steps
+    evaluations = json.loads((workdir / "summary.json").read_text())["evaluations"]
+    return evaluations, steps, process.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -34,19 +37,23 @@ def test_arithmetic_goes_from_hasty_to_right(tmp_path):
     The habit at the start depends on how a processor rounds: 0.32 and 0.42 were seen, with 0.96 and
     0.97 after 30 steps.
     """
-    evaluations, _ = train(
+    evaluations, _, lines = train(
         tmp_path, "--config=configs/arithmetic.py", "--config.trainer.total_training_steps=15"
     )
     assert evaluations[0]["step"] == 0
     assert evaluations[0]["accuracy"] <= 0.50
     assert evaluations[-1]["accuracy"] >= 0.75
+    # A newcomer reads at most 15 lines before the first step. Those with dots follow 9 seconds of
+    # silence: three of them where the whole run takes a minute.
+    before = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]
+    assert len([line for line in before if not line.startswith("... ")]) <= 12, before
 
 
 @pytest.mark.exhaustive
 @needs("tinystories-260k")
 def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
     """Half of the configuration's steps suffice."""
-    evaluations, steps = train(
+    evaluations, steps, _ = train(
         tmp_path,
         "--config=configs/tinystories.py",
         f"--config.model.path={DATA}/tinystories-260k",
