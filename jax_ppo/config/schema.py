@@ -1223,7 +1223,7 @@ class Trainer:
     max_skipped_updates: int = option(10,
         "stop after this many consecutive steps with a non-finite gradient",
         unit="steps", at_least=1)
-    log_samples: int = option(3, "responses shown at each evaluation",
+    log_samples: int = option(2, "responses shown at each evaluation",
         unit="responses", at_least=0, read_by=SAMPLING)
     show_first_step: bool = option(False,
         "print the shapes and masks of the first step and one sample token by token",
