@@ -990,7 +990,9 @@ class Reward:
         "its sample; 0: the run's own process; unset: 1 for your functions and for math, regex "
         "and json_schema, else 0",
         unit="processes", at_least=0)
-    timeout: float = option(60.0, "longest time for one response in a worker",
+    timeout: float = option(60.0,
+        "longest time for one response in a worker; a function for batches has as long as "
+        "max_timeouts of its responses",
         unit="seconds", above=0, effective_when=(SCORES_IN_WORKERS,))
     max_timeouts: int = option(8,
         "consecutive responses that may run out of time before the rest of the batch counts as "

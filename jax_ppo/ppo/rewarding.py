@@ -263,7 +263,7 @@ class RuleScorer:
         if isinstance(self.environment, HostEnvironment):
             self.environment.raise_if_all_failed()
         # A hung function must not keep the run from ending.
-        with signals.limited("scoring the rewards"):
+        with signals.limited("scoring the rewards") as activity:
             return score_batch(
                 self.rule or _score_zero,
                 responses.examples,
@@ -271,6 +271,7 @@ class RuleScorer:
                 self.options.fallback_score,
                 self.options.max_timeouts,
                 responses.tokens,
+                lambda count: activity.update(f"{count}/{len(responses.texts)} responses"),
             )
 
     def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:

@@ -15,10 +15,12 @@ from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
+    ProgressReporter,
     RewardFunction,
     RewardRow,
     ScoringFailure,
     TimeoutCounter,
+    ignore_progress,
     score_sample,
 )
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -63,6 +65,7 @@ def score_batch(
     fallback_score: float = 0.0,
     max_timeouts: int = Reward.max_timeouts,
     tokens: Sequence[Sequence[int] | np.ndarray] = (),
+    report_progress: ProgressReporter = ignore_progress,
 ) -> ScoredBatch:
     """Score n responses, each for its example; `tokens` are those of the responses, if known.
 
@@ -77,7 +80,7 @@ def score_batch(
         RewardRow.from_example(example, ids)
         for example, ids in zip(examples, tokens or [()] * len(examples), strict=True)
     ]
-    outcomes = _score_samples(reward_function, rows, responses_text, max_timeouts)
+    outcomes = _score_samples(reward_function, rows, responses_text, max_timeouts, report_progress)
     results: list[RewardResult] = []
     failed = np.zeros(len(outcomes), bool)
     first_failure = ""
@@ -125,15 +128,17 @@ def _score_samples(
     rows: Sequence[RewardRow],
     responses: Sequence[str],
     max_timeouts: int,
+    report_progress: ProgressReporter,
 ) -> list[Outcome]:
     if isinstance(reward_function, BatchFunction):
         return score_whole_batch(reward_function, rows, responses)
     if isinstance(reward_function, RewardWorkers):
-        return reward_function.score(rows, responses)
+        return reward_function.score(rows, responses, report_progress)
     outcomes: list[Outcome] = []
     timeouts = TimeoutCounter(max_timeouts)
     for row, response in zip(rows, responses, strict=True):
         outcomes.append(score_sample(reward_function, row, response))
+        report_progress(len(outcomes))
         if timeouts.should_give_up(outcomes[-1]):
             return outcomes + timeouts.fail_rest(len(rows) - len(outcomes))
     return outcomes

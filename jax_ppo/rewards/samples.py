@@ -53,6 +53,11 @@ class ScoringFailure(NamedTuple):
 
 RewardFunction = Callable[[RewardRow, str], RewardResult]
 Outcome = RewardResult | ScoringFailure
+ProgressReporter = Callable[[int], object]  # takes the number of samples that have an outcome
+
+
+def ignore_progress(count: int) -> None:
+    """Do nothing, as a `ProgressReporter`."""
 
 
 class TimeoutCounter:

@@ -24,10 +24,12 @@ from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.samples import (
     Outcome,
+    ProgressReporter,
     RewardFunction,
     RewardRow,
     ScoringFailure,
     TimeoutCounter,
+    ignore_progress,
     score_sample,
 )
 
@@ -108,16 +110,24 @@ class RewardWorkers:
             waiting.join(_LONGEST_STOP)
             self._pool = None
 
-    def score(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
+    def score(
+        self,
+        rows: Sequence[RewardRow],
+        responses: Sequence[str],
+        report_progress: ProgressReporter = ignore_progress,
+    ) -> list[Outcome]:
         """Score each response for its row; return results and failures in the order of the rows."""
         if not self._takes_batches:
-            return self._run(list(zip(rows, responses, strict=True)), self._options.timeout)
-        # One call, with the time limits of all responses added up.
-        limit = self._options.timeout * max(1, len(rows))
-        [outcomes] = self._run([(list(rows), list(responses))], limit)
+            tasks = list(zip(rows, responses, strict=True))
+            return self._run(tasks, self._options.timeout, report_progress)
+        # One call, which may take as long as responses without a result before a batch is given up.
+        limit = self._options.timeout * max(1, min(len(rows), self._options.max_timeouts))
+        [outcomes] = self._run([(list(rows), list(responses))], limit, ignore_progress)
         return [outcomes] * len(rows) if isinstance(outcomes, ScoringFailure) else outcomes
 
-    def _run(self, tasks: Sequence[tuple[Any, Any]], limit: float) -> list[Any]:
+    def _run(
+        self, tasks: Sequence[tuple[Any, Any]], limit: float, report_progress: ProgressReporter
+    ) -> list[Any]:
         """Return what `score_in_worker` returns for each task, within `limit` seconds each."""
         outcomes: list[Any] = [None] * len(tasks)
         for _ in range(_MAX_ATTEMPTS):
@@ -132,6 +142,7 @@ class RewardWorkers:
             timeouts = TimeoutCounter(self._options.max_timeouts)
             for index, future in futures.items():
                 outcomes[index] = self._wait(future, futures.values(), limit)
+                report_progress(index + 1)
                 if timeouts.should_give_up(outcomes[index]):
                     # The workers would go on with the samples that they have been sent.
                     self.stop()
@@ -159,6 +170,12 @@ class RewardWorkers:
         """Return the result of a task, or its failure; `None` if no worker took it."""
         is_last = False
         while concurrent.futures.wait([future], limit + _LONGEST_START).not_done:
+            if not any(other.running() or other.done() for other in futures):
+                raise UserError(
+                    f"config.reward.function={self._options.function!r}: no worker process has "
+                    f"taken a response within {limit + _LONGEST_START:g} s: importing its module "
+                    "may hang there"
+                )
             if is_last:
                 # The pool can miss that a process ended as soon as it had taken a task.
                 return ScoringFailure("its worker process ended, and no result came back")
@@ -166,10 +183,12 @@ class RewardWorkers:
         try:
             return future.result()
         except TimeoutError:
+            seconds = f"config.reward.timeout={self._options.timeout:g} seconds"
+            if limit != self._options.timeout:
+                count = round(limit / self._options.timeout)
+                seconds += f" for each of {count} responses (config.reward.max_timeouts at most)"
             return ScoringFailure(
-                f"no result within config.reward.timeout={self._options.timeout:g} seconds; its "
-                "worker process was replaced",
-                timed_out=True,
+                f"no result within {seconds}; its worker process was replaced", timed_out=True
             )
         except pebble.ProcessExpired as error:
             return ScoringFailure(

@@ -239,20 +239,20 @@ def record_saved_step(step: int) -> None:
 
 
 @contextlib.contextmanager
-def limited(work: str) -> Iterator[None]:
+def limited(work: str) -> Iterator[heartbeat.Activity]:
     """Mark work that delays the end of the run by LIMIT_SECONDS at most.
 
     The time counts from the signal, or from the start of the work if that is later. A block inside
     of another one ends its limit.
     """
-    with heartbeat.activity(work):
+    with heartbeat.activity(work) as activity:
         signals = _active
         if signals is None:
-            yield
+            yield activity
             return
         signals.region = (work, time.monotonic())
         try:
-            yield
+            yield activity
         finally:
             signals.region = None
 

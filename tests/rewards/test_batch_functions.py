@@ -135,6 +135,15 @@ def test_a_worker_that_dies_or_hangs_costs_the_batch_and_not_the_run(module, nam
     assert scored.failures == 2 and words in scored.first_failure
 
 
+def test_a_batch_that_hangs_takes_no_longer_than_responses_that_hang_one_by_one(module):
+    """Regression: it took the time limits of all of its responses, hours."""
+    options = Reward(function=f"{module}:hangs", timeout=0.05, max_timeouts=3)
+    with RewardWorkers(options, 1, takes_batches=True) as pool:
+        scored = score_batch(pool, EXAMPLES * 50, RESPONSES * 50)
+    assert scored.failures == 100
+    assert "timeout=0.05 seconds for each of 3 responses" in scored.first_failure
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_get_the_tokens_and_the_columns_that_they_take_and_are_awaited(module, workers):
     def score(name, examples=EXAMPLES):

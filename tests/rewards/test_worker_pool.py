@@ -14,6 +14,7 @@ import pebble.pool.process
 import pytest
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.errors import UserError
 from jax_ppo.rewards import worker_pool
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
@@ -95,6 +96,7 @@ def test_a_task_that_the_pool_has_lost_is_not_awaited_for_ever(monkeypatch):
     """Regression: a worker's exit was noticed before its task was, and the run hung."""
     monkeypatch.setattr(worker_pool, "_LONGEST_START", 0.0)
     lost, other = Future(), Future()
+    other.set_running_or_notify_cancel()
     ends = threading.Timer(0.05, other.set_result, [0])
     ends.start()
     result = RewardWorkers(options("a:b"), 1)._wait(lost, [lost, other], limit=0.01)
@@ -102,13 +104,31 @@ def test_a_task_that_the_pool_has_lost_is_not_awaited_for_ever(monkeypatch):
     assert RewardWorkers(options("a:b"), 1)._wait(other, [lost, other], limit=0.0) == 0
 
 
+def test_workers_that_never_take_a_response_end_the_run(tmp_path, monkeypatch):
+    """Their module hangs where it is imported a second time, such as at a lock that the run has."""
+    (tmp_path / "locked.py").write_text(
+        "import multiprocessing, time\n"
+        "if multiprocessing.parent_process(): time.sleep(3600)\n"
+        "def score(data_source, solution_str, ground_truth, extra_info): return 1\n"
+    )
+    monkeypatch.setattr(worker_pool, "_LONGEST_START", 0.1)
+    reward = options(f"{tmp_path}/locked.py:score", timeout=0.1)
+    with RewardWorkers(reward, 2) as pool, pytest.raises(UserError) as raised:
+        score_batch(pool, [Example("q", "mine")] * 3, ["a"] * 3)
+    assert "no worker process has taken a response within 0.2 s" in str(raised.value)
+
+
 @pytest.mark.usefixtures("hangs_are_over_at_once")
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
     """Results are in the order of the responses and do not depend on the number of workers."""
     examples = [Example("q", "mine", "4", {"index": i}) for i in range(len(RESPONSES))]
+    progress = []
     with RewardWorkers(options(f"{module}:misbehaves"), workers) as pool:
-        batch = score_batch(pool, examples, RESPONSES, fallback_score=-1.0)
+        batch = score_batch(
+            pool, examples, RESPONSES, fallback_score=-1.0, report_progress=progress.append
+        )
+    assert progress == list(range(1, len(RESPONSES) + 1))
     expected = [5, -1, 3, -1, 6, -1, -1, -1, -1, -1, 10]
     assert batch.scores.tolist() == expected
     assert batch.failed.tolist() == [score == -1 for score in expected]

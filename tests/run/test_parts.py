@@ -13,7 +13,7 @@ from jax_ppo.ppo import mini_batches
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.run import build, run_models
-from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.training.random_streams import Stream, sample_key
 from jax_ppo.types import Example
 
@@ -75,8 +75,9 @@ class Letters:
         return ["".join(chr(96 + i) if i > 1 else specials[i] for i in row) for row in rows]
 
 
-def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
-    seen, tokens, mesh = [], [], tiny.make_mesh()
+def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monkeypatch):
+    seen, tokens, phases, mesh = [], [], [], tiny.make_mesh()
+    monkeypatch.setattr(watchdog, "report_progress", phases.append)
 
     def rule(example, text):
         seen.append((example.ground_truth, text))
@@ -104,6 +105,8 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
     assert seen == [("first", "bc"), ("first", "d"), ("second", "efg"), ("second", "")]
     assert tokens == [[2, 3, 1], [4, 0], [5, 6, 7], [1]]
     assert rewarded.scores.tolist() == [0.5, 1.0, 1.5, 2.0] and rewarded.scores.dtype == np.float32
+    # Regression: a slow rule made progress that was taken for none, and the run was ended.
+    assert phases.count("scoring the rewards") == 1 + len(seen)
 
 
 @pytest.mark.parametrize(
