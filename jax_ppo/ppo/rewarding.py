@@ -41,8 +41,9 @@ class RuleRewards:
       steps: float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns
         by an environment; `None` without either.
       correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
-      failures: number of samples whose rule failed.
-      scored: number of samples that were scored; more than B if these were selected from them.
+      failures: number of samples whose rule failed, without those that fill up the batch.
+      scored: number of samples that were scored, without these; more than B if the batch was
+        selected from them.
       extra: metrics of rules and environment, means over the samples that have them; and
         `reward/model_inputs_cut`, how many inputs were too long for the reward model.
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
@@ -178,16 +179,19 @@ class RuleScorer:
                 indices=responses.indices,
                 total=total,
             )
+        real = batch.count * (total // len(batch.examples))  # others fill up the batch
         # An exchange between processes: every process must reach this line.
         with stragglers.waiting():
-            failures, extra = _describe_rollout(self.mesh, responses.indices, per_sample, total)
+            failures, extra = _describe_rollout(
+                self.mesh, responses.indices, per_sample, total, real
+            )
             answers = _gather_answers(responses.indices, scored)
         return RuleRewards(
             scores=self._place(responses, scored.scores, total),
             steps=steps,
             correct=self._place(responses, scored.correct, total),
             failures=failures,
-            scored=total,
+            scored=real,
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
@@ -373,9 +377,9 @@ def _add_weighted(scores_B: jax.Array, model_scores_B: jax.Array, weight: float)
 
 
 def _describe_rollout(
-    mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int
+    mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int, real: int
 ) -> tuple[int, dict[str, float]]:
-    """Return the number of failed samples and the figures in `RuleRewards.extra`."""
+    """Return how many of the `real` samples failed, and the figures in `RuleRewards.extra`."""
     everywhere = gather_samples(mesh, indices, per_sample, total)
     extra = {}
     for name, values in everywhere.items():
@@ -383,7 +387,7 @@ def _describe_rollout(
             extra[name] = mean_of_known(values)
     if "model_inputs_cut" in everywhere:
         extra["reward/model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
-    return int(everywhere["failed"].sum()), extra
+    return int(everywhere["failed"][:real].sum()), extra
 
 
 def mean_of_known(values: np.ndarray) -> float:

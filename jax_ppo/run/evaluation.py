@@ -49,7 +49,7 @@ class Evaluation:
     # Responses that the rule failed on: they have the fallback score, and the accuracy does not
     # count them.
     failures: int = 0
-    scored: int = 0  # all responses that were scored, among them those that fill up the last batch
+    scored: int = 0  # responses that were scored
     first_failure: str = ""  # the first response of this process that the rule failed on and why
 
     def samples(self, count: int) -> list[dict[str, Any]]:

@@ -77,6 +77,7 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     """Regression: they covered the samples of process 0 only.
 
     Row 3 is on devices of both processes, and each process knows a name that the other does not.
+    Row 4 fills up the batch: that it failed counts for nothing.
     """
     processes = TwoProcesses()
     monkeypatch.setattr(rewarding.distributed, "allgather_json", processes.exchange)
@@ -85,7 +86,7 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     def describe(index, indices, **per_sample):
         processes.process.index = index
         per_sample = {name.replace("__", "/"): values for name, values in per_sample.items()}
-        return rewarding._describe_rollout(None, np.array(indices), per_sample, 5)
+        return rewarding._describe_rollout(None, np.array(indices), per_sample, 5, real=4)
 
     nan = float("nan")
     with ThreadPoolExecutor(2) as threads:
@@ -99,7 +100,7 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
         first.result()
         == second.result()
         == (
-            4,
+            3,
             {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0},
         )
     )
@@ -111,6 +112,7 @@ def test_figures_that_no_sample_has_are_nan():
         np.arange(2),
         {"reward/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True, True]},
         2,
+        real=2,
     )
     assert failures == 1 and np.isnan(extra["reward/a"])
     assert extra["reward/model_inputs_cut"] == 2
