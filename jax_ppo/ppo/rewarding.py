@@ -156,7 +156,8 @@ class RuleScorer:
         responses = self._decode_local(batch, rollout)
         _refuse_infinite_turn_rewards(rollout)
         environment_metrics = _read_environment_metrics(rollout)
-        scored = self._apply_rule(responses)
+        real = batch.count * (total // len(batch.examples))  # others fill up the batch
+        scored = self._apply_rule(responses, real)
         steps = rollout.turn_rewards
         if self.options.process_rewards:
             token_rewards = self._token_rewards(scored, responses.tokens, max_length)
@@ -179,7 +180,6 @@ class RuleScorer:
                 indices=responses.indices,
                 total=total,
             )
-        real = batch.count * (total // len(batch.examples))  # others fill up the batch
         # An exchange between processes: every process must reach this line.
         with stragglers.waiting():
             failures, extra = _describe_rollout(
@@ -263,20 +263,23 @@ class RuleScorer:
         examples = [batch.examples[i // n] for i in indices]
         return LocalResponses(indices, examples, responses, texts, policy_texts)
 
-    def _apply_rule(self, responses: LocalResponses) -> ScoredBatch:
+    def _apply_rule(self, responses: LocalResponses, real: int) -> ScoredBatch:
+        """Score the responses to the first `real` of all rows; the others count as failed."""
         if isinstance(self.environment, HostEnvironment):
             self.environment.raise_if_all_failed()
         # A hung function must not keep the run from ending.
         with signals.limited("scoring the rewards") as activity:
-            return score_batch(
+            count = int(np.searchsorted(responses.indices, real))
+            scored = score_batch(
                 self.rule or _score_zero,
-                responses.examples,
-                responses.policy_texts,
+                responses.examples[:count],
+                responses.policy_texts[:count],
                 self.options.fallback_score,
                 self.options.max_timeouts,
-                responses.tokens,
-                lambda count: activity.update(f"{count}/{len(responses.texts)} responses"),
+                responses.tokens[:count],
+                lambda done: activity.update(f"{done}/{count} responses"),
             )
+        return scored.fill_up(len(responses.texts), self.options.fallback_score)
 
     def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:
         """Return values of this process's responses as rows of an array [B, ...] on the mesh."""

@@ -57,6 +57,23 @@ class ScoredBatch:
         """Return the number of responses that could not be scored."""
         return int(self.failed.sum())
 
+    def fill_up(self, length: int, score: float) -> "ScoredBatch":
+        """Return the results of `length` responses: those that follow were not tried and failed."""
+        missing = length - len(self.scores)
+
+        def extend(values: np.ndarray, value: float) -> np.ndarray:
+            return np.pad(values, (0, missing), constant_values=value)
+
+        return dataclasses.replace(
+            self,
+            scores=extend(self.scores, score),
+            correct=extend(self.correct, math.nan),
+            failed=extend(self.failed, True),
+            extra={name: extend(values, math.nan) for name, values in self.extra.items()},
+            step_rewards=self.step_rewards + [()] * missing,
+            answers=self.answers + [None] * missing,
+        )
+
 
 def score_batch(
     reward_function: RewardFunction | BatchFunction | RewardWorkers,

@@ -107,6 +107,12 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monk
     assert rewarded.scores.tolist() == [0.5, 1.0, 1.5, 2.0] and rewarded.scores.dtype == np.float32
     # Regression: a slow rule made progress that was taken for none, and the run was ended.
     assert phases.count("scoring the rewards") == 1 + len(seen)
+    # Regression: rows that fill up a batch were scored, too, by a judge for money.
+    seen.clear()
+    rewarded = scorer.score(dataclasses.replace(batch, count=1), rollout)
+    assert [truth for truth, _ in seen] == ["first", "first"]
+    assert rewarded.scores.tolist()[:2] == [0.5, 1.0] and np.isnan(rewarded.correct[2:]).all()
+    assert (rewarded.failures, rewarded.scored) == (0, 2)
 
 
 @pytest.mark.parametrize(
