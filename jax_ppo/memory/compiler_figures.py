@@ -49,9 +49,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
                 counted |= {id(x) for program in compiled for x in program.results}
             if largest.is_refused:
                 refused.add(name)
-            phase = _measure_phase(step, name, largest, counted)
-            # A single CPU runs two halves of a program at once.
-            phases[name] = phase.beside(phases[name]) if name in phases else phase
+            phases[name] = _measure_phase(step, name, largest, counted)
         return overlap_phases(phases), refused
 
 
