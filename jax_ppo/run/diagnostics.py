@@ -96,9 +96,8 @@ def _diagnose_nothing_left(run: LastSteps) -> Iterator[str]:
     if nothing_is_left(last):
         yield (
             f"no response is left to learn from: all {responses} were cut off at "
-            f"config.data.max_response_length={run.options.data.max_response_length}, and "
-            "config.algorithm.mask_truncated=True leaves those out. Nothing was updated; allow "
-            "longer responses"
+            f"{_describe_limits(run)}, and config.algorithm.mask_truncated=True leaves "
+            "those out. Nothing was updated; allow longer responses"
         )
     elif run.options.algorithm.filter_groups.enable and last.get("reward/uniform_groups") == 1:
         yield (
@@ -209,17 +208,22 @@ def _diagnose_duplicates(run: LastSteps) -> Iterator[str]:
 @_diagnostic(steps=10)
 def _diagnose_truncation(run: LastSteps) -> Iterator[str]:
     share = run["response_length/truncated_share"].mean()
+    if share > 0.5:
+        yield (
+            f"{share:.0%} of the responses of the {run.span} were cut off at "
+            f"{_describe_limits(run)} before they ended: their answers are missing; allow "
+            "longer ones, or penalize length (config.reward.overlong_buffer_len)"
+        )
+
+
+def _describe_limits(run: LastSteps) -> str:
+    """Return the options that cut responses off."""
     limit = f"config.data.max_response_length={run.options.data.max_response_length} tokens"
     if turns := run.options.rollout.multi_turn.max_assistant_turns:
         limit += f" or config.rollout.multi_turn.max_assistant_turns={turns}"
     if (contexts := run.options.rollout.multi_turn.max_contexts) > 1:
         limit += f" or config.rollout.multi_turn.max_contexts={contexts}"
-    if share > 0.5:
-        yield (
-            f"{share:.0%} of the responses of the {run.span} were cut off at {limit} "
-            "before they ended: their answers are missing; allow longer ones, or penalize length "
-            "(config.reward.overlong_buffer_len)"
-        )
+    return limit
 
 
 @_diagnostic(steps=3)

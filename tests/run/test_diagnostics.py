@@ -232,5 +232,7 @@ def test_dialogues_that_are_cut_off_name_the_limit_of_turns_too(turns, named):
     diagnosis = Diagnosis(config, STEPS)
     for _ in range(STEPS):
         messages = diagnosis.observe(HEALTHY | PROBLEMS["truncation"])
-    message = messages["truncation"]
-    assert ("or config.rollout.multi_turn.max_assistant_turns=5 before" in message) == named
+    (left,) = Diagnosis(config, STEPS).observe(PROBLEMS["nothing_left"]).values()
+    for message, after in ((messages["truncation"], " before"), (left, ", and")):
+        limit = f"or config.rollout.multi_turn.max_assistant_turns=5{after}"
+        assert (limit in message) == named
