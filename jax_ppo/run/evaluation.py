@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.reward_shaping import last_actions
 from jax_ppo.ppo.rewarding import RuleRewards, mean_of_known
 from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
+from jax_ppo.run.life_cycle import EvaluationFailed
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
 from jax_ppo.runtime import heartbeat, placement
@@ -158,10 +158,10 @@ def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Eva
 
 
 def require_scores(evaluation: Evaluation) -> None:
-    """Raise `UserError` if the reward function failed on every response."""
+    """Raise `EvaluationFailed`, a `UserError`, if the reward function failed on every response."""
     if evaluation.failures and evaluation.failures == evaluation.scored:
         sample, _, cause = evaluation.first_failure.partition("\n")
-        raise UserError(
+        raise EvaluationFailed(
             f"the reward function failed on all {evaluation.scored} responses of the held-out "
             f"evaluation. The first failure was {sample}",
             details=cause,

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer
+from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compilation, distributed, meshes, signals, work_directory
@@ -207,8 +208,8 @@ class StepLoop:
     def _start(self) -> Any:
         """Return the state to start from, while the programs of a step are compiled.
 
-        Evaluate it first if it is untrained and `trainer.val_before_train` is set, or if a signal
-        interrupted its evaluation.
+        Evaluate it first if it is untrained and `trainer.val_before_train` is set, or if its
+        evaluation was interrupted by a signal or has failed.
         """
         training, progress = self.training, self.progress
         with contextlib.ExitStack() as precompilation:
@@ -226,7 +227,10 @@ class StepLoop:
         return state
 
     def _evaluate_if_due(self, state: Any) -> Quality | None:
-        """Evaluate after a step; `None` if it is not due, or a signal interrupted it."""
+        """Evaluate after a step; `None` if it is not due, or a signal interrupted it.
+
+        If it fails, the step is saved first: a run that resumes evaluates it again.
+        """
         step = self.completed_steps
         due = is_due(step, self.training.total_steps, self.options.test_freq)
         if not (self.training.can_evaluate and due):
@@ -238,11 +242,16 @@ class StepLoop:
         except EvaluationInterrupted:
             self.progress.evaluation_pending = True
             return None
+        except EvaluationFailed:
+            self.progress.evaluation_pending = True
+            self._save_if_due(state, None, is_last=True)
+            self.checkpoints.wait()
+            raise
 
-    def _save_if_due(self, state: Any, quality: Quality | None) -> None:
-        """Save after a step if that is due, or if the run is to stop."""
+    def _save_if_due(self, state: Any, quality: Quality | None, is_last: bool = False) -> None:
+        """Save after a step if that is due, or if the run is to stop or has no further step."""
         step, options = self.completed_steps, self.options
-        saves = is_due(step, self.training.total_steps, options.save_freq)
+        saves = is_last or is_due(step, self.training.total_steps, options.save_freq)
         # A preempted run saves even if no checkpoint is due.
         saves = saves or self._stop_request.should_stop(step)
         saves_locally = bool(options.local_dir) and step % options.local_save_freq == 0
@@ -310,6 +319,10 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
         stop.set()
     if errors:
         raise errors[0]
+
+
+class EvaluationFailed(UserError):
+    """No held-out response could be scored, in all processes."""
 
 
 class EvaluationInterrupted(Exception):

@@ -378,12 +378,12 @@ def test_stopped_during_an_evaluation_and_resumed_is_bit_equal(files, undisturbe
     assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 
-# The number of a reward function's call, of which there are 16 in each evaluation and 16 in each
+# The number of a reward function's call, of which there are 12 in each evaluation and 16 in each
 # step. A machine's speed does not change what a run has done by then. At the sixth step's rewards,
 # the fourth step's checkpoint is the newest one, and a run one step off has sampled the seventh
 # step's responses.
-IN_THE_SECOND_EVALUATION = 16 + 4 * 16 + 5
-IN_STEP_6 = 16 + 4 * 16 + 16 + 16 + 5
+IN_THE_SECOND_EVALUATION = 12 + 4 * 16 + 5
+IN_STEP_6 = 12 + 4 * 16 + 12 + 16 + 5
 INTERRUPTING_REWARD = """
 import os, pathlib, time
 calls, workdir = 0, pathlib.Path({workdir!r})
@@ -1048,6 +1048,11 @@ def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_pat
     assert "no result within config.reward.timeout=0.2 seconds" in last
     # A worker may have begun the next one.
     assert 6 <= len((tmp_path / "calls").read_text()) <= 9
+    # The step that led there is not lost: once the function is repaired, the run goes on from it.
+    (tmp_path / "hangs.py").write_text(REWARD)
+    output = run(files, tmp_path / "work", *arguments, "--config.reward.timeout=60")
+    assert "step 1/8" not in output
+    assert output.index("evaluation after step 1:") < output.index("step 2/8")
 
 
 @pytest.mark.exhaustive
