@@ -26,7 +26,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals, stragglers
-from jax_ppo.sampler.environment import Environment
+from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Example, Rollout
@@ -130,6 +130,7 @@ class RuleScorer:
       model_weight: the weight of the reward model's score.
       reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
       environment: answers the policy's turns; `None` if responses are one turn.
+      vocab_size: number of the policy's tokens, which bounds those of an environment in JAX.
     """
 
     mesh: Mesh
@@ -139,6 +140,7 @@ class RuleScorer:
     model_weight: float
     reward_inputs: RewardInputs | None
     environment: Environment | None = None
+    vocab_size: int = 0
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the worker processes run, if there are any."""
@@ -155,6 +157,8 @@ class RuleScorer:
         total, max_length = rollout.responses.shape
         responses = self._decode_local(batch, rollout)
         _refuse_infinite_turn_rewards(rollout)
+        if isinstance(self.environment, PerDialogue):
+            _refuse_unknown_tokens(rollout, self.vocab_size)
         environment_metrics = _read_environment_metrics(rollout)
         real = batch.count * (total // len(batch.examples))  # others fill up the batch
         scored = self._apply_rule(responses, real)
@@ -315,6 +319,23 @@ def _refuse_infinite_turn_rewards(rollout: Rollout) -> None:
             f"config.rollout.multi_turn.environment: the reward of the turn that ends at token "
             f"{position} of response {indices[row]} is {rewards[row][position]}; expected a finite "
             f"float32 ({len(samples)} such rewards in this batch)"
+        )
+
+
+def _refuse_unknown_tokens(rollout: Rollout, known: int) -> None:
+    """Raise `UserError` if an environment in JAX has inserted tokens that are not in 0..known - 1.
+
+    Models would read the embedding of another token in their place.
+    """
+    indices, tokens = placement.local_rows(rollout.responses)
+    is_observed = ~placement.local_rows(rollout.action_mask)[1]  # or past the length, where 0 is
+    samples, positions = np.nonzero(is_observed & ((tokens < 0) | (tokens >= known)))
+    if len(samples):
+        row, position = samples[0], positions[0]
+        raise UserError(
+            f"config.rollout.multi_turn.environment: an observation has {tokens[row][position]} as "
+            f"token {position} of response {indices[row]}; expected 0 to {known - 1} "
+            f"({len(samples)} such tokens in this batch)"
         )
 
 

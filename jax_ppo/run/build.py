@@ -143,6 +143,7 @@ def build_run(
             model_weight=rows.model_weight,
             reward_inputs=models.reward_inputs,
             environment=environment,
+            vocab_size=models.nets.actor.architecture.vocab_size,
         ),
     )
     if trains:

@@ -300,3 +300,23 @@ def test_a_turn_reward_that_is_not_finite_names_the_environment(reward):
     message = f"multi_turn.environment: .* at token 2 of response 1 is {reward}; .* .1 such"
     with pytest.raises(UserError, match=message):
         scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_an_observation_of_unknown_tokens_names_the_environment(token):
+    """Regression: a run learned from the embeddings of other tokens."""
+    mask = np.ones((2, 4), bool)
+    mask[1, 2] = False
+    rollout = Rollout(
+        prompts=Prompts(tokens=np.ones((2, 1), np.int32), lengths=np.ones(2, np.int32)),
+        responses=jnp.full((2, 4), 300).at[1, 2].set(token),
+        logprobs=None,
+        lengths=jnp.full(2, 4, jnp.int32),
+        truncated=None,
+        action_mask=jnp.asarray(mask),
+    )
+    message = f"environment: an observation has {token} as token 2 of response 1; expected 0 to 255"
+    with pytest.raises(UserError, match=message):
+        rewarding._refuse_unknown_tokens(rollout, 256)
+    known = dataclasses.replace(rollout, responses=rollout.responses.at[1, 2].set(255))
+    rewarding._refuse_unknown_tokens(known, 256)
