@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
-from jax_ppo.memory.memory_formulas import PhaseMemory, overlap_phases, resident_memory
+from jax_ppo.memory.memory_formulas import PhaseMemory, resident_memory
 from jax_ppo.ppo.programs import compile_programs, find_step_program
 from jax_ppo.runtime import compilation, meshes, sharding
 from jax_ppo.runtime.devices import bytes_per_device
@@ -50,7 +50,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
             if largest.is_refused:
                 refused.add(name)
             phases[name] = _measure_phase(step, name, largest, counted)
-        return overlap_phases(phases), refused
+    return phases, refused
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from jax_ppo.models.attention import cudnn_block_size, query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
-from jax_ppo.runtime import dispatch, meshes
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
 from jax_ppo.sampler.slots import PREFILL_TOKENS, kept_tokens_width, record_bytes
@@ -43,17 +43,12 @@ class PhaseMemory:
     cache: int = 0  # keys and values of the slots, and of the prompts in the prefill buffer
     batch: int = 0  # prompts, rollout, scores and packing, as arguments and results
     process: int = 0  # interpreter, libraries and programs, if the device is the only CPU
-    temporaries: int = 0  # everything else, also of a program that runs at the same time
+    temporaries: int = 0  # everything else
 
     @property
     def peak(self) -> int:
         """Return the sum of all parts."""
         return sum(vars(self).values())
-
-    def beside(self, other: "PhaseMemory") -> "PhaseMemory":
-        """Return the memory while the program of another phase runs at the same time."""
-        added = other.gradients + other.cache + other.temporaries
-        return dataclasses.replace(self, temporaries=self.temporaries + added)
 
 
 # Measured with 30 layers (docs/scaling.md): 0.3 GiB when weights are loaded, the rest for compiled
@@ -84,26 +79,9 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
         gradients=gradients,
         decoding_copy=least.decoding if decodes or program.kind == "resharding" else 0,
         cache=step.cache_bytes if decodes else 0,
-        process=PROCESS_BYTES if is_one_cpu() else 0,
+        # The memory of a single CPU is that of the process.
+        process=PROCESS_BYTES if target_platform() == "cpu" and step.mesh.size == 1 else 0,
     )
-
-
-def is_one_cpu() -> bool:
-    """Return whether the step is for a single CPU, which is also the memory of the process."""
-    return target_platform() == "cpu" and dispatch.programs_overlap()
-
-
-def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
-    """Return the memory of phases, of which a single CPU runs some at the same time."""
-    overlapping = dict(phases)
-    if not is_one_cpu():
-        return overlapping
-    groups = {name: group for name in phases if (group := find_step_program(name).group)}
-    for name, group in groups.items():
-        for other in groups:
-            if other != name and groups[other] == group:
-                overlapping[name] = overlapping[name].beside(phases[other])
-    return overlapping
 
 
 def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
@@ -119,7 +97,7 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         samples=step.samples // meshes.row_shards(step.mesh),
         prompt_length=step.prompts.tokens.shape[1],
     )
-    phases = {
+    return {
         program.name: dataclasses.replace(
             resident_memory(step, program.name),
             batch=batch + record * (2 if program.kind == "sampling" else 1),
@@ -127,7 +105,6 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         )
         for program in planned_programs(step)
     }
-    return overlap_phases(phases)
 
 
 def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:

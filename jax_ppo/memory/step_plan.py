@@ -247,17 +247,10 @@ def _heading(plan: StepPlan) -> str:
             shape += f"{counted(plan.decoding_devices, 'other device')}, "
         shape += _mesh_text(plan.rollout_mesh)
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
-    if _counts_process(plan):
-        lines.append("programs that run at the same time count each other's gradients as temporary")
     bubbles = [f"{find_step_program(x.name).label} {x.bubble:.1%}" for x in plan.phases if x.bubble]
     if bubbles:
         lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
     return "\n".join(lines)
-
-
-def _counts_process(plan: StepPlan) -> bool:
-    """Return whether the process is in the memory of the device, which is then a single CPU."""
-    return any(phase.memory.process for phase in plan.phases)
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
@@ -267,7 +260,8 @@ def _mesh_text(shape: dict[str, int]) -> str:
 
 
 def _memory_table(plan: StepPlan) -> str:
-    counts = _counts_process(plan)
+    # Only the memory of a single CPU has the process in it.
+    counts = any(phase.memory.process for phase in plan.phases)
     columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
     rows = [["GiB per device", *columns.values(), "peak"]]
     if plan.is_compiled:

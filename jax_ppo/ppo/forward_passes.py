@@ -16,7 +16,7 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
-from jax_ppo.runtime import dispatch, placement
+from jax_ppo.runtime import placement
 from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
@@ -239,11 +239,12 @@ def run_forward_passes(
 
     The arrays of `packed` are [A, R, L]; `micro_batches` of the A are not empty.
     """
-    programs: list[dispatch.Program] = [
-        (forward_part, (options, nets, part, state, sequences, packed, micro_batches))
-        for part in options.parts
-    ]
-    return join_outputs(dispatch.run_together(programs))
+    return join_outputs(
+        [
+            forward_part(options, nets, part, state, sequences, packed, micro_batches)
+            for part in options.parts
+        ]
+    )
 
 
 def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:

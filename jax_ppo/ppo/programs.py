@@ -68,7 +68,6 @@ class StepProgram:
       compile: compiles its function for shapes, and records the shapes of its results; `None` for
         the programs that the engine compiles.
       reads: returns the other roles whose parameters it reads.
-      group: programs of one group are dispatched together: a single CPU runs them at the same time.
     """
 
     name: str
@@ -78,7 +77,6 @@ class StepProgram:
     passes: Callable[[StepOptions, Networks], int]
     compile: Callable[[ProgramInputs, StepShapes], None] | None = None
     reads: Callable[[StepOptions], tuple[str, ...]] = lambda options: ()
-    group: str = ""
 
 
 def compile_programs(
@@ -265,7 +263,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         passes=lambda options, nets: options.forward.policy_passes,
         compile=functools.partial(_compile_forward, "policy"),
         reads=lambda options: ("reference",),
-        group="forward",
     ),
     StepProgram(
         name="forward_critic",
@@ -274,7 +271,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="critic",
         passes=lambda options, nets: int("critic" in options.forward.parts),
         compile=functools.partial(_compile_forward, "critic"),
-        group="forward",
     ),
     StepProgram(
         name="forward_teacher",
@@ -283,7 +279,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         role="teacher",
         passes=lambda options, nets: int("teacher" in options.forward.parts),
         compile=functools.partial(_compile_forward, "teacher"),
-        group="forward",
     ),
     StepProgram(
         name="forward_reward",
@@ -308,7 +303,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         passes=lambda options, nets: options.trains_actor * options.update.actor.ppo_epochs,
         compile=functools.partial(_compile_update, "actor"),
         reads=lambda options: roles_of_losses(options.update.actor, options.experience.teacher),
-        group="update",
     ),
     StepProgram(
         name="update_critic",
@@ -321,7 +315,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
             else 0
         ),
         compile=functools.partial(_compile_update, "critic"),
-        group="update",
     ),
 )
 

@@ -53,9 +53,8 @@ def sample_batch(
     """Start sampling responses to the prompts of a step, without waiting for them.
 
     Then let the observer write the metrics of the last update that was dispatched: the actor is
-    updated by the time that sampling starts. (On one CPU device the critic may still be learning
-    beside it.) When sampling one step ahead, that is the update of the step before the current one,
-    and its row includes what the host waited for in between.
+    updated by the time that sampling starts. When sampling one step ahead, that is the update of
+    the step before the current one, and its row includes what the host waited for in between.
 
     `draw` says which of the step's batches it is, from 0.
     """

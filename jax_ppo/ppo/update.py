@@ -23,7 +23,6 @@ from jax_ppo.ppo.objectives import (
     CriticObjective,
     UpdateOptions,
 )
-from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
 from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
@@ -65,10 +64,7 @@ def update_state(
     else:
         step, metrics = next_step(state.step), {}
     if "critic" in arguments:
-        # The critic's update does not depend on the actor's, so both may run at once.
-        models["critic"], optimizers["critic"], critic_metrics = dispatch.beside(
-            update_critic, *arguments["critic"]
-        )
+        models["critic"], optimizers["critic"], critic_metrics = update_critic(*arguments["critic"])
         metrics |= critic_metrics
     state = TrainState(step=step, models=models, optimizers=optimizers, control=experience.control)
     return state, metrics

@@ -77,8 +77,6 @@ def test_one_entry_has_a_program_compiled(monkeypatch):
     assert names == ["sample", "forward_reference"]
 
 
-def test_names_are_unique_and_groups_have_company():
+def test_names_are_unique():
     names = [program.name for program in PROGRAMS]
     assert len(set(names)) == len(names)
-    groups = [program.group for program in PROGRAMS if program.group]
-    assert all(groups.count(group) > 1 for group in groups)
