@@ -22,7 +22,7 @@ from jax_ppo.sampler.slots import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.types import Prompts
 
-# Where the platform does not report its memory.
+# Where the platform does not report its memory, as on CPUs.
 FALLBACK_SLOTS = 256
 # Share of the memory for what the arithmetic omits: prefill, activations, fragmentation.
 _RESERVE = 0.1

@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.memory.remedies import PossibleChanges, Remedy, SupervisedChanges, rank_remedies
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.programs import StepProgram
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement
-from jax_ppo.runtime.devices import bytes_per_device, read_memory_limit
+from jax_ppo.runtime.devices import bytes_per_device, read_host_memory, read_memory_limit
 from jax_ppo.sampler.decoding_weights import largest_part_bytes, shape_decoding_weights
 from jax_ppo.supervised.step import trained_shapes
 from jax_ppo.training.networks import Folders, Networks
@@ -143,22 +144,27 @@ class SupervisedMemory:
 def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
     """Raise `UserError` if a run cannot fit the devices of this process.
 
-    The message names the changes of options that would save the most. Platforms that report no
-    memory are not checked.
+    The message names the changes of options that would save the most. CPU devices share the host's
+    memory, in equal parts if all of them do the same. Other platforms that report no memory are not
+    checked.
     """
     limit = read_memory_limit()
+    is_host = limit is None and target_platform() == "cpu"
+    if is_host:
+        limit = read_host_memory() // jax.local_device_count()
     if limit is None:
         return
     least = run.measure()
-    if least.peak <= limit:
+    if least.peak <= limit or (is_host and least.separate):
         return
     suggestions = "; ".join(
         f"{remedy.options} needs at least {remedy.needed / GIB:.1f}"
         for remedy in run.rank_remedies(least.peak)
     )
+    more = "memory is" if is_host else "devices are"
     raise UserError(
         f"config.mesh: a device needs at least {least.peak / GIB:.1f} GiB for the run ({least}) "
-        f"and has {limit / GIB:.1f}. {suggestions or 'More devices are needed'}"
+        f"and has {limit / GIB:.1f}. {suggestions or f'More {more} needed'}"
     )
 
 
@@ -212,6 +218,8 @@ def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState
 
 
 def _fetched_bytes(shapes: Any) -> int:
+    if target_platform() == "cpu":
+        return 0  # the host's memory is that of the devices
     return bytes_per_device(placement.only_in_host_memory(shapes))
 
 

@@ -19,7 +19,12 @@ from jax_ppo.memory.step_work import (
     whole_read_params,
 )
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import cudnn_block_size, query_block_size
+from jax_ppo.models.attention import (
+    CUDNN_TILE,
+    blocks_of_queries,
+    cudnn_block_size,
+    query_block_size,
+)
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
@@ -415,11 +420,14 @@ def _pair_bytes(
     row_parts = meshes.row_parts(mesh)
     rows = _layer_tokens(step, role, shape) // queries
     keys = queries * row_parts
-    is_cudnn = net.attention == "cudnn"
-    block_size = cudnn_block_size if is_cudnn else query_block_size
-    block = min(queries, block_size(queries)) if row_parts == 1 else queries // 2
-    if is_cudnn:
+    if net.attention == "cudnn":
+        block = queries // 2 if queries % 4 == 0 else queries  # as in attention_over_parts.py
+        if row_parts == 1:
+            size = cudnn_block_size(queries)
+            blocks = blocks_of_queries(queries, size, None, None, tile=CUDNN_TILE)
+            block = max(columns.stop - columns.start for columns, _ in blocks)
         return rows * block * keys * role.itemsize
+    block = min(queries, query_block_size(queries)) if row_parts == 1 else queries // 2
     scores = num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
     if with_gradient:
         return 4 * scores * FLOAT32_BYTES

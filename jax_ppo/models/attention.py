@@ -15,8 +15,8 @@ and the programs
 
     xla     runs everywhere, with any type, and alone with sinks; it stores scores [B, H, T, T]
             except for the keys that no query of a block reads
-    cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no scores, but what
-            the queries of a block read, [B, Q, T], if there are segments
+    cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no scores, and with
+            segments a mask [B, Q, T] of one block of queries at a time
     splash  TPU only, without shared prefixes; it stores no scores
 
 attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
@@ -40,8 +40,8 @@ from jax_ppo.runtime.parallelism.heads import split_heads
 # Queries per block and blocks per row in `xla_attention`.
 MIN_QUERY_BLOCK = 64
 MAX_QUERY_BLOCKS = 4
-# The same in `cudnn_attention`: the mask of a block has 2 bytes per pair of a query and a key. Its
-# kernels compute tiles of as many keys.
+# The same in `cudnn_attention`, where the mask of a block has 2 bytes per pair of a query and a
+# key; and the keys of a tile of its kernels.
 MIN_CUDNN_QUERY_BLOCK = 512
 MAX_CUDNN_QUERY_BLOCKS = 8
 CUDNN_TILE = 128
@@ -237,7 +237,7 @@ def cudnn_attention(
 
 
 def forget_mask(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Make the backward pass of `attend` keep what cuDNN returned, and make the mask again."""
+    """Keep only what cuDNN returns for the backward pass, which makes the mask again."""
     return jax.checkpoint(attend, policy=lambda primitive, *_, **__: "attention" in primitive.name)
 
 

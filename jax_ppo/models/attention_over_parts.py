@@ -6,7 +6,7 @@ tokens with 4 key heads of 128 in bfloat16. Its queries are two blocks that are 
 row (`packing.split_columns`), so that the devices have as many earlier keys each.
 
 The programs are attention.py's. Only splash skips what its own device's queries do not read: xla
-and cuDNN skip the second half of the row for the queries of the first.
+and cuDNN skip the second half of the row for the first block of queries (cuDNN if it is even).
 """
 
 import functools

@@ -102,10 +102,10 @@ def newest_weights(
     """Return a context whose time counts for the rollout, with an engine that has the weights."""
     params = parts.policy_params(state)
     # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
-    # actor's update and then for the samples.
+    # updates of actor and critic and then for the samples.
     if jax.default_backend() != "tpu":
         with observer.phase("update"):
-            jax.block_until_ready(params)
+            jax.block_until_ready((params, state))
     with observer.phase("rollout"):
         parts.engine.update_weights(params)
         del params  # with `actor.param_offload` a copy that only the engine reads

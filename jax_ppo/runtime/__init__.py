@@ -1,1 +1,1 @@
-"""The machine: meshes and shardings, processes, compilation, concurrent programs."""
+"""The machine: meshes and shardings, processes, compilation."""

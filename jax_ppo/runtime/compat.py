@@ -75,8 +75,8 @@ def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
 def no_gradients_of_masks() -> Iterator[None]:
     """Keep cuDNN's attention, traced in the block, from gradients of boolean masks.
 
-    Nobody can ask for them, but jax 0.10.2 has arrays of the masks' size computed for them. Tried
-    with it; jax 0.12.0 does so by itself and lacks what is replaced here.
+    Nobody can ask for them, but jax 0.10.2 computes arrays of the masks' size. jax 0.12.0 computes
+    none, and lacks what is replaced here.
     """
     try:
         from jax._src.cudnn import fused_attention_stablehlo as library

@@ -32,17 +32,14 @@ _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/p
 def read_memory_limit() -> int | None:
     """Return the bytes that programs may use on the smallest device of this process.
 
-    CPU devices share the memory of the host. `None` if another platform does not report it.
+    `None` if the platform does not report it, as on CPUs.
     """
-    local = jax.local_devices()
-    if local[0].platform == "cpu":
-        return _read_host_memory() // len(local)
-    statistics = [device.memory_stats() or {} for device in local]
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     limits = [figures["bytes_limit"] for figures in statistics if "bytes_limit" in figures]
     return min(limits, default=None)
 
 
-def _read_host_memory() -> int:
+def read_host_memory() -> int:
     """Return the bytes of memory of this host, or of the container if it is given less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in _CONTAINER_LIMITS:

@@ -88,7 +88,7 @@ def _limited_start() -> Iterator[None]:
         host = address.rpartition(":")[0].strip("[]")
         try:
             socket.getaddrinfo(host, None)
-        except OSError:
+        except (OSError, UnicodeError):  # the latter if a part has more than 63 characters
             cause = f"the name {host!r} does not resolve on this machine; give an IP address"
         _end_abruptly(
             f"not all processes have connected to {address} within {_START_SECONDS} s: {cause}",

@@ -1,5 +1,6 @@
 """A run that cannot fit its devices is refused before weights are loaded."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -139,8 +140,9 @@ def remedies_for(config, platform):
 
 def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
     def least(config):
-        nets = tiny.networks(config)
-        return memory_check.PPOMemory(config, nets, tiny.make_mesh(1)).measure()
+        with assume_platform("tpu"):
+            nets = tiny.networks(config)
+            return memory_check.PPOMemory(config, nets, tiny.make_mesh(1)).measure()
 
     remedies = remedies_for(CONFIG, "tpu")
     optimizers = remedies[
@@ -185,9 +187,7 @@ def test_less_temporary_memory_begins_with_what_is_not_yet_so():
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
     def machine(*statistics):
-        return lambda: [
-            types.SimpleNamespace(platform="gpu", memory_stats=lambda s=s: s) for s in statistics
-        ]
+        return lambda: [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in statistics]
 
     monkeypatch.setattr(jax, "local_devices", machine({"bytes_limit": 7}, {"bytes_limit": 5}))
     assert devices.read_memory_limit() == 5
@@ -196,7 +196,7 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
 
 
 @pytest.mark.parametrize("written", ["800", "max", None])
-def test_cpu_devices_share_the_memory_of_the_host_or_of_its_container(
+def test_the_memory_of_the_host_is_that_of_a_container_which_has_less(
     written, tmp_path, monkeypatch
 ):
     limit = tmp_path / "memory.max"
@@ -204,7 +204,22 @@ def test_cpu_devices_share_the_memory_of_the_host_or_of_its_container(
     if written:
         limit.write_text(f"{written}\n")
     host = 800 if written == "800" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert devices.read_memory_limit() == host // jax.local_device_count()
+    assert devices.read_host_memory() == host
+
+
+def test_cpu_devices_share_the_memory_of_the_host(monkeypatch):
+    run = memory_check.PPOMemory(CONFIG, tiny.networks(CONFIG), tiny.make_mesh(1), FOLDERS)
+    needed = run.measure().peak * jax.local_device_count()
+    monkeypatch.setattr(memory_check, "read_host_memory", lambda: needed)
+    memory_check.validate_memory(run)
+    monkeypatch.setattr(memory_check, "read_host_memory", lambda: needed - jax.local_device_count())
+    with pytest.raises(UserError, match="config.mesh: a device needs at least"):
+        memory_check.validate_memory(run)
+    # They keep what is offloaded, too.
+    offloads = tiny.config(actor__optimizer_offload=True, critic__optimizer_offload=True)
+    offloading = dataclasses.replace(run, config=offloads)
+    with pytest.raises(UserError, match="config.mesh: a device needs at least"):
+        memory_check.validate_memory(offloading)
 
 
 def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):

@@ -529,7 +529,7 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
     assert forward_passes.forward_part._cache_size() == before
 
 
-def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
+def test_what_was_compiled_ahead_is_found_by_the_update():
     """This covers one CPU device; tests/run/test_train.py covers several devices."""
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):

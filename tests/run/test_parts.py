@@ -43,7 +43,7 @@ def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
     same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).pack(0, lengths).mini_batches
-    assert same["critic"] is same["actor"]  # one plan is made and transferred
+    assert same["critic"] is same["actor"]  # one packing is made and transferred
     other_options = dict(
         critic__ppo_epochs=3,
         critic__ppo_mini_batch_size=4,

@@ -24,7 +24,7 @@ def test_unpacked_gives_each_sample_a_row():
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_plan_holds_each_member_once_and_whole(seed, packed):
+def test_a_packing_holds_each_member_once_and_whole(seed, packed):
     r = np.random.default_rng(seed)
     lengths = r.integers(1, 17, 24)
     groups = r.permutation(24).reshape(3, 8)
