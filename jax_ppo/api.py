@@ -75,7 +75,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
       dtype: data type of weights and computation: "float32" or "bfloat16".
 
     Raises:
-      UserError: there is no such model, or it is not supported.
+      UserError: there is no such model, it is not supported, or JAX finds no devices.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")

@@ -991,8 +991,8 @@ class Reward:
         "and json_schema, else 0",
         unit="processes", at_least=0)
     timeout: float = option(60.0,
-        "longest time for one response in a worker; a function for batches has as long as "
-        "max_timeouts of its responses",
+        "longest time for one response in a worker; a function for batches has max_timeouts times "
+        "as long, or less for fewer responses",
         unit="seconds", above=0, effective_when=(SCORES_IN_WORKERS,))
     max_timeouts: int = option(8,
         "consecutive responses that may run out of time before the rest of the batch counts as "

@@ -322,5 +322,5 @@ def _is_readable(parameters: Any) -> bool:
             for one in known.values()
         )
         and isinstance(required, (list, tuple))
-        and all(str(name) in known for name in required)
+        and all(isinstance(name, str) and name in known for name in required)
     )

@@ -155,10 +155,10 @@ class RuleScorer:
         inserted. A reward model reads those, too.
         """
         total, max_length = rollout.responses.shape
-        responses = self._decode_local(batch, rollout)
         _refuse_infinite_turn_rewards(rollout)
         if isinstance(self.environment, PerDialogue):
-            _refuse_unknown_tokens(rollout, self.vocab_size)
+            _refuse_unknown_tokens(rollout, self.vocab_size)  # no tokenizer decodes one below 0
+        responses = self._decode_local(batch, rollout)
         environment_metrics = _read_environment_metrics(rollout)
         real = batch.count * (total // len(batch.examples))  # others fill up the batch
         scored = self._apply_rule(responses, real)

@@ -58,7 +58,7 @@ class ScoredBatch:
         return int(self.failed.sum())
 
     def fill_up(self, length: int, score: float) -> "ScoredBatch":
-        """Return the results of `length` responses: those that follow were not tried and failed."""
+        """Return the results of `length` responses; the added ones count as failed, untried."""
         missing = length - len(self.scores)
 
         def extend(values: np.ndarray, value: float) -> np.ndarray:

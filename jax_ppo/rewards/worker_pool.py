@@ -170,11 +170,15 @@ class RewardWorkers:
         """Return the result of a task, or its failure; `None` if no worker took it."""
         is_last = False
         while concurrent.futures.wait([future], limit + _LONGEST_START).not_done:
-            if not any(other.running() or other.done() for other in futures):
+            waiting = [other for other in futures if not other.done()]
+            is_idle = not any(other.running() for other in waiting)
+            # A lost task may be all that is left: see below.
+            if is_idle and (len(waiting) > 1 or len(futures) == 1):
                 raise UserError(
-                    f"config.reward.function={self._options.function!r}: no worker process has "
-                    f"taken a response within {limit + _LONGEST_START:g} s: importing its module "
-                    "may hang there"
+                    "the reward's worker processes (config.reward.function="
+                    f"{self._options.function!r}, config.reward.terms={self._options.terms!r}): "
+                    f"none has taken a response within {limit + _LONGEST_START:g} s: importing "
+                    "the module of a function may hang there"
                 )
             if is_last:
                 # The pool can miss that a process ended as soon as it had taken a task.

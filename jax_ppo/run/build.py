@@ -307,7 +307,9 @@ def _in_words(number: int) -> str:
     """Return a number of parameters with three digits, as in "7.62 billion"."""
     if number < 999.5e6:
         return f"{number / 1e6:.3g} million"
-    return f"{number / 1e9:.3g} billion"
+    if number < 999.5e9:
+        return f"{number / 1e9:.3g} billion"
+    return f"{number / 1e12:.3g} trillion"
 
 
 def _sampling_options(

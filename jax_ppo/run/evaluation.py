@@ -70,7 +70,7 @@ def evaluate_policy(
     called before each batch; it may raise an exception to end the evaluation.
 
     Raises:
-      UserError: the reward function failed on every response.
+      EvaluationFailed: the reward function failed on every response.
     """
     sampling = run.held_out_sampling
     options = run.config.rollout.val_kwargs

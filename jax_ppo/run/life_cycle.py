@@ -145,8 +145,9 @@ def export_best(
     step = checkpoints.best_step()
     if step is None:
         journal.warn(
-            "config.trainer.export_best: no checkpoint has been evaluated by "
-            f"config.trainer.best_metric={checkpoints.best_metric!r}; none is best"
+            "config.trainer.export_best: no checkpoint was saved with a "
+            f"config.trainer.best_metric={checkpoints.best_metric!r}, which an evaluation that a "
+            "resume has made up for does not give it; none is best"
         )
         return
     console.print_on_main(f"the best checkpoint: after step {step}")
@@ -249,7 +250,7 @@ class StepLoop:
             raise
 
     def _save_if_due(self, state: Any, quality: Quality | None, is_last: bool = False) -> None:
-        """Save after a step if that is due, or if the run is to stop or has no further step."""
+        """Save after a step if that is due, the run is to stop, or `is_last`: it ends here."""
         step, options = self.completed_steps, self.options
         saves = is_last or is_due(step, self.training.total_steps, options.save_freq)
         # A preempted run saves even if no checkpoint is due.

@@ -23,8 +23,8 @@ class Progress:
     # For each evaluation so far a dict of `step` and the means by name; `None` for a mean that is
     # undefined.
     evaluations: list[dict] = dataclasses.field(default_factory=list)
-    # Whether a signal interrupted the evaluation after this step, so that a resumed run begins with
-    # it.
+    # Whether the evaluation after this step was interrupted by a signal or has failed, so that a
+    # resumed run begins with it.
     evaluation_pending: bool = False
     # When the run was started for the first time, in seconds since 1970.
     started_at: float = dataclasses.field(default_factory=time.time)

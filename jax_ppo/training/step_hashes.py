@@ -151,7 +151,9 @@ def read_hashes(folder: Path) -> dict[int, dict[str, Any]]:
             entry = json.loads(line)
             entries[entry["step"]] = entry
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: line {number} does not hold the hashes of a step") from None
+            raise UserError(
+                f"{path}: line {number} does not hold the hashes of a step; remove the line"
+            ) from None
     return entries
 
 

@@ -265,6 +265,7 @@ def test_what_is_no_tool_is_refused(load, names, message):
         {"properties": {"x": {"type": None}}},
         {"properties": {"x": {}}, "required": None},
         {"properties": {"x": {}}, "required": ["x", "y"]},
+        {"properties": {"1": {}}, "required": [1]},
     ],
 )
 def test_a_schema_by_which_no_call_can_be_checked_is_refused(load, tmp_path, schema):

@@ -22,6 +22,7 @@ from jax_ppo.ppo import rewarding
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.types import Example, Prompts, Rollout
 from waiting import HANG_SECONDS, finish_all
 
@@ -314,9 +315,21 @@ def test_an_observation_of_unknown_tokens_names_the_environment(token):
         lengths=jnp.full(2, 4, jnp.int32),
         truncated=None,
         action_mask=jnp.asarray(mask),
+        turn_rewards=jnp.zeros((2, 4)),
     )
+    scorer = RuleScorer(
+        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
+        tokenizer=Words(),
+        options=Reward(),
+        rule=None,
+        model_weight=1.0,
+        reward_inputs=None,
+        environment=PerDialogue(None, None, observation_length=1),
+        vocab_size=256,
+    )
+    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
     message = f"environment: an observation has {token} as token 2 of response 1; expected 0 to 255"
     with pytest.raises(UserError, match=message):
-        rewarding._refuse_unknown_tokens(rollout, 256)
+        scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
     known = dataclasses.replace(rollout, responses=rollout.responses.at[1, 2].set(255))
     rewarding._refuse_unknown_tokens(known, 256)

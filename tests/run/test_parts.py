@@ -82,7 +82,7 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monk
     def rule(example, text):
         seen.append((example.ground_truth, text))
         tokens.append(list(example.completion_ids))
-        return RewardResult(len(seen) / 2)
+        return RewardResult(len(seen) / 2, correct=True)
 
     scorer = RuleScorer(
         mesh=mesh,
@@ -111,7 +111,8 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monk
     seen.clear()
     rewarded = scorer.score(dataclasses.replace(batch, count=1), rollout)
     assert [truth for truth, _ in seen] == ["first", "first"]
-    assert rewarded.scores.tolist()[:2] == [0.5, 1.0] and np.isnan(rewarded.correct[2:]).all()
+    assert rewarded.scores.tolist() == [0.5, 1.0, 0.0, 0.0]
+    np.testing.assert_array_equal(rewarded.correct, [1, 1, np.nan, np.nan])
     assert (rewarded.failures, rewarded.scored) == (0, 2)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import memory_check
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import forward_passes
@@ -120,11 +121,15 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
     assert np.abs(results[0][1]).sum() > 0
 
 
-def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
+def measure(config):
     mesh = tiny.make_mesh(4, data=2, fsdp=2)
+    with assume_platform("tpu"):  # the memory of CPU devices is the host's
+        return memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
+
+
+def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
     kept, offloaded = (
-        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
-        for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
+        measure(config) for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
     )
     # Actor and critic have the same trunk, of which the reference is a third copy.
     assert offloaded.frozen == 0 < kept.frozen
@@ -137,10 +142,8 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
 
 
 def test_the_sampler_needs_no_room_for_an_offloaded_actor():
-    mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
-        for config in (tiny.config(), tiny.config(actor__param_offload=True))
+        measure(config) for config in (tiny.config(), tiny.config(actor__param_offload=True))
     )
     actor = kept.parameters - offloaded.parameters
     assert 0 < actor == offloaded.fetched and kept.fetched == 0
@@ -148,10 +151,8 @@ def test_the_sampler_needs_no_room_for_an_offloaded_actor():
 
 
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
-    mesh = tiny.make_mesh(4, data=2, fsdp=2)
     kept, offloaded = (
-        memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
-        for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
+        measure(config) for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
     )
     assert (offloaded.optimizer, offloaded.fetched) == (0, kept.optimizer) and kept.fetched == 0
     # What decodes is the peak where the weights are copied to every device.

@@ -1,10 +1,12 @@
 """A run that a signal asks to end: all of its processes save the same step and stop."""
 
+import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.run.life_cycle import EvaluationInterrupted, StopRequest
+from jax_ppo.config.schema import Trainer
+from jax_ppo.run.life_cycle import EvaluationFailed, EvaluationInterrupted, StepLoop, StopRequest
 from jax_ppo.runtime import signals
 from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress
 from waiting import finish_all
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -140,3 +144,39 @@ def test_a_signal_to_both_processes_before_the_first_step_ends_both_at_once(
     outputs = [output for output, _ in finish_all(processes)]
     assert [process.returncode for process in processes] == [143, 143]
     assert outputs == ["", ""]
+
+
+def test_a_step_whose_evaluation_fails_is_saved_and_its_evaluation_is_pending():
+    saved = []
+
+    def fail(*_):
+        raise EvaluationFailed("no response was scored")
+
+    loop = StepLoop(
+        training=types.SimpleNamespace(
+            can_evaluate=True,
+            total_steps=8,
+            position=4,
+            evaluate=fail,
+            fingerprints=dict,
+            checkpoint_trees=lambda state: {"actor": state},
+        ),
+        options=Trainer(test_freq=1, save_freq=0),
+        all_options={},
+        checkpoints=types.SimpleNamespace(
+            save=lambda step, trees, meta, quality: saved.append((step, trees, meta, quality)),
+            wait=lambda: saved.append("waited"),
+        ),
+        progress=Progress(),
+        journal=types.SimpleNamespace(
+            write_pending_report=lambda: None,
+            restart_clock=lambda: None,
+            phase=lambda name: contextlib.nullcontext(),
+        ),
+    )
+    loop.completed_steps = 3
+    with pytest.raises(EvaluationFailed):
+        loop._evaluate_if_due("state")
+    (step, trees, meta, quality), waited = saved
+    assert (step, trees, quality, waited) == (3, {"actor": "state"}, None, "waited")
+    assert meta["evaluation_pending"] and meta["position"] == 4
