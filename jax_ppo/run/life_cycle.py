@@ -145,9 +145,9 @@ def export_best(
     step = checkpoints.best_step()
     if step is None:
         journal.warn(
-            "config.trainer.export_best: no checkpoint was saved with a "
-            f"config.trainer.best_metric={checkpoints.best_metric!r}, which an evaluation that a "
-            "resume has made up for does not give it; none is best"
+            "config.trainer.export_best: no checkpoint has a value of "
+            f"config.trainer.best_metric={checkpoints.best_metric!r}, so none is best (an "
+            "evaluation with which a resumed run begins gives none)"
         )
         return
     console.print_on_main(f"the best checkpoint: after step {step}")

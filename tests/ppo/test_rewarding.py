@@ -275,6 +275,21 @@ def test_turns_with_nothing_between_them_are_lines_of_their_own():
     assert read(np.zeros_like(starts)) == "12=\n4"
 
 
+def score_two(rollout, **changes):
+    """Score two responses of a dialogue without a rule."""
+    scorer = RuleScorer(
+        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
+        tokenizer=Words(),
+        options=Reward(),
+        rule=None,
+        model_weight=1.0,
+        reward_inputs=None,
+        **changes,
+    )
+    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
+    return scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+
+
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
 def test_a_turn_reward_that_is_not_finite_names_the_environment(reward):
     """Regression: a run ended at its next step with advice on the learning rate."""
@@ -289,18 +304,9 @@ def test_a_turn_reward_that_is_not_finite_names_the_environment(reward):
         action_mask=jnp.ones((2, 4), bool),
         turn_rewards=jnp.asarray(turn_rewards),
     )
-    scorer = RuleScorer(
-        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
-        tokenizer=Words(),
-        options=Reward(),
-        rule=None,
-        model_weight=1.0,
-        reward_inputs=None,
-    )
-    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
     message = f"multi_turn.environment: .* at token 2 of response 1 is {reward}; .* .1 such"
     with pytest.raises(UserError, match=message):
-        scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+        score_two(rollout)
 
 
 @pytest.mark.parametrize("token", [-1, 256])
@@ -317,19 +323,9 @@ def test_an_observation_of_unknown_tokens_names_the_environment(token):
         action_mask=jnp.asarray(mask),
         turn_rewards=jnp.zeros((2, 4)),
     )
-    scorer = RuleScorer(
-        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
-        tokenizer=Words(),
-        options=Reward(),
-        rule=None,
-        model_weight=1.0,
-        reward_inputs=None,
-        environment=PerDialogue(None, None, observation_length=1),
-        vocab_size=256,
-    )
-    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
+    environment = PerDialogue(None, None, observation_length=1)
     message = f"environment: an observation has {token} as token 2 of response 1; expected 0 to 255"
     with pytest.raises(UserError, match=message):
-        scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+        score_two(rollout, environment=environment, vocab_size=256)
     known = dataclasses.replace(rollout, responses=rollout.responses.at[1, 2].set(255))
     rewarding._refuse_unknown_tokens(known, 256)
