@@ -25,7 +25,7 @@ from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.sampler.drawing import constrains_logits
+from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.stages import cache_bytes_per_device
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params

@@ -16,8 +16,8 @@ from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.drafts import continuation_options
-from jax_ppo.sampler.drawing import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.slots import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.types import Prompts

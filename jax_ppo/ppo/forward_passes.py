@@ -21,8 +21,8 @@ from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
 from jax_ppo.sampler.continuation import DrawStates
-from jax_ppo.sampler.drawing import draw_next_tokens
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import draw_next_tokens
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks

@@ -22,8 +22,8 @@ from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.parallelism.replicas import map_replicas
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
-from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,

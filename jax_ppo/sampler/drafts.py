@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, continue_responses, run_on_rows
-from jax_ppo.sampler.drawing import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import advance_searches, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.sampler.stages import append_responses, stage_limits
 from jax_ppo.types import Params, Rollout

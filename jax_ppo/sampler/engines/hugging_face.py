@@ -10,9 +10,9 @@ import numpy as np
 
 from jax_ppo.errors import UserError
 from jax_ppo.sampler import sampling, text_search
-from jax_ppo.sampler.drawing import advance_searches, constrain_logits, finishes_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
+from jax_ppo.sampler.next_token import advance_searches, constrain_logits, finishes_responses
 
 
 class HuggingFaceEngine(ExternalEngine):
