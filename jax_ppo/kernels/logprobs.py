@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt8
 
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
     ChunkOptions,
@@ -85,7 +84,7 @@ def token_logprobs(
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
-    chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0], target_platform())
+    chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0])
     size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
         (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), kept_GxNxW),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.softcap import softcap, softcap_slope
 
 # Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk must be
@@ -58,12 +59,13 @@ def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V 
     assert hidden.ndim == 3 and unembedding.ndim == 2 and shapes[0][2] == shapes[1][1], shapes
 
 
-def default_chunk_size(vocabulary: int, platform: str) -> int:
-    """Return the positions per chunk whose logits fill the chunk budget of the platform.
+def default_chunk_size(vocabulary: int) -> int:
+    """Return the positions per chunk whose logits fill the chunk budget of the target platform.
 
     At least MIN_CHUNK_SIZE, however large the vocabulary is.
     """
-    return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), MIN_CHUNK_SIZE)
+    budget = CHUNK_BYTES.get(target_platform(), CHUNK_BYTES_ELSEWHERE)
+    return max(budget // (4 * vocabulary), MIN_CHUNK_SIZE)
 
 
 class MaskedChunks:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
     ChunkOptions,
@@ -75,7 +74,7 @@ def full_kl(
     assert unembedding_VxD.shape[0] == ref_unembedding_VxE.shape[0], "the vocabularies differ"
     assert chunk_size is None or chunk_size > 0, chunk_size
     # Two distributions are held per position, like one over twice the vocabulary.
-    chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0], target_platform())
+    chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0])
     references = map(jax.lax.stop_gradient, (ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
         (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool), kept_GxNxW),

@@ -516,5 +516,5 @@ def _num_head_elements(role: Role, mesh: Mesh) -> int:
 def logit_chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     """Return the bytes of a chunk of the logits of `tokens`, in float32."""
     vocab_size = role.architecture.vocab_size
-    chunk = vocabulary_chunks.default_chunk_size(vocab_size, target_platform())
-    return min(chunk, tokens) * vocab_size * FLOAT32_BYTES // parts
+    positions = min(vocabulary_chunks.default_chunk_size(vocab_size), tokens)
+    return positions * vocab_size * FLOAT32_BYTES // parts

@@ -379,7 +379,7 @@ def _draw_again(
     forbidden = draws.forbidden_states[rows.samples, rows.steps]
     inputs = (hidden, draws.keys[rows.samples], rows.steps, forbidden)
     mask = split_by_device(rows.mask)
-    size = default_chunk_size(net.architecture.vocab_size, target_platform())
+    size = default_chunk_size(net.architecture.vocab_size)
     chunks = MaskedChunks(mask, min(size, mask.shape[1]))
 
     def draw_chunk(i: jax.Array, buffer: jax.Array) -> jax.Array:

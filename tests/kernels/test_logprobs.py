@@ -239,7 +239,7 @@ def temporaries(score, groups, places, width, vocabulary):
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
-    places = 64 * vocabulary_chunks.default_chunk_size(vocabulary, "cpu")
+    places = 64 * vocabulary_chunks.default_chunk_size(vocabulary)
     whole = 4 * places * vocabulary  # bytes of the logits in float32
     short, long = (
         temporaries(kernel.token_logprobs, 1, n, width, vocabulary) for n in (places // 4, places)

@@ -195,7 +195,7 @@ def temporaries(places, width, vocabulary, chunk_size=None):
 )
 def test_never_holds_places_by_vocabulary(vocabulary, width):
     """Neither the logits nor one unembedding gradient per chunk are held in memory."""
-    places = 64 * vocabulary_chunks.default_chunk_size(2 * vocabulary, "cpu")
+    places = 64 * vocabulary_chunks.default_chunk_size(2 * vocabulary)
     whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
     short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
     assert long < 1.25 * short and long < whole / 8, (short, long, whole)
