@@ -141,8 +141,7 @@ class RolloutObjective:
       options: see `UpdateOptions`.
       aggregation: see `registries.AGGREGATIONS`.
       net: the role's model.
-      reference: the reference's frozen parameters, which adapters apply to. `None` if
-        neither adapters nor a loss need them.
+      base: the frozen parameters that adapters are joined with; not read without adapters.
       experience: the rollout's experience.
     """
 
@@ -150,7 +149,7 @@ class RolloutObjective:
     options: UpdateOptions
     aggregation: str
     net: Transformer
-    reference: Params | None
+    base: Params | None
     experience: Experience
 
     @property
@@ -196,11 +195,11 @@ class ActorObjective(RolloutObjective):
     """The policy loss, plus the KL to the reference, minus the entropy bonus.
 
     Attributes:
-      reference_policy: the reference's model and parameters; `None`: the actor's and `reference`.
+      reference: the reference's model and parameters; read only by a KL over the vocabulary.
       teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
     """
 
-    reference_policy: tuple[Transformer, Params] | None = None
+    reference: tuple[Transformer, Params | None] | None = None
     teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[Any, ...]:
@@ -238,7 +237,7 @@ class ActorObjective(RolloutObjective):
         own_weights, selected_BxT, value_weights = weights
         token_weights = self.token_weights(rows, own_weights)
         # Inside the gradient, so that adapters receive theirs through the join.
-        params = full_parameters(net, params, self.reference)
+        params = full_parameters(net, params, self.base)
         hidden, router_loss_RxL = forward.run_decoder(
             net, params, rows, with_router_loss=actor.router_aux_loss_coef > 0, replays_routing=True
         )
@@ -305,7 +304,7 @@ class ActorObjective(RolloutObjective):
         name = options.actor.kl_loss_type
         if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
-            net, reference = self.reference_policy or (self.net, self.reference)
+            net, reference = self.reference or (self.net, None)
             assert reference is not None, "a KL loss needs a reference"
             kl_tokens = self._kl_over_vocabulary(params, hidden, net, reference, rows)
         else:
@@ -343,7 +342,7 @@ class CriticObjective(RolloutObjective):
         critic = self.options.critic
         coef = critic.router_aux_loss_coef
         token_weights = self.token_weights(rows, weights, self.experience.value_mask)
-        params = full_parameters(self.net, params, self.reference)
+        params = full_parameters(self.net, params, self.base)
         hidden, router_loss_RxL = forward.run_decoder(
             self.net, params, rows, with_router_loss=coef > 0
         )

@@ -51,9 +51,9 @@ def update_state(
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
-      `learner.Metric` states; NaN if no step had tokens to learn from. During the critic's
-      warm-up the actor's metrics are computed, but its parameters stay unchanged. Values of each
-      optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME.
+      `learner.Metric` states; NaN if no optimizer step had tokens to learn from. Values of each
+      optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME. While
+      only the critic learns (`trainer.critic_warmup`), the actor's metrics are computed, too.
     """
     arguments = update_arguments(options, nets, total_steps, state, experience, batches)
     models, optimizers = dict(state.models), {}
@@ -104,8 +104,8 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state. On one
-# device, the first result of a shape takes the first donated buffer of that shape, even one in the
-# host's memory. Therefore the new trees come before all other results, in the arguments' order.
+# device, XLA gives the first result of a shape the first donated buffer of that shape, even one in
+# the host's memory. Therefore the new trees precede all other results, in the arguments' order.
 _JIT = {
     "static_argnames": ("options", "nets", "total_steps"),
     "donate_argnames": ("params", "optimizer_state"),
@@ -152,9 +152,9 @@ def update_actor(
         options,
         nets.actor,
         experience,
-        fixed_state.reference,
-        teacher,
-        reference_policy(nets, fixed_state),
+        base=fixed_state.reference,
+        reference=reference_policy(nets, fixed_state),
+        teacher=teacher,
     )
     params, optimizer_state, metrics = learner.scan_mini_batches(
         params, optimizer_state, rate, update_enabled, batches
@@ -187,7 +187,8 @@ def update_critic(
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     assert nets.critic is not None, "there is no separate critic"
-    # The reference is read only as the base of a critic's adapters, which is never offloaded.
+    # Not `on_device`: of the fixed state the critic reads only the base of its adapters, which is
+    # never offloaded.
     learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
         params, optimizer_state, rate, True, batches
@@ -199,9 +200,9 @@ def actor_learner(
     options: UpdateOptions,
     net: Transformer,
     experience: Experience,
-    reference: Params | None,
+    base: Params | None,
+    reference: tuple[Transformer, Params | None] | None = None,
     teacher: tuple[Transformer, Params] | None = None,
-    reference_policy: tuple[Transformer, Params] | None = None,
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.actor
@@ -224,11 +225,11 @@ def actor_learner(
         objective=ActorObjective(
             options=options,
             aggregation=actor.loss_agg_mode,
-            reference_policy=reference_policy,
+            reference=reference,
             teacher=teacher,
             metrics=metrics,
             net=net,
-            reference=reference,
+            base=base,
             experience=experience,
         ),
         optim=actor.optim,
@@ -241,7 +242,7 @@ def actor_learner(
 
 
 def critic_learner(
-    options: UpdateOptions, net: Transformer, experience: Experience, reference: Params | None
+    options: UpdateOptions, net: Transformer, experience: Experience, base: Params | None
 ) -> Learner:
     """Return the learner of a separate critic."""
     critic = options.critic
@@ -256,7 +257,7 @@ def critic_learner(
             aggregation=critic.loss_agg_mode or options.actor.loss_agg_mode,
             metrics=metrics,
             net=net,
-            reference=reference,
+            base=base,
             experience=experience,
         ),
         optim=critic.optim,

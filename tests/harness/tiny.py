@@ -300,7 +300,8 @@ def update_programs(config, *arguments):
 def actor_learner(config, nets, experience, reference=None, teacher=None):
     """Return the learner of the actor, or of actor and critic on a shared trunk."""
     options = UpdateOptions.from_config(config)
-    return update.actor_learner(options, nets.actor, experience, reference, teacher)
+    net = nets.actor
+    return update.actor_learner(options, net, experience, reference, (net, reference), teacher)
 
 
 def critic_learner(config, nets, experience, reference=None):
@@ -311,7 +312,8 @@ def critic_learner(config, nets, experience, reference=None):
 
 @functools.partial(jax.jit, static_argnames=("options", "net"))
 def _actor_gradients(options, net, params, reference, experience, batch):
-    return update.actor_learner(options, net, experience, reference).gradients(params, batch)
+    learner = update.actor_learner(options, net, experience, reference, (net, reference))
+    return learner.gradients(params, batch)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "net"))
