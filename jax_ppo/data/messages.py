@@ -12,6 +12,7 @@ from typing import Any
 from jax_ppo.errors import UserError, shorten
 
 Messages = tuple[dict[str, Any], ...]
+Prompt = str | Messages
 
 _ROLES = {
     "human": "user",

@@ -3,8 +3,8 @@
 import bisect
 from collections.abc import Sequence
 
-from jax_ppo.data.messages import add_response, join_contents, prompt_texts, user_message
-from jax_ppo.data.tokenizer import Prompt, Tokenizer
+from jax_ppo.data.messages import Prompt, add_response, join_contents, prompt_texts, user_message
+from jax_ppo.data.tokenizer import Tokenizer
 
 
 def tokenizers_match(tokenizer: Tokenizer, actor_tokenizer: Tokenizer) -> bool:

@@ -24,6 +24,7 @@ from jax_ppo.data import columns as names
 from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
 from jax_ppo.data.messages import (
     Messages,
+    Prompt,
     drop_missing,
     from_json,
     join_contents,
@@ -44,7 +45,6 @@ _GROUPED = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _PROMPT_NAMES = (names.PROMPT, *names.CHATS, *names.REQUESTS)
 
 Row = dict[str, Any]
-Prompt = str | Messages
 
 
 class _Reading(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jax_ppo.data.messages import Messages, add_response, is_prefilled, join_contents
+from jax_ppo.data.messages import Messages, Prompt, add_response, is_prefilled, join_contents
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
 
@@ -44,7 +44,6 @@ _DOWNLOADED_FILES = (
 
 # Of transformers, whose import takes seconds.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-Prompt = str | Messages
 # Whether the tokenizer's template renders chats, or the values of further variables in it.
 ChatTemplate = bool | dict[str, Any]
 Tools = Sequence[dict[str, Any]]

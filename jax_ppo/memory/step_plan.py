@@ -12,6 +12,7 @@ from jax_ppo.errors import UserError, counted
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_phases
+from jax_ppo.memory.memory_check import GIB
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
@@ -208,7 +209,6 @@ def _estimate_peak(config: Config, mesh: Mesh) -> int:
     return max(memory.peak for memory in estimated.values())
 
 
-GIB = 2**30
 _COLUMNS = {
     "parameters": "params",
     "optimizer": "optimizer",

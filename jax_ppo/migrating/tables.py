@@ -16,7 +16,7 @@ from typing import Any
 FRAMEWORKS = ("verl", "trl", "openrlhf", "tunix", "nemo_rl")
 VERL_PREFIX = "actor_rollout_ref."
 
-Answers = dict[str, str]  # by name
+AnswersByName = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Program:
     base: str = ""
     command: str = "train"  # train, sft or reward_model
     # Answers to options that mean something else than in the framework's other programs.
-    options: Answers = dataclasses.field(default_factory=dict)
+    options: AnswersByName = dataclasses.field(default_factory=dict)
     # Its defaults, by its own names, in which the base may differ.
     defaults: dict[str, str] = dataclasses.field(default_factory=dict)
     # Our options whose value it always has, without an option for them.
@@ -61,7 +61,7 @@ class Framework:
     """The tables of one framework."""
 
     title: str  # its name in messages
-    options: Answers  # answers by name
+    options: AnswersByName
     # Its programs, the most usual one first; none: its commands are not translated.
     programs: tuple[Program, ...]
     data: tuple[DataOptions, ...]  # the options that name data
@@ -87,11 +87,11 @@ def _read_program(table: dict[str, Any], defaults: dict[str, str]) -> Program:
     return Program(**table, options=options, defaults={**defaults, **own_defaults})
 
 
-def _by_name(table: dict[str, list[str]]) -> Answers:
+def _by_name(table: dict[str, list[str]]) -> AnswersByName:
     return {name: answer for answer, names in table.items() for name in names}
 
 
-def find_answer(options: Answers, name: str) -> str | None:
+def find_answer(options: AnswersByName, name: str) -> str | None:
     """Return a table's answer to a name, or to the smallest group `a.b.*` that contains it."""
     if name in options:
         return options[name]

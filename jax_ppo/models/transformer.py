@@ -105,7 +105,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 # Parameters of layers, [L, ...], and the kinds of these layers, [L], if they differ.
 StackedLayers = tuple[Params, LayerKind | None]
 # Positions [B, T], segments [B, T] and what each layer reads of each token, [B, T, L, ...].
-Rows = tuple[jax.Array, Segments, LayerInputs]
+LayerRows = tuple[jax.Array, Segments, LayerInputs]
 # Keys and values, or their cache, that later layers with a sliding window, or without one, share.
 Shared = dict[Any, Any]
 
@@ -249,7 +249,7 @@ class Transformer(LayerOptions):
         return MODULES[self.architecture.block](self, **names)
 
     def _run_stacked(
-        self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: Any = None
+        self, layers: StackedLayers, x: jax.Array, rows: LayerRows, gradient_sum: Any = None
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all stacked layers, or the layers of a stage, as one scan."""
         params, kind_of_each = layers
@@ -280,7 +280,7 @@ class Transformer(LayerOptions):
         return jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
 
     def _run_blocks(
-        self, layers: Params, x: jax.Array, rows: Rows, gradient_sum: GradientSum | None
+        self, layers: Params, x: jax.Array, rows: LayerRows, gradient_sum: GradientSum | None
     ) -> tuple[jax.Array, Auxiliary]:
         """Run layers with different parameters, in spans of layers alike in MLP and sharing."""
         a = self.architecture
@@ -314,7 +314,7 @@ class Transformer(LayerOptions):
         self,
         layers: Params,
         x: jax.Array,
-        rows: Rows,
+        rows: LayerRows,
         gradient_sum: GradientSum | None,
         span: slice,
         shared: Shared,
@@ -375,14 +375,14 @@ class Transformer(LayerOptions):
         return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_in_stages(
-        self, layers: StackedLayers, x: jax.Array, rows: Rows, gradient_sum: None = None
+        self, layers: StackedLayers, x: jax.Array, rows: LayerRows, gradient_sum: None = None
     ) -> tuple[jax.Array, Auxiliary]:
         """Run the layers of each stage as a scan, one micro-batch after the other."""
         assert gradient_sum is None, "stages add up their gradients themselves"
         layers_per_stage = self.architecture.num_layers // num_stages()
 
         def run_stage(
-            layers: StackedLayers, x: jax.Array, rows: Rows
+            layers: StackedLayers, x: jax.Array, rows: LayerRows
         ) -> tuple[jax.Array, Auxiliary]:
             positions, segments, inputs = rows
 
@@ -399,7 +399,7 @@ class Transformer(LayerOptions):
         self,
         params: Params,
         x: jax.Array,
-        rows: Rows,
+        rows: LayerRows,
         cache: tuple[LayerCache, ...] | None,
         ends_B: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:

@@ -23,8 +23,9 @@ from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.advantages import length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
+from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
+from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Sequences
 
 

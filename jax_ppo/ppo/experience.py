@@ -16,8 +16,9 @@ from jax_ppo.kernels import importance, masked
 from jax_ppo.kernels.moments import Moments, update_moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Metrics, Tokens
+from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_CONTROLLERS
+from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Control, Experience, Sequences
 
 

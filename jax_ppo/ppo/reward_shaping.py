@@ -19,10 +19,10 @@ from jax_ppo.kernels import kl, masked, shaping
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import KL_CONTROLLERS
+from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Sequences
 
 KLFunction = Callable[[jax.Array], jax.Array]
-Metrics = dict[str, jax.Array]
 Tokens = Float32[Array, "B T"]
 Mask = Bool[Array, "B T"]
 

@@ -15,7 +15,6 @@ import numpy as np
 from jax_ppo.config.schema import Config
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 
-Metrics = dict[str, float]
 MAX_REWARD = 1e4
 RATIO_RANGE = (0.8, 1.2)
 _LEAST_COMPILE_SECONDS = 0.5  # below it nobody notices
@@ -30,7 +29,7 @@ class LastSteps:
     """The metrics of the last steps of a run, the newest last, and its options."""
 
     options: Config
-    metrics: Sequence[Metrics]
+    metrics: Sequence[dict[str, float]]
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Return a metric's values [steps]."""
@@ -84,7 +83,7 @@ def _diagnostic(**facts: Any) -> Callable[[Diagnose], Diagnose]:
     return add
 
 
-def nothing_is_left(metrics: Metrics) -> bool:
+def nothing_is_left(metrics: dict[str, float]) -> bool:
     """Return whether a step had no response to learn from: its update has no figures."""
     return metrics.get("response_length/masked_share") == 1
 
@@ -401,9 +400,10 @@ class Diagnosis:
     total_steps: int
 
     def __post_init__(self) -> None:
-        self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
+        longest = max(diagnostic.steps for diagnostic in DIAGNOSTICS)
+        self._history = collections.deque[dict[str, float]](maxlen=longest)
 
-    def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
+    def observe(self, metrics: dict[str, float], misses: Sequence[str] = ()) -> dict[str, str]:
         """Record the next step; return the messages of the problems that it has, by name.
 
         `misses` describe some of the step's wrong responses.

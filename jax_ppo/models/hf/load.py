@@ -39,7 +39,7 @@ from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import STACKED_EXPERTS, tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
-Progress = Callable[[int, int], None]
+ReadingProgress = Callable[[int, int], None]  # takes the tensors read so far, and in total
 
 
 def read_architecture(folder: str | Path, needs_weights: bool = True) -> Architecture:
@@ -188,7 +188,7 @@ def load_checkpoint(
     shardings: dict[str, Any],
     dtype: DTypeLike = jnp.float32,
     head: str = "lm",
-    progress: Progress | None = None,
+    progress: ReadingProgress | None = None,
 ) -> dict[str, Any]:
     """Read the weights of a checkpoint into sharded arrays.
 
@@ -246,7 +246,7 @@ def read_parameters(
     *,
     shardings: dict[str, Any],
     dtype: DTypeLike,
-    progress: Progress | None,
+    progress: ReadingProgress | None,
 ) -> dict[str, Any]:
     """Return the parameters of a tensor table as a nested dict of sharded arrays.
 

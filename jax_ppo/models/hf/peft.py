@@ -32,7 +32,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 # Fields of adapter_config.json that would change the numbers, and the values that do not.
-NEUTRAL_VALUES: dict[str, tuple] = {
+_NEUTRAL_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
@@ -116,7 +116,7 @@ def _refuse_unsupported(
     reader: ConfigReader, config: dict[str, Any], architecture: Architecture
 ) -> None:
     """Raise `UserError` for adapters that would be computed differently."""
-    for name, neutral in NEUTRAL_VALUES.items():
+    for name, neutral in _NEUTRAL_VALUES.items():
         if name == "fan_in_fan_out" and FAMILIES[architecture.family].input_first:
             neutral = (True, *neutral)  # it describes the base's kernels
         if name in config and config[name] not in neutral:

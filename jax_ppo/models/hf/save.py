@@ -30,7 +30,7 @@ from jax_ppo.runtime import distributed, work_directory
 GIB = 1024**3
 VALUE_UNIT = "value_unit.json"  # moments of the returns that a critic's values are normalized by
 DESCRIPTION = ("config.json", "generation_config.json")  # by these an export is recognized
-TOKENIZER_FILES = (
+_COPIED_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -214,7 +214,7 @@ def _read_source(folder: str | Path | None, name: str) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    for pattern in TOKENIZER_FILES:
+    for pattern in _COPIED_FILES:
         for file in source.glob(pattern):
             if file.is_file():
                 copy = target / file.relative_to(source)

@@ -9,16 +9,16 @@ and whose upper ones are exchanges. Everything else is computed by each device a
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import REPLICA
+from jax_ppo.runtime.parallelism.devices import Function
 
 Combine = Callable[[Any, Any], Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def add_trees(a: Any, b: Any) -> Any:
