@@ -1,9 +1,15 @@
 """One PPO step, from prompts to new parameters (Schulman et al. 2017, arXiv 1707.06347).
 
-Sample responses, compute log-probs and values, apply the rewards, estimate advantages, update actor
-and critic. The host must wait for the mesh once per step: packing needs the lengths of the sampled
-responses. It also waits to time the forward passes, but only after the update has been dispatched,
-so that the mesh does not idle.
+    1. Sample responses                      response_sampling.py
+    2. Compute log-probs and values          forward_passes.py
+    3. Apply the rewards                     rewarding.py
+    4. Estimate advantages                   experience.py, advantages.py
+    5. Update actor and critic               update.py, its loops in training/learner.py,
+                                             its losses in objectives.py and kernels/losses.py
+
+The host must wait for the mesh once per step: packing needs the lengths of the sampled responses.
+It also waits to time the forward passes, but only after the update has been dispatched, so that the
+mesh does not idle.
 """
 
 import dataclasses
@@ -46,8 +52,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      carried_over: what the next step starts from: with `rollout.max_staleness` its samples, drafts
-        of them or unfinished responses; `None` without.
+      carried_over: what the next step starts from with `rollout.max_staleness` (its samples, drafts
+        of them, or unfinished responses); `None` without.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
@@ -90,23 +96,25 @@ def take_ppo_step(
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
         packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
-    # Sample the next step, or drafts for it, with the weights from before this step's update.
-    # Such a run cannot select samples by reward: validation forbids it.
+    # With max_staleness = 1, the samples of the next step, or drafts of them, come from the weights
+    # before this step's update; devices that only decode begin now. With more, unfinished responses
+    # continue. Validation forbids selecting samples by reward in such runs.
     to_next_step: CarriedOver | None = sampled.pool
     samples_ahead = options.rollout.max_staleness == 1 and step + 1 < parts.total_steps
-    if samples_ahead and isinstance(parts.engine, SeparateEngine):
+    is_separate = isinstance(parts.engine, SeparateEngine)
+    if samples_ahead and is_separate:
         to_next_step = sample_beside_update(parts, state, batches, step, observer)
 
     # 2. Compute log-probs under policy and reference, and values, without waiting for them.
     sequences = join_sequences(sampled.rollout, options.sequence_length)
     with observer.phase("forward"):
         outputs = run_forward_passes(options.forward, nets, state, sequences, *packed.forward)
-    if samples_ahead and to_next_step is None:
+    if samples_ahead and not is_separate:
         ahead = sample_batch(parts, state, batches, step + 1, observer)
         to_next_step = ahead._replace(weights_step=step)
-    observer.write_pending_report()  # unless `sample_batch` has already done so
+    observer.write_pending_report()  # nothing is pending if `sample_batch` has written it
 
-    # 3. Apply the rules on the host while the mesh computes; add a reward model's scores.
+    # 3. Apply the rules on the host while the mesh computes, then add a reward model's scores.
     with observer.phase("reward"):
         rule_rewards = apply_rules(parts, sampled, batches)
     rewards = parts.rules.add_model_scores(nets, state, rule_rewards, (sequences, *packed.whole))
@@ -156,15 +164,15 @@ def sample_responses(
     """Return the samples of a step: carried over, given, or sampled now and perhaps selected."""
     training, options = parts.training, parts.step_options
     with observer.phase("rollout"):
-        taken_over = wait_for(carried_over)
+        carried_over = wait_for(carried_over)  # devices that only decode may still work on it
     if options.rollout.max_staleness > 1:
-        assert not isinstance(taken_over, SampledBatch), "max_staleness > 1 carries over a pool"
-        return sample_partial_batch(parts, state, batches, step, observer, taken_over)
-    if taken_over is not None:
-        assert isinstance(taken_over, SampledBatch), "drafts are carried over as a batch"
+        assert not isinstance(carried_over, SampledBatch), "max_staleness > 1 carries over a pool"
+        return sample_partial_batch(parts, state, batches, step, observer, carried_over)
+    if carried_over is not None:
+        assert isinstance(carried_over, SampledBatch), "drafts are carried over as a batch"
         if not options.rollout.verify_drafts:
-            return taken_over
-        return complete_drafted_batch(parts, state, taken_over, step, observer)
+            return carried_over
+        return complete_drafted_batch(parts, state, carried_over, step, observer)
     if isinstance(training, GivenResponses) and not options.is_on_policy_step(step):
         return take_given_batch(parts, training, batches)
     sample = sample_selected_batch if options.selects_samples else sample_batch

@@ -1,5 +1,12 @@
 """The life cycle of a training run: resume, take steps, report, evaluate, save, export.
 
+    training = build(mesh)                               # run_life_cycle
+    state = training.load_state(...)                     # StepLoop._start, while programs compile
+    for step in range(completed steps, total steps):     # StepLoop.take_steps
+        state = training.take_step(state, step)
+        training.evaluate(state), if due; save training.checkpoint_trees(state), if due
+    training.export(state)
+
 PPO, supervised fine-tuning, reward models and critics share it. `Training` declares what differs
 between them: what is loaded, what a step does, what an evaluation measures, what is exported.
 """
@@ -91,7 +98,7 @@ class Training(Protocol[JournalT]):
         """Write the trained models to subfolders of `folder`."""
 
 
-# `run_life_cycle`, or what stands in for it: `replay.repeat_steps` repeats some steps of a run.
+# The type of `run_life_cycle`, and of `replay.repeat_steps`, which takes some steps again.
 Cycle = Callable[[Config, Path, Callable[[Mesh], Training[Any]], str], dict[str, Any]]
 
 
@@ -155,7 +162,7 @@ def export_best(
 
 
 def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
-    """Return the folders in which the end of a run writes models, if it does."""
+    """Return the folders to which a run exports its models at its end; none without an export."""
     folders = (workdir, workdir / BEST) if options.export_best else (workdir,)
     return folders if options.export else ()
 
@@ -180,7 +187,7 @@ class StepLoop:
 
     training: Training[Any]
     options: Trainer
-    all_options: dict[str, Any]  # of the run, by section, as its checkpoints hold them
+    all_options: dict[str, Any]  # by section; checkpoints record them
     checkpoints: Checkpointer
     progress: Progress
     journal: Journal
@@ -250,7 +257,7 @@ class StepLoop:
             raise
 
     def _save_if_due(self, state: Any, quality: Quality | None, is_last: bool = False) -> None:
-        """Save after a step if that is due, the run is to stop, or `is_last`: it ends here."""
+        """Save after a step if a checkpoint is due, the run is to stop, or the step `is_last`."""
         step, options = self.completed_steps, self.options
         saves = is_last or is_due(step, self.training.total_steps, options.save_freq)
         # A preempted run saves even if no checkpoint is due.
@@ -281,9 +288,8 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
 
     A later call with arguments of the same shapes and shardings uses the compiled program: JAX
     keeps one cache for all threads. If the context ends with an error, no further program is
-    compiled. The iterator compiles a program with each `next`. It must make no arrays: making one
-    runs a program, and all processes must run their programs in the same order, which another
-    thread would disturb.
+    compiled. The iterator, which compiles a program with each `next`, must make no arrays: that
+    would run programs in this thread, and all processes must run theirs in the same order.
 
     Raises:
       Exception: what the compiler raised, at the end of the context.
@@ -344,7 +350,8 @@ class StopRequest:
         """Return whether the run is to save and end after a step.
 
         Call it after every step; before the first call, a signal ends the run without saving. All
-        processes get the same answer, which is fixed when a step is first asked about.
+        processes get the same answer, which stays the same for a step unless `interrupt_evaluation`
+        asks again.
         """
         if step != self._asked_step:
             self._asked_step = step
@@ -358,7 +365,7 @@ class StopRequest:
     def interrupt_evaluation(self, step: int) -> None:
         """Raise if the run is to end; call it between the batches of the evaluation after a step.
 
-        All processes must call it equally often. `should_stop` then gives the same answer.
+        All processes must call it equally often. `should_stop` afterwards repeats its answer.
 
         Raises:
           EvaluationInterrupted: SIGTERM or Ctrl-C asked the run to save and end.

@@ -59,7 +59,7 @@ POOL = "pool"
 def train_ppo(
     config: Config, workdir: Path, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
 ) -> dict[str, Any]:
-    """Train; `cycle` takes the steps, or repeats some of them."""
+    """Train; `cycle` drives the run: the whole life cycle, or a replay of some steps."""
 
     def build(mesh: Mesh) -> PPOTraining:
         roles = resolve_roles(config)
@@ -87,7 +87,7 @@ class PPOTraining:
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
-        self._carried_over: CarriedOver | None = None  # to the next step
+        self._carried_over: CarriedOver | None = None  # from the step before
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training prompts ("data") and of the frozen models."""
@@ -159,7 +159,7 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        # A run that samples ahead had sampled the next batch when it was saved.
+        # A checkpoint holds unfinished responses, or the next batch if it had been sampled ahead.
         self._carried_over = restore_pool(run, checkpoints, progress) or restore_sampled_batch(
             run, checkpoints, progress, self._batches
         )
@@ -291,7 +291,7 @@ def restore_sampled_batch(
     records = ("routed_experts" in saved, "kept_tokens" in saved)
     if records != (run.sampling.returns_routed_experts, run.sampling.returns_kept_tokens):
         return None
-    # One number per decoder queue; this mesh may have more or fewer queues.
+    # `slot_steps` has one number per queue of the decoder, and this mesh may have more or fewer.
     shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
     arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
     batch = next(batches)
@@ -330,11 +330,11 @@ def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
 
 
 def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> ResponsePool | None:
-    """Return the responses that a run was to continue when it was saved.
+    """Return the unfinished responses of a run's checkpoint.
 
     Returns:
-      The pool; `None` if the checkpoint holds none, or one that does not fit this run. If it does
-      not fit, print that its prompts are skipped.
+      The pool; `None` if the checkpoint holds none. For one that does not fit this run, print that
+      its prompts are skipped, and return `None`.
     """
     config = run.config
     saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
@@ -401,7 +401,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
         rule_rewards = run.rules.score(batch, rollout)
         failures += rule_rewards.failures
         scored += rule_rewards.scored
-        # Rewards within responses are not normalized, so they are left out here.
+        # `reward.normalize` applies to scores of whole responses alone, not to rewards within them.
         rewards = response_rewards(run, state, batch, rollout, rule_rewards)
         moments = _add_moments(moments, rewards)
     run.engine.release_weights()

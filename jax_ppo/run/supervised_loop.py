@@ -63,7 +63,7 @@ Batch = tuple[Sequences, Packing, jax.Array]
 def train_supervised(
     config: Config, workdir: Path, task: Task, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
 ) -> dict[str, Any]:
-    """Train; `cycle` takes the steps, or repeats some of them."""
+    """Train; `cycle` drives the run: the whole life cycle, or a replay of some steps."""
 
     def build(mesh: Mesh) -> SupervisedTraining:
         # Before training: the export comes after it.

@@ -48,11 +48,10 @@ OPTIMIZER_STEPS = "optimizer_steps/"
 class Metric(enum.Enum):
     """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
 
-    MEAN: the sum of the rows' weighted shares, then the mean over optimizer steps.
-    SUM: shares add up; the sum over steps, 0 if there were none.
-    MIN, MAX: the extreme of all shares of all steps.
-    FIRST_MAX: the maximum over rows, of the first optimizer step that was run.
-    FIRST_SUM: the sum over rows, likewise.
+    MEAN: the sum over rows, whose shares are weighted; then the mean over optimizer steps.
+    SUM: the sum over rows and over optimizer steps, 0 if there were none.
+    MIN, MAX: the extreme over rows and over optimizer steps.
+    FIRST_MAX, FIRST_SUM: the maximum or the sum over rows of the first optimizer step that was run.
     """
 
     MEAN = enum.auto()
@@ -78,7 +77,7 @@ class Metric(enum.Enum):
         return total + share
 
     def over_steps(self, values_U: jax.Array, was_run_U: jax.Array) -> jax.Array:
-        """Return one value of all steps that were run; NaN if none was, except for SUM."""
+        """Return one value for all optimizer steps that were run; NaN if none, but 0 for SUM."""
         if self is Metric.SUM:
             return jnp.sum(values_U, where=was_run_U)
         if self is Metric.MIN:
@@ -128,14 +127,14 @@ class EarlyStop:
 class Learner:
     """Optimizer steps on an objective."""
 
-    rounding_stream: Stream  # the random numbers that round what is stored in bfloat16
+    rounding_stream: Stream  # with `rounding_seed`, addresses the random numbers of rounding
     objective: Objective
     optim: Optim
     grad_clip: float  # largest global gradient norm
     prefix: str = ""  # begins the names of the metrics that the learner adds
     trains_layers: bool = True  # `False` if the parameters are adapters
     early_stop: EarlyStop | None = None  # `None` takes all steps
-    rounding_seed: int = 0  # seed of the stochastic rounding of what is stored in bfloat16
+    rounding_seed: int = 0  # of the stochastic rounding of what is stored in bfloat16
     # Return the metrics of each optimizer step besides the reduced ones.
     logs_optimizer_steps: bool = False
 
@@ -147,11 +146,13 @@ class Learner:
         update_enabled: bool | jax.Array,
         batches: MiniBatches,
     ) -> tuple[Params, optax.OptState, Metrics]:
-        """Take one optimizer step per mini-batch, of which `batches` holds U; return metrics, too.
+        """Take one optimizer step per mini-batch; `batches` has a leading axis U of them.
 
-        Parameters and state are returned in the memory they were given in, the host's or the
-        devices', laid out by `TRAIN_RULES`. If the bool scalar `update_enabled` is False, metrics
-        are computed, but nothing changes.
+        If the bool scalar `update_enabled` is False, metrics are computed, but nothing changes.
+
+        Returns:
+          The new parameters and optimizer state, in the memory they were given in, the host's or
+          the devices', and laid out by `TRAIN_RULES`; and metrics over all optimizer steps.
         """
 
         def mini_batch(
@@ -241,8 +242,8 @@ class Learner:
     ) -> tuple[Params, Metrics]:
         """Return gradients and metrics of one mini-batch, summed over micro-batches.
 
-        The gradients are summed in `optim.gradient_dtype`, the metrics in float32; `key` is the
-        second of `rounding_keys`, `None` if gradients are summed in float32, too.
+        Gradients are summed in `optim.gradient_dtype`, metrics in float32. `key`, the second of
+        `rounding_keys`, rounds sums in bfloat16; `None` if they are in float32.
         """
         objective = self.objective
         weights = objective.weigh(batch)
