@@ -113,7 +113,6 @@ def prepared_run(
         heartbeat,
         work_directory,
     )
-    from jax_ppo.storage import disk_space
 
     trackers.require_installed(parsing.parse_names(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
@@ -148,18 +147,26 @@ def prepared_run(
                 yield resolved, folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
-        # It may be bytes, or the number of an open file, in functions of the user.
-        path = Path(error.filename if isinstance(error.filename, str | os.PathLike) else "")
-        written = path.name or "a file of the run"
-        if disk_space.is_disk_full(error):
-            raise disk_space.disk_full_error(folder, written, cause=error) from error
-        if folder not in path.parents:
-            raise
-        raise UserError(
-            f"--workdir={workdir}: {written} cannot be written or read: {error.strerror}; restore "
-            "the folder or its permissions, then the same command continues from its newest "
-            "checkpoint"
-        ) from error
+        if explained := _explain_write_error(error, folder, workdir):
+            raise explained from error
+        raise
+
+
+def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> UserError | None:
+    """Return what to do about a file of the run that could not be written; `None` for others."""
+    from jax_ppo.storage import disk_space
+
+    # It may be bytes, or the number of an open file, in functions of the user.
+    path = Path(error.filename if isinstance(error.filename, str | os.PathLike) else "")
+    written = path.name or "a file of the run"
+    if disk_space.is_disk_full(error):
+        return disk_space.disk_full_error(folder, written, cause=error)
+    if folder not in path.parents:
+        return None
+    return UserError(
+        f"--workdir={workdir}: {written} cannot be written or read: {error.strerror}; restore the "
+        "folder or its permissions, then the same command continues from its newest checkpoint"
+    )
 
 
 def validate_score_file(options: Score) -> None:

@@ -49,22 +49,8 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     is_known = bool(command) or config.supervised != Config().supervised
     if by_environment or any(getattr(config.reward, name) for name in _REWARDS):
         command = command or "train"
-    refusal = None
-    response_key = None if command == "train" else config.supervised.response_key
-    try:
-        training, held_out = load_examples(config.data, config.seed, response_key)
-    except UserError as error:
-        if command:
-            raise
-        refusal = error  # of responses, perhaps, which `train` does not read
-        training, held_out = load_examples(config.data, config.seed)
-    if not command:
-        command = _tell_command(training)
-        if refusal and command != "train":
-            raise refusal
-        if command == "train" and any(find_label(e.extra_info, Columns()) for e in training):
-            # Rows that only `sft` leaves out are missing.
-            training, held_out = load_examples(config.data, config.seed)
+    response_key = config.supervised.response_key
+    command, training, held_out = _load_for_command(config.data, config.seed, response_key, command)
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
@@ -100,7 +86,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
         "first_prompt_note": note,
         "problems": [
             *obstacles,
-            *_find_response_problems(training, held_out, command, config.supervised.response_key),
+            *_find_response_problems(training, held_out, command, response_key),
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
@@ -112,6 +98,27 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
             ),
         ],
     }
+
+
+def _load_for_command(
+    data: Data, seed: int, response_key: str, command: str
+) -> tuple[str, list[Example], list[Example]]:
+    """Return the command, told from the rows if it is "", and the examples that it reads."""
+    if command:
+        return command, *load_examples(data, seed, None if command == "train" else response_key)
+    refusal = None
+    try:
+        training, held_out = load_examples(data, seed, response_key)
+    except UserError as error:
+        refusal = error  # of responses, perhaps, which `train` does not read
+        training, held_out = load_examples(data, seed)
+    command = _tell_command(training)
+    if refusal and command != "train":
+        raise refusal
+    if command == "train" and any(find_label(e.extra_info, Columns()) for e in training):
+        # Rows that only `sft` leaves out are missing.
+        training, held_out = load_examples(data, seed)
+    return command, training, held_out
 
 
 def format_report(report: dict[str, Any]) -> str:
