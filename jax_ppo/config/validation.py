@@ -456,8 +456,17 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
                 "rollout.reuse_logprobs": "auto",
                 "rollout.logprob_micro_batch_size_per_device": None,
                 "algorithm.rollout_is": "none",
+                "rollout.verify_drafts": False,
                 "algorithm.filter_groups.enable": False,
                 "score.file": "",
+            }
+        elif not value_of("rollout.max_staleness"):
+            does = "whose drafts are of earlier epochs"
+            further = {
+                "rollout.keep": None,
+                "algorithm.filter_groups.enable": False,
+                "score.file": "",
+                "trainer.local_dir": "",
             }
         if longest == 1:
             raise UserError(

@@ -441,6 +441,7 @@ def count_step_flops(
     prompt_lengths: np.ndarray,
     lengths: np.ndarray,
     whole_prompts: dict[str, np.ndarray] | None = None,
+    verified: bool = False,
 ) -> float:
     """Return the FLOPs that sampling, verifying drafts, forward passes and update of a step need.
 
@@ -450,7 +451,8 @@ def count_step_flops(
     were as long as the samples.
 
     `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
-    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none.
+    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none;
+    `verified` says whether the step had drafts.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
@@ -461,7 +463,7 @@ def count_step_flops(
     flops = policy_pass
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
-    if options.rollout.verify_drafts and step:
+    if verified:
         flops += policy_pass
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.

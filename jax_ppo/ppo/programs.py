@@ -15,7 +15,7 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
-from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
+from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling, keys_of_samples
 from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
@@ -104,7 +104,11 @@ def compile_programs(
         shapes.rollout = yield from engine.precompile(params, prompts, key, step.sampling)
         if options.rollout.verify_drafts:
             assert isinstance(engine, ContinuingEngine), "the options require it"
-            shapes.rollout = engine.precompile_drafts(params, shapes.rollout, key, step.sampling)
+            samples = len(shapes.rollout.lengths)
+            rows = sharding.batch_rows(step.mesh, samples)
+            addresses = jax.ShapeDtypeStruct((samples, 2), jnp.int32, sharding=rows)
+            keys = compile_ahead(keys_of_samples, addresses, options.seed, rows)
+            shapes.rollout = engine.precompile_drafts(params, shapes.rollout, keys, step.sampling)
             yield "verify"
         if options.rollout.exact:
             shapes.rollout = compile_exact_sampling(

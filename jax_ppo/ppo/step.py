@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 
 from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.exact_rollouts import draw_exactly
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
@@ -52,8 +53,9 @@ class StepResult(NamedTuple):
 
     Attributes:
       sampled: the samples that the step learned from.
-      carried_over: what the next step starts from with `rollout.max_staleness` (its samples, drafts
-        of them, or unfinished responses); `None` without.
+      carried_over: what the next step starts from: with `rollout.max_staleness` its samples, drafts
+        of them, or unfinished responses; with drafts of earlier epochs the last responses to each
+        prompt; `None` without.
       packed: the packed rows and mini-batches of the samples.
       experience: what the update learned from each token.
       rule_rewards: the rewards of the rules.
@@ -80,8 +82,9 @@ def take_ppo_step(
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0; the train state is donated.
 
-    `carried_over` is what the previous step left: samples or drafts (`SampledBatch`), or unfinished
-    responses (`ResponsePool`); `None` if it left nothing.
+    `carried_over` is what the previous step left: samples or drafts (`SampledBatch`), unfinished
+    responses (`ResponsePool`), or the last ones to each prompt (`EarlierResponses`); `None` if it
+    left nothing.
 
     Returns:
       The new state and the other results. The mesh may still be computing both.
@@ -166,8 +169,13 @@ def sample_responses(
     with observer.phase("rollout"):
         carried_over = wait_for(carried_over)  # devices that only decode may still work on it
     if options.rollout.max_staleness > 1:
-        assert not isinstance(carried_over, SampledBatch), "max_staleness > 1 carries over a pool"
+        assert not isinstance(carried_over, SampledBatch | EarlierResponses), "it is a pool"
         return sample_partial_batch(parts, state, batches, step, observer, carried_over)
+    if options.rollout.verify_drafts and not options.rollout.max_staleness:
+        earlier = carried_over or EarlierResponses(options.rollout.n)
+        assert isinstance(earlier, EarlierResponses), "drafts are of earlier epochs"
+        sampled = sample_batch(parts, state, batches, step, observer, earlier=earlier)
+        return sampled._replace(weights_step=step)
     if carried_over is not None:
         assert isinstance(carried_over, SampledBatch), "drafts are carried over as a batch"
         if not options.rollout.verify_drafts:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config, RolloutOptions
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions
@@ -194,7 +195,8 @@ class SampledBatch(NamedTuple):
       greedy: a greedy response to each prompt, if the advantage estimator compares with it.
       weights_step: the step that began with the weights that sampled the responses; `None` if these
         are given, or if `rollout.versions` says it.
-      pool: what the next step continues, if responses continue from step to step.
+      pool: what the next step continues, if responses continue from step to step, or takes drafts
+        from, if these are of earlier epochs.
       accepted: int32 [B], the tokens of each response that its draft had; `None` without drafts.
     """
 
@@ -206,14 +208,18 @@ class SampledBatch(NamedTuple):
     addresses: Mapping[str, np.ndarray] | None = None
     greedy: Rollout | None = None
     weights_step: int | None = None
-    pool: ResponsePool | Future[ResponsePool] | None = None
+    pool: ResponsePool | Future[ResponsePool] | EarlierResponses | None = None
     accepted: jax.Array | None = None
 
 
 # What a step leaves to the next; a future while devices that only decode work on it.
-CarriedOver = SampledBatch | ResponsePool | Future[SampledBatch] | Future[ResponsePool]
+CarriedOver = (
+    SampledBatch | ResponsePool | EarlierResponses | Future[SampledBatch] | Future[ResponsePool]
+)
 
 
-def wait_for(carried_over: CarriedOver | None) -> SampledBatch | ResponsePool | None:
+def wait_for(
+    carried_over: CarriedOver | None,
+) -> SampledBatch | ResponsePool | EarlierResponses | None:
     """Return what a step left to the next, once it is there."""
     return carried_over.result() if isinstance(carried_over, Future) else carried_over

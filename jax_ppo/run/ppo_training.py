@@ -18,6 +18,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
+from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
@@ -51,9 +52,11 @@ from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.training.step_hashes import hash_quantities
 from jax_ppo.types import Prompts, Rollout
 
-# A checkpoint's trees of what was sampled one step ahead, and of responses that will continue.
+# A checkpoint's trees of what was sampled one step ahead, of responses that will continue, and of
+# those from which later epochs take drafts.
 ROLLOUT = "rollout"
 POOL = "pool"
+EARLIER = "earlier"
 
 
 def train_ppo(
@@ -85,6 +88,7 @@ class PPOTraining:
         self.position = 0
         self.can_evaluate = bool(run.held_out)
         self._run = run
+        _require_prompts_that_come_again(run)
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
         self._carried_over: CarriedOver | None = None  # from the step before
@@ -159,9 +163,12 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        # A checkpoint holds unfinished responses, or the next batch if it had been sampled ahead.
-        self._carried_over = restore_pool(run, checkpoints, progress) or restore_sampled_batch(
-            run, checkpoints, progress, self._batches
+        # A checkpoint holds unfinished responses, those of earlier epochs, or the next batch if it
+        # had been sampled ahead.
+        self._carried_over = (
+            restore_pool(run, checkpoints, progress)
+            or restore_earlier_responses(run, checkpoints, progress)
+            or restore_sampled_batch(run, checkpoints, progress, self._batches)
         )
         self.position = progress.position
         return state
@@ -202,6 +209,8 @@ class PPOTraining:
         carried_over = wait_for(self._carried_over)
         if isinstance(carried_over, ResponsePool):
             trees[POOL] = pool_arrays(carried_over, self.mesh)
+        elif isinstance(carried_over, EarlierResponses):
+            trees[EARLIER] = carried_over.arrays()
         elif carried_over is not None:
             trees[ROLLOUT] = rollout_arrays(carried_over.rollout)
         return trees
@@ -209,6 +218,18 @@ class PPOTraining:
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""
         export_models(self._run, state, folder, journal)
+
+
+def _require_prompts_that_come_again(run: PPORun) -> None:
+    """Raise `UserError` if drafts are to be of earlier epochs, and there are none."""
+    rollout, rows = run.config.rollout, len(run.training)
+    drawn = run.total_steps * run.step_options.prompts_per_step
+    if rollout.verify_drafts and not rollout.max_staleness and drawn <= rows:
+        raise UserError(
+            f"config.rollout.verify_drafts=True: expected more prompts than the {rows} of the data "
+            f"in all steps, got {drawn}: none comes again as a draft; set "
+            "config.trainer.total_epochs higher, or config.rollout.max_staleness to 1"
+        )
 
 
 def report_step(
@@ -240,6 +261,7 @@ def report_step(
             sampled.batch.prompts.lengths,
             result.packed.lengths,
             result.packed.whole_prompts,
+            verified=sampled.accepted is not None,
         ),
         samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
@@ -362,6 +384,35 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         draws=DrawStates(**arrays["draws"]),
         prompts=placement.to_host(arrays["prompts"]),
     )
+
+
+def restore_earlier_responses(
+    run: PPORun, checkpoints: Checkpointer, progress: Progress
+) -> EarlierResponses | None:
+    """Return the responses from which a run was to take drafts when it was saved.
+
+    Returns:
+      The responses; `None` if the checkpoint holds none or the run takes none. If they do not fit
+      it, print that its prompts are sampled anew.
+    """
+    rollout = run.config.rollout
+    saved = checkpoints.saved_tree(progress.step, EARLIER) if progress.step else None
+    if saved is None or rollout.max_staleness or not rollout.verify_drafts:
+        return None
+    num_prompts = saved["rows"].shape[0]
+    # Changed data have reset the position.
+    if not progress.position or saved["lengths"].shape[0] != num_prompts * rollout.n:
+        console.print_on_main(
+            f"the checkpoint's responses to {num_prompts} prompts do not fit this run's data and "
+            "options; these prompts are sampled as if they were new"
+        )
+        return None
+    everywhere = sharding.replicated(run.mesh)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), saved
+    )
+    arrays = checkpoints.restore_item(progress.step, EARLIER, shapes)
+    return EarlierResponses.from_arrays(jax.tree.map(placement.to_host, arrays))
 
 
 def _lay_out(saved: Any, mesh: Mesh, samples: int, replicated: str) -> Any:

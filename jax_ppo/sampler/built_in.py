@@ -107,19 +107,21 @@ class BuiltInEngine:
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
 
     def complete_drafts(
-        self, drafts: Rollout, key: jax.Array, options: SamplingOptions
+        self, drafts: Rollout, keys: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, jax.Array]:
         """Dispatch `complete_drafts` with the weights of the last update.
 
-        `drafts` are what `generate` returned for the same key and options, with other weights.
+        `drafts` are responses that `generate` returned for the same options, with other weights;
+        `keys` are the data of the samples' random keys, uint32 [B, ...].
 
         Returns:
-          (what `generate` would return; int32 [B], the tokens of each that its draft had).
+          (what `generate` would return for these keys; int32 [B], the tokens of each that its draft
+          had).
         """
         if self._weights is None:
             raise RuntimeError("complete_drafts was called before update_weights")
         drafts = dataclasses.replace(drafts, slot_steps=None)
-        return self._program(draft_program, options)(self._weights, drafts, key)
+        return self._program(draft_program, options)(self._weights, drafts, keys)
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
@@ -153,13 +155,13 @@ class BuiltInEngine:
         return dataclasses.replace(continued, slot_steps=None)
 
     def precompile_drafts(
-        self, params: Params, drafts: Rollout, key: jax.Array, options: SamplingOptions
+        self, params: Params, drafts: Rollout, keys: jax.Array, options: SamplingOptions
     ) -> Rollout:
         """Compile `complete_drafts` for what `precompile` returned; return the rollout's shapes."""
         weights = self._prepare_weights.compile(params)
         drafts = dataclasses.replace(drafts, slot_steps=None)
         program = self._program(draft_program, options)
-        rollout, _ = compilation.compile_ahead(program, weights, drafts, key)
+        rollout, _ = compilation.compile_ahead(program, weights, drafts, keys)
         return rollout
 
     def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer, TransformerOutput
-from jax_ppo.sampler import sampling
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, continue_responses, run_on_rows
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import advance_searches, draw_next_tokens, finishes_responses
@@ -31,24 +30,23 @@ def complete_drafts(
     options: SamplingOptions,
     params: Params,
     drafts: Rollout,
-    indices_N: jax.Array,
-    key: jax.Array,
+    keys_N: jax.Array,
+    version: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
 ) -> tuple[Rollout, jax.Array]:
     """Return the responses that `generate_responses` would return, from drafts of them. Pure.
 
     Takes its other arguments; `options.n` has no effect, since each draft has its own prompt here.
-    `drafts` are N responses of 1 to `max_response_length` tokens.
+    `drafts` are N responses of 1 to `max_response_length` tokens, `keys_N` the data of their random
+    keys, uint32 [N, ...]. `version`: see `continue_responses`.
 
     Returns:
       (the responses; int32 [N], the tokens of each that its draft had).
     """
-    draws = begin_draws(sampling.sample_keys(key, indices_N))
+    draws = begin_draws(jax.random.wrap_key_data(keys_N))
     accepted, draws = accept_drafts(model, options, params, drafts, draws)
     options = continuation_options(options, drafts.prompts.tokens.shape[1])
-    completed, _ = continue_responses(
-        model, options, params, accepted, draws, jnp.int32(0), any_shard
-    )
+    completed, _ = continue_responses(model, options, params, accepted, draws, version, any_shard)
     return completed, accepted.lengths
 
 
@@ -218,9 +216,8 @@ def draft_program(
 ) -> Any:
     """Return the jitted `complete_drafts`; takes the arguments of `sampler_program`."""
 
-    def complete(params: Params, drafts: Rollout, key: jax.Array) -> tuple[Rollout, jax.Array]:
-        indices_N = jnp.arange(len(drafts.lengths))
+    def complete(params: Params, drafts: Rollout, keys_N: jax.Array) -> tuple[Rollout, jax.Array]:
         program = split_rows(functools.partial(complete_drafts, model, options))
-        return run_on_rows(program, params, drafts, indices_N, key)
+        return run_on_rows(program, params, drafts, keys_N, jnp.int32(0))
 
     return jax.jit(complete)

@@ -69,10 +69,10 @@ class OtherMeshEngine:
         return rollout, draws, _move(continued[2], sharding.replicated(self._run_mesh))
 
     def complete_drafts(
-        self, drafts: Rollout, key: jax.Array, options: SamplingOptions
+        self, drafts: Rollout, keys: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, jax.Array]:
         """Decode on the other mesh. See `BuiltInEngine.complete_drafts`."""
-        arguments = self._to_mesh(dataclasses.replace(drafts, slot_steps=None), key)
+        arguments = _move_rows((dataclasses.replace(drafts, slot_steps=None), keys), self._mesh)
         with jax.set_mesh(self._mesh):
             rollout, accepted = self._built_in.complete_drafts(*arguments, options)
         return self._to_run_mesh(rollout), _move_rows(accepted, self._run_mesh)
@@ -103,11 +103,11 @@ class OtherMeshEngine:
         return self._to_run_mesh((yield from self._compile(programs)))
 
     def precompile_drafts(
-        self, params: Params, drafts: Rollout, key: jax.Array, options: SamplingOptions
+        self, params: Params, drafts: Rollout, keys: jax.Array, options: SamplingOptions
     ) -> Rollout:
         """Compile on the other mesh. See `BuiltInEngine.precompile_drafts`."""
         params = self._move_embeddings(params)
-        arguments = self._to_mesh(dataclasses.replace(drafts, slot_steps=None), key)
+        arguments = _move_rows((dataclasses.replace(drafts, slot_steps=None), keys), self._mesh)
         with jax.set_mesh(self._mesh):
             rollout = self._built_in.precompile_drafts(params, *arguments, options)
         return self._to_run_mesh(rollout)

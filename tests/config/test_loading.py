@@ -109,8 +109,20 @@ def test_every_option_has_a_meaning():
             r"mesh\.devices=2: config\.rollout\.engine='transformers' decodes elsewhere",
         ),
         (
-            {"rollout__verify_drafts": True},
-            r"verify_drafts=True: there are no drafts with config\.rollout\.max_staleness=0",
+            {"rollout__max_staleness": 2, "rollout__verify_drafts": True},
+            r"verify_drafts=True: there are no drafts with config\.rollout\.max_staleness=2",
+        ),
+        (
+            {"rollout__verify_drafts": True, "rollout__keep": 1, "rollout__n": 2},
+            r"keep=1: expected None with config\.rollout\.verify_drafts=True, whose drafts are",
+        ),
+        (
+            {"rollout__verify_drafts": True, "trainer__local_dir": "/tmp"},
+            r"local_dir='/tmp': expected '' with config\.rollout\.verify_drafts=True",
+        ),
+        (
+            {"rollout__verify_drafts": True, "rollout__exact": True},
+            r"verify_drafts=True: expected False with config\.rollout\.exact=True, which draws",
         ),
         (
             DRAFTED | {"rollout__exact_filters": True},

@@ -87,8 +87,10 @@ def announce_examples() -> None:
     placed = []
 
     def wrap_sample_batch(function: Callable) -> Callable:
-        def call(run: Any, state: Any, batches: Any, step: int, reporter: Any) -> Any:
-            sampled = function(run, state, batches, step, reporter)
+        def call(
+            run: Any, state: Any, batches: Any, step: int, reporter: Any, **options: Any
+        ) -> Any:
+            sampled = function(run, state, batches, step, reporter, **options)
             announce(f"step {step} of examples {' '.join(map(str, sampled.batch.indices))}")
             return sampled
 

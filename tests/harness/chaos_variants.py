@@ -111,6 +111,7 @@ VARIANTS = {
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
     "one step off": Variant(options=("rollout.max_staleness=1", "algorithm.rollout_is=token")),
     "drafts": Variant(options=("rollout.max_staleness=1", "rollout.verify_drafts=True")),
+    "drafts of epochs": Variant(options=("rollout.verify_drafts=True",), processes=2),
     "partial rollouts": Variant(
         options=(
             "rollout.max_staleness=4",

@@ -673,6 +673,54 @@ def test_a_run_from_drafts_is_the_run_without_and_is_resumed_bit_equal(files, tm
     assert_equal_runs(tmp_path / "stopped", tmp_path / "drafted")
 
 
+@pytest.mark.slow
+def test_later_epochs_begin_with_drafts_and_are_resumed_and_replayed_bit_equal(files, tmp_path):
+    """Twenty prompts fill two batches per epoch; the actor rests in the first two epochs."""
+    options = (
+        "--config.data.train_files=arithmetic:20",
+        "--config.trainer.critic_warmup=4",
+        "--config.trainer.save_freq=4",
+    )
+    drafted = (*options, "--config.rollout.verify_drafts=True")
+    run(files, tmp_path / "direct", *options)
+    run(files, tmp_path / "drafted", *drafted)
+    direct, hashes = (read_hashes(tmp_path / name) for name in ("direct", "drafted"))
+    for step in (1, 2):  # no prompt has come before
+        assert direct[step]["hashes"] == hashes[step]["hashes"]
+    rows = read_step_rows(tmp_path / "drafted")
+    shares = [row["rollout/accepted_share"] for row in rows]
+    assert shares[:2] == ["", ""] and all(0 < float(share) <= 1 for share in shares[2:])
+    orders = [np.random.default_rng([0, epoch]).permutation(20)[:16] for epoch in (0, 1)]
+    known = np.isin(orders[1], orders[0]).reshape(2, 8)
+    for row, is_known in zip(rows[2:4], known, strict=True):
+        assert float(row["rollout/accepted_drafts"]) == is_known.mean() < 1
+    assert min(float(row["rollout/accepted_drafts"]) for row in rows[4:]) < known.mean()
+    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in rows)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGKILL, *drafted
+    )
+    assert stopped.returncode == -9 and "resuming after step 4" in resumed.stdout, stopped.stderr
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "drafted")
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "jax_ppo.replay", f"--workdir={tmp_path / 'drafted'}"),
+            *("--step=7", "--verify"),
+        ],
+        env=environment(),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert "verified steps 5 to 7: equal in tokens" in process.stdout, process.stderr
+
+
+def test_drafts_of_epochs_need_a_prompt_that_comes_again(files, tmp_path):
+    options = {"rollout.verify_drafts": True, "trainer.compilation_cache": "off"}
+    config = loading.load_config(f"{files}/config.py", options)
+    with pytest.raises(UserError, match="more prompts than the 64 of the data.*got 64"):
+        ppo_training.train_ppo(config, tmp_path)
+
+
 CONTINUED = (
     "--config.rollout.max_staleness=2",
     "--config.rollout.stage_length=2",

@@ -14,6 +14,7 @@ import tiny
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler import drafts as drafts_lib
+from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.drafts import continuation_options, draft_program
 from jax_ppo.sampler.engine import SamplingOptions
@@ -56,13 +57,18 @@ def completion(architecture, options):
     return draft_program(Transformer(architecture, unrolled=True), options)
 
 
+def draw_keys(drafts, seed=0):
+    keys = sampling.sample_keys(jax.random.key(seed), jnp.arange(len(drafts.lengths)))
+    return jax.random.key_data(keys)
+
+
 def complete(actor, drafts, seed=0, temperature=1.0, longest=T, **options):
     """Return completed drafts and the numbers of accepted tokens as NumPy arrays."""
     program = completion(
         actor.scored.architecture, SamplingOptions(longest, temperature, **options)
     )
     drafts = dataclasses.replace(drafts, slot_steps=None)
-    return jax.device_get(program(actor.params, drafts, jax.random.key(seed)))
+    return jax.device_get(program(actor.params, drafts, draw_keys(drafts, seed)))
 
 
 def assert_same_responses(completed, expected):
@@ -172,6 +178,14 @@ def test_responses_have_the_new_distribution_by_enumeration():
     assert p_value(completed) > 1e-3
     # Neither the drafts nor what is left of them has that distribution.
     assert p_value(drafts) < 1e-9 and 0.2 < (accepted == drafts.lengths).mean() < 0.8
+    # With other random numbers than the drafts', they have it too. But then a draft is kept whole
+    # only with the probability that the new weights give it.
+    anew, kept = complete(newer, drafts, seed=1, longest=longest, **options)
+    assert p_value(anew) > 1e-3
+    rows = zip(drafts.responses.tolist(), drafts.lengths, strict=True)
+    expected = np.mean([probabilities[tuple(tokens[:length])] for tokens, length in rows])
+    assert (kept == drafts.lengths).mean() == pytest.approx(expected, abs=0.01)
+    assert kept.sum() < 0.5 * accepted.sum()
 
 
 @pytest.mark.parametrize("stage_length", [None, 4])
@@ -203,7 +217,8 @@ def test_devices_complete_alike_however_they_divide_drafts():
             drafts = engine.generate(prompts, key, options)
             engine.update_weights(jax.device_put(newer.stacked, layout))
             expected = jax.device_get(engine.generate(prompts, key, options))
-            completed, accepted = jax.device_get(engine.complete_drafts(drafts, key, options))
+            keys = jax.device_put(draw_keys(drafts), sharding.batch_rows(mesh, len(LENGTHS)))
+            completed, accepted = jax.device_get(engine.complete_drafts(drafts, keys, options))
         assert_same_responses(completed, expected)
         assert 0 < accepted.sum() < completed.lengths.sum()
         results.append((completed.responses, accepted))

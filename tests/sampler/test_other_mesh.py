@@ -153,6 +153,8 @@ def test_responses_continue_and_drafts_are_completed_as_on_the_runs_mesh(run):
     begun = jax.device_put(begun, rows)
     version = jax.device_put(np.int32(5), sharding.replicated(run.mesh))
     newer = jax.tree.map(lambda x: x * 1.02, run.params)
+    keys = begin_draws(sampling.sample_keys(jax.random.key(0), np.arange(32))).keys
+    keys = jax.device_put(keys, rows)
     results = []
     with jax.set_mesh(run.mesh):
         for engine in (run.plain, run.wrapped):
@@ -161,7 +163,7 @@ def test_responses_continue_and_drafts_are_completed_as_on_the_runs_mesh(run):
             first = engine.continue_responses(*begun, version, continued)
             engine.update_weights(newer)
             second = engine.continue_responses(*first[:2], version + 1, continued)
-            completed, accepted = engine.complete_drafts(drafts, run.key, SAMPLED)
+            completed, accepted = engine.complete_drafts(drafts, keys, SAMPLED)
             completed = dataclasses.replace(completed, slot_steps=None)
             results.append((first[:2], second[:2], completed, accepted))
         assert second[2].sharding.is_equivalent_to(sharding.replicated(run.mesh), 1)
