@@ -101,8 +101,8 @@ class Rollout:
     # `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
     # over these. `None` unless the sampling options request it.
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
-    # The step that began with the weights that drew each token; 0 past the length. `None` unless
-    # responses continue under newer weights.
+    # The step that began with the weights that drew each token, or read it as an observation; 0
+    # past the length. `None` unless responses continue under newer weights.
     versions: Int32[Array, "B T"] | None = None
 
 

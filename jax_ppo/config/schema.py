@@ -233,8 +233,6 @@ HAS_NO_LOGIT_BIAS = is_unset("rollout.logit_bias",
     "unset config.rollout.logit_bias, or forbid strings by config.rollout.bad_words")
 FILTERS_TOKENS = Condition(lambda c: c.rollout.filters_tokens,
     "`rollout.top_k`, `top_p`, `min_p`, `min_new_tokens` or `bad_words` leaves out tokens")
-DECODES_IN_ONE_STAGE = is_unset("rollout.stage_length",
-    "dialogues are decoded in one stage; unset config.rollout.stage_length")
 NO_PROCESS_REWARDS = option_is("reward.process_rewards", False,
     "the environment rewards turns; set config.reward.process_rewards=False")
 NO_OTHER_REWARD = Condition(
@@ -772,7 +770,7 @@ class MultiTurn:
         "`tools:calculator,python,file.py:function`; or the address of a server, "
         "http://HOST:PORT, which is sent the environment variable JAX_PPO_ENVIRONMENT_KEY as a "
         "bearer token, if it is set; empty: a response is one turn",
-        requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS))
+        requires=(ENVIRONMENT_HAS_ENGINE, NO_PROCESS_REWARDS))
     max_assistant_turns: int | None = option(None,
         "turns of the policy after which a response is cut off; unset: no limit",
         unit="turns", at_least=1, effective_when=(HAS_ENVIRONMENT,))
@@ -922,8 +920,8 @@ class RolloutOptions(Sampling):
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "
         "rollouts: a step draws rollout.stage_length tokens at a time of the responses to twice "
-        "its prompts until enough are complete, and the others continue under newer weights for "
-        "at most this many steps",
+        "its prompts until enough are complete, and the others, also dialogues, continue under "
+        "newer weights for at most this many steps",
         unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
     verify_drafts: bool = option(False,
         "treat responses of older weights as drafts: keep each up to the first token that the "

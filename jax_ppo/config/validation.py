@@ -129,6 +129,11 @@ SERVER_RULES = (  # of external engines that are servers
         "top_k, top_p, min_p, min_new_tokens and logit_bias, or use the built-in engine"),
 )
 ENVIRONMENT_RULES = (
+    _Rule("rollout.stage_length",
+        lambda c, value: value and c.rollout.multi_turn.max_contexts > 1 and (
+            c.actor.router_replay.mode != "disabled"),
+        "the experts of contexts are recorded in one stage; unset it, or "
+        "config.actor.router_replay.mode"),
     _Rule("rollout.multi_turn.environment", lambda c, value: value and ":" not in value,
         "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
     _Rule("data.cache_dir",
@@ -447,10 +452,11 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     further: dict[str, object] = {}
     if value_of("rollout.verify_drafts") or value_of("rollout.exact"):
         name = "exact" if value_of("rollout.exact") else "verify_drafts"
+        further = {"rollout.multi_turn.environment": ""}
         setting, remedy = f"config.rollout.{name}=True", f"config.rollout.{name}=False"
         if name == "exact":
             does = "which draws each token again"
-            further = {
+            further |= {
                 "rollout.max_staleness": 0,
                 "rollout.keep": None,
                 "rollout.reuse_logprobs": "auto",
@@ -462,7 +468,7 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
             }
         elif not value_of("rollout.max_staleness"):
             does = "whose drafts are of earlier epochs"
-            further = {
+            further |= {
                 "rollout.keep": None,
                 "algorithm.filter_groups.enable": False,
                 "score.file": "",
@@ -482,7 +488,6 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     expected = {
         "rollout.engine": "built-in",
         "rollout.exact_filters": False,
-        "rollout.multi_turn.environment": "",
         "actor.router_replay.mode": "disabled",
         "mesh.virtual_replicas": 0,
     }

@@ -21,6 +21,7 @@ import numpy as np
 
 from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
+from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
 from jax_ppo.environments.protocol import (
     FAILED,
@@ -30,6 +31,7 @@ from jax_ppo.environments.protocol import (
     NewContext,
     TextEnvironment,
 )
+from jax_ppo.environments.recorded_turns import OpenTurns
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.runtime.parallelism.rows import call_host
@@ -147,6 +149,47 @@ class HostEnvironment:
         figures = jnp.where(jnp.isnan(reported), figures, reported)
         return Answers(state._replace(turns=state.turns + 1, figures=figures), *answers)
 
+    def repeat_turns(self, state: HostState, recorded: Sequence[OpenTurns]) -> None:
+        """Bring new environments to where open dialogues were when a run was saved.
+
+        A dialogue whose turns are not answered as recorded fails at its next turn.
+
+        Args:
+          state: addresses of the dialogues.
+          recorded: the turns of each dialogue, see `read_turns`.
+        """
+        lost: set[int] = set()
+        for number in range(max(map(len, recorded), default=0)):
+            left = [i for i, turns in enumerate(recorded) if len(turns) > number and i not in lost]
+            turns = [recorded[i][number] for i in left]
+            lengths = [len(turn.tokens) for turn in turns]
+            tokens = pad_token_rows([turn.tokens for turn in turns], max(lengths, default=0))
+            numbers = np.full(len(left), number)
+            addresses = (state.rows[left], state.samples[left], state.seeds[left])
+            answers = self._answer(*addresses, numbers, tokens, np.array(lengths, int))
+            observations, observed, rewards, has_ended = answers[:4]
+            for b, (i, turn) in enumerate(zip(left, turns, strict=True)):
+                sample = int(state.samples[i])
+                is_repeated = (
+                    not has_ended[b]
+                    and rewards[b] == turn.reward
+                    and self._dialogues[sample].current == turn.context
+                    and np.array_equal(observations[b, : observed[b]], turn.observation)
+                )
+                if not is_repeated:
+                    lost.add(i)
+                    self._close(self._dialogues.pop(sample, None))
+                    failed: CallResult = concurrent.futures.Future()
+                    failed.set_exception(RuntimeError("a resumed run got another answer"))
+                    self._dialogues[sample] = _Dialogue(failed)
+        if lost:
+            log.warning(
+                "%s: %d of %d open dialogues end, as the environment does not repeat its answers",
+                self._name,
+                len(lost),
+                sum(map(bool, recorded)),
+            )
+
     def metrics(self, state: HostState) -> dict[str, jax.Array]:
         """Return the figures of dialogues. See `Environment.metrics`."""
         return dict(zip(self._metric_names, state.figures.T, strict=True))
@@ -170,7 +213,7 @@ class HostEnvironment:
                 details=cause,
             )
 
-    def _answer(self, *arrays: jax.Array) -> tuple[np.ndarray, ...]:
+    def _answer(self, *arrays: jax.Array | np.ndarray) -> tuple[np.ndarray, ...]:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
         Turns of length 0 are ignored. The results are the fields of `Answers` after the state,

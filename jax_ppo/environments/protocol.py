@@ -56,6 +56,9 @@ class FormerContext:
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
 
+    With partial rollouts, a run that resumes repeats the turns of open dialogues in new objects;
+    those that are answered otherwise end.
+
     A class may have `close()`. It is called when the dialogue has ended; one that was cut off or
     failed is closed when a dialogue of a later batch takes its place.
 

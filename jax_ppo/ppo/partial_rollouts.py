@@ -33,7 +33,14 @@ from jax_ppo.ppo.step_parts import (
 )
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
+from jax_ppo.sampler.continuation import (
+    DrawStates,
+    begin_dialogues,
+    begin_draws,
+    begin_responses,
+    has_ended,
+)
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
@@ -88,7 +95,7 @@ def sample_partial_batch(
     pool = _fill(parts, pool, batches, step)
     version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
     rollout, draws = pool.rollout, pool.draws
-    drawn_before = placement.to_host(rollout.lengths).sum()
+    drawn_before = placement.to_host(rollout.action_mask).sum()
     slot_steps = 0
     with newest_weights(parts, state, observer) as engine:
         assert isinstance(engine, ContinuingEngine), "the options require it"
@@ -97,12 +104,12 @@ def sample_partial_batch(
                 rollout, draws, version, parts.sampling
             )
             slot_steps += int(placement.to_host(taken).sum())
-            ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
+            ended = placement.to_host(_has_ended(rollout, draws)).reshape(-1, n)
             max_staleness = options.rollout.max_staleness
             places = choose_prompts(ended, pool.batches, step, count, max_staleness)
             if places is not None:
                 break
-        drawn = placement.to_host(rollout.lengths).sum() - drawn_before
+        drawn = placement.to_host(rollout.action_mask).sum() - drawn_before
         rows = rows_of_groups(places, n)
         selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
         left = pool.prompts.copy()
@@ -162,44 +169,87 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
     layout = sharding.batch_rows(parts.mesh, rows)
     # One width for all batches: the pool's shapes never change.
     missing = parts.training.max_prompt_length - batch.prompts.tokens.shape[1]
+    numbers = batch.prompts.rows
     prompts = Prompts(
         tokens=np.repeat(np.pad(batch.prompts.tokens, ((0, 0), (0, missing))), n, axis=0),
         lengths=np.repeat(batch.prompts.lengths, n),
+        rows=None if numbers is None else np.repeat(numbers, n),
     )
     first = np.arange(len(batch.indices)) * n
+    rollout, draws = _begin_on_mesh(
+        placement.place(prompts, layout),
+        parts.sample_keys(Stream.TRAINING, number),
+        placement.place(_first_sample(parts, number), sharding.replicated(parts.mesh)),
+        parts.sampling,
+        layout,
+    )
     return ResponsePool(
-        rollout=placement.place(
-            begin_responses(prompts, parts.sampling.max_response_length), layout
-        ),
-        draws=_begin_draws(parts.sample_keys(Stream.TRAINING, number), rows, layout),
+        rollout=rollout,
+        draws=draws,
         prompts=np.stack([batch.indices, np.full_like(first, number), first], axis=1),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "layout"))
-def _begin_draws(key: jax.Array, rows: int, layout: NamedSharding) -> DrawStates:
-    draws = begin_draws(sample_keys(key, jnp.arange(rows)))
-    return jax.lax.with_sharding_constraint(draws, layout)
+def _first_sample(parts: ProgramInputs, number: int) -> np.int32:
+    """Return by which number an environment on the host knows the first sample of a batch.
+
+    It is unique in the pool, and less than 0: evaluations, whose samples count from 0, come between
+    the turns of a dialogue. A later batch takes the place of one that has left.
+    """
+    batches = parts.step_options.rollout.max_staleness + BATCHES_IN_POOL
+    return np.int32((number % batches - batches) * parts.samples)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "layout"))
+def _begin_on_mesh(
+    prompts: Prompts,
+    key: jax.Array,
+    first_sample: jax.Array,
+    options: SamplingOptions,
+    layout: NamedSharding,
+) -> tuple[Rollout, DrawStates]:
+    """Return responses without a token, and the states before their first draws."""
+    samples = jnp.arange(len(prompts.lengths))
+    draws = begin_draws(sample_keys(key, samples))
+    rollout = begin_responses(prompts, options.max_response_length)
+    if options.environment is not None:
+        rollout, draws = begin_dialogues(options, rollout, draws, first_sample + samples)
+    return jax.lax.with_sharding_constraint((rollout, draws), layout)
 
 
 _has_ended = jax.jit(has_ended)
+
+
+def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawStates]:
+    """Compile what begins the responses to a batch; return the shapes of these and their states."""
+    layout = sharding.batch_rows(step.mesh, step.samples)
+    everywhere = sharding.replicated(step.mesh)
+    width = step.step_options.sequence_length - step.sampling.max_response_length
+    ones = np.ones(step.samples, np.int32)
+    prompts = Prompts(
+        tokens=np.zeros((step.samples, width), np.int32),
+        lengths=ones,
+        rows=None if step.sampling.environment is None else ones,
+    )
+    shapes: tuple[Rollout, DrawStates] = compile_ahead(
+        _begin_on_mesh,
+        placement.abstract(prompts, layout),
+        key,
+        placement.abstract(_first_sample(step, 0), everywhere),
+        step.sampling,
+        layout,
+    )
+    return shapes
 
 
 def compile_partial_sampling(
     step: ProgramInputs, params: Params, key: jax.Array
 ) -> Generator[str, None, Rollout]:
     """Compile what `sample_partial_batch` runs, as `RolloutEngine.precompile` does."""
-    engine, mesh, sampling, options = step.engine, step.mesh, step.sampling, step.step_options
+    engine, mesh = step.engine, step.mesh
     assert isinstance(engine, ContinuingEngine), "the options require it"
-    longest = sampling.max_response_length
-    batch = options.prompts_per_step * options.rollout.n
-    layout = sharding.batch_rows(mesh, batch)
-    width = options.sequence_length - longest
-    prompts = Prompts(np.zeros((batch, width), np.int32), np.ones(batch, np.int32))
-    begun = {
-        "rollout": placement.abstract(begin_responses(prompts, longest), layout),
-        "draws": compile_ahead(_begin_draws, key, batch, layout),
-    }
+    batch = step.samples
+    begun = dict(zip(("rollout", "draws"), compile_begin(step, key), strict=True))
 
     def take(pools: tuple[dict[str, Any], ...], count: int) -> dict[str, Any]:
         rows = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding.replicated(mesh))
@@ -211,8 +261,8 @@ def compile_partial_sampling(
     pool = take((begun,) * BATCHES_IN_POOL, BATCHES_IN_POOL * batch)
     take((pool, begun), BATCHES_IN_POOL * batch)
     rollout = yield from engine.precompile_continuation(
-        params, pool["rollout"], pool["draws"], sampling
+        params, pool["rollout"], pool["draws"], step.sampling
     )
-    compile_ahead(_has_ended, rollout)
+    compile_ahead(_has_ended, rollout, pool["draws"])
     selected: Rollout = take(({"rollout": rollout},), batch)["rollout"]
     return selected

@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
 from jax_ppo.ppo.earlier_responses import EarlierResponses
-from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL, compile_begin
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
@@ -344,11 +346,17 @@ def _read_rollout(arrays: dict[str, Any], step: int) -> Rollout:
 
 def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
     """Return a pool as the tree of arrays that a checkpoint holds."""
-    return {
-        "rollout": rollout_arrays(pool.rollout),
-        "draws": pool.draws._asdict(),
-        "prompts": placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh)),
+    prompts = placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh))
+    return _pool_rows(pool.rollout, pool.draws) | {"prompts": prompts}
+
+
+def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
+    """Return what a checkpoint holds of the samples of a pool."""
+    named = {
+        _name(path): jax.random.key_data(x) if _is_key(x) else x
+        for path, x in jax.tree_util.tree_leaves_with_path(draws)
     }
+    return {"rollout": rollout_arrays(rollout), "draws": named}
 
 
 def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> ResponsePool | None:
@@ -363,15 +371,15 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
     if saved is None:
         return None
     num_prompts = saved["prompts"].shape[0]
-    samples = BATCHES_IN_POOL * config.data.train_batch_size * config.rollout.n
-    rollout = saved["rollout"]
-    fits = (
-        num_prompts * config.rollout.n == samples
-        and rollout["responses"].shape == (samples, config.data.max_response_length)
-        and rollout["prompts"]["tokens"].shape == (samples, run.training.max_prompt_length)
-    )
+    samples = BATCHES_IN_POOL * run.samples
     # Changed data have reset the position.
-    if config.rollout.max_staleness < 2 or not progress.position or not fits:
+    fits = config.rollout.max_staleness > 1 and progress.position > 0
+    if fits:
+        _read_rollout(saved["rollout"], progress.step)  # raises if another version wrote it
+        begun = compile_begin(run, run.sample_keys(Stream.TRAINING, 0))
+        fits = num_prompts * config.rollout.n == samples
+        fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
+    if not fits:
         console.print_on_main(
             f"the checkpoint's unfinished responses to {num_prompts // BATCHES_IN_POOL} prompts do "
             "not fit this run's data and options; these prompts are skipped"
@@ -379,11 +387,40 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         return None
     shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
     arrays = checkpoints.restore_item(progress.step, POOL, shapes)
-    return ResponsePool(
+
+    def read(path: jax.tree_util.KeyPath, shape: Any) -> jax.Array:
+        x = arrays["draws"][_name(path)]
+        return jax.random.wrap_key_data(x) if _is_key(shape) else x
+
+    pool = ResponsePool(
         rollout=_read_rollout(arrays["rollout"], progress.step),
-        draws=DrawStates(**arrays["draws"]),
+        draws=jax.tree_util.tree_map_with_path(read, begun[1]),
         prompts=placement.to_host(arrays["prompts"]),
     )
+    if isinstance(run.sampling.environment, HostEnvironment):
+        recorded = (pool.rollout.responses, pool.rollout.lengths, pool.draws.dialogues)
+        responses, lengths, dialogues = jax.tree.map(placement.to_host, recorded)
+        run.sampling.environment.repeat_turns(
+            dialogues.environment, read_turns(responses, lengths, dialogues)
+        )
+    return pool
+
+
+def _name(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the samples' rows in a checkpoint's tree, by name."""
+    return {
+        _name(path): tuple(x.shape[1:])
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if _name(path) != "prompts"
+    }
 
 
 def restore_earlier_responses(

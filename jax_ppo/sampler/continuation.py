@@ -2,8 +2,9 @@
 
 A call draws up to `stage_length` tokens of each response that has not ended. Like a later stage
 (`stages.py`) it runs the tokens drawn before again, as part of the prompts and with the weights of
-the call; their log-probs stay those under the weights that drew them. Between two calls the host
-decides which samples leave; shapes never change.
+the call; their log-probs stay those under the weights that drew them. Dialogues stay open from call
+to call, also within a turn or an observation. Between two calls the host decides which samples
+leave; shapes never change.
 """
 
 import dataclasses
@@ -19,8 +20,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
+from jax_ppo.sampler.dialogues import record_dialogues, start_dialogues
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.slots import build_job, initial_state
+from jax_ppo.sampler.slots import Dialogues, build_job, initial_state
 from jax_ppo.sampler.stages import build_next_stage, reorder_results
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -32,11 +34,13 @@ class DrawStates(NamedTuple):
       keys: uint32 [N, ...], the data of the samples' random keys.
       stop_states: int32 [N], how far each response has got towards a stop string.
       forbidden_states: int32 [N], how far each has got towards a forbidden string.
+      dialogues: the dialogues so far; `None` without an environment.
     """
 
     keys: jax.Array
     stop_states: jax.Array
     forbidden_states: jax.Array
+    dialogues: Dialogues | None = None
 
 
 def begin_responses(prompts: Prompts, longest: int) -> Rollout:
@@ -59,9 +63,23 @@ def begin_draws(keys: jax.Array) -> DrawStates:
     return DrawStates(jax.random.key_data(keys), start, start)
 
 
-def has_ended(rollout: Rollout) -> jax.Array:
+def begin_dialogues(
+    options: SamplingOptions, rollout: Rollout, draws: DrawStates, samples_N: jax.Array
+) -> tuple[Rollout, DrawStates]:
+    """Return empty responses and their states with dialogues before their first turn; pure.
+
+    The prompts have their rows of the data. `samples_N` are `DialogueAddresses.samples`.
+    """
+    keys_N = jax.random.wrap_key_data(draws.keys)
+    begun = start_dialogues(options, keys_N, rollout.prompts, samples_N)
+    rollout = dataclasses.replace(rollout, prompts=dataclasses.replace(rollout.prompts, rows=None))
+    return record_dialogues(options, rollout, begun), draws._replace(dialogues=begun)
+
+
+def has_ended(rollout: Rollout, draws: DrawStates) -> jax.Array:
     """Return which responses are complete, bool [N]: all that cannot continue."""
-    return ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
+    ended_N = ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
+    return ended_N if draws.dialogues is None else ended_N | draws.dialogues.closed
 
 
 def continue_responses(
@@ -82,10 +100,11 @@ def continue_responses(
     step that began with `params`.
     """
     assert options.stage_length is not None, "the options require it"
-    assert options.environment is None and not options.returns_routed_experts
+    assert not options.returns_routed_experts
     options = dataclasses.replace(options, n=1)
     T = options.max_response_length
     started_N = rollout.lengths
+    ended_N = has_ended(rollout, draws)
     first = build_job(
         model, options, params, rollout.prompts, jax.random.wrap_key_data(draws.keys), any_shard
     )
@@ -93,9 +112,10 @@ def continue_responses(
         responses=rollout.responses,
         logprobs=rollout.logprobs,
         lengths=started_N,
-        finished=has_ended(rollout),
+        finished=ended_N,
         stop_states=draws.stop_states,
         forbidden_states=draws.forbidden_states,
+        dialogues=draws.dialogues,
     )
     limit_N = jnp.minimum(started_N + options.stage_length, T)
     stage = build_next_stage(first, rollout.prompts, begun, started_N, limit_N)
@@ -112,12 +132,16 @@ def continue_responses(
         lengths=state.lengths,
         logprobs=state.logprobs,
         # What had reached T tokens counts as finished in the loop.
-        truncated=jnp.where(has_ended(rollout), rollout.truncated, ~state.finished),
+        truncated=jnp.where(ended_N, rollout.truncated, ~state.finished),
         action_mask=is_drawn_NxT,
         slot_steps=state.slot_steps[None],
         versions=versions,
     )
-    return continued, DrawStates(draws.keys, state.stop_states, state.forbidden_states)
+    if state.dialogues is not None:
+        continued = record_dialogues(options, continued, state.dialogues)
+    return continued, DrawStates(
+        draws.keys, state.stop_states, state.forbidden_states, state.dialogues
+    )
 
 
 def continuation_program(
@@ -153,11 +177,9 @@ def run_on_rows(
     if not missing:
         return program(params, rollout, per_sample, replicated)
 
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), mode="edge")
-
     # A padding row counts as ended, with no token, so it is not decoded.
-    rollout, per_sample = jax.tree.map(pad, (rollout, per_sample))
+    rows = jnp.minimum(jnp.arange(count + missing), count - 1)
+    rollout, per_sample = jax.tree.map(lambda x: x[rows], (rollout, per_sample))
     is_sample = jnp.arange(count + missing) < count
     rollout = dataclasses.replace(
         rollout,

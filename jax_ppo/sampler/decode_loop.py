@@ -98,16 +98,7 @@ def generate_responses(
         kept_tokens=state.kept,
     )
     if state.dialogues is not None:
-        assert options.environment is not None
-        contexts = state.dialogues.contexts
-        rollout = dataclasses.replace(
-            rollout,
-            environment_metrics=options.environment.metrics(state.dialogues.environment) or None,
-            action_mask=state.dialogues.is_action,
-            turn_rewards=state.dialogues.rewards,
-            turn_starts=state.dialogues.starts,
-            contexts=None if contexts is None else contexts.numbers,
-        )
+        return dialogues.record_dialogues(options, rollout, state.dialogues)
     return rollout
 
 
@@ -122,11 +113,8 @@ def _first_state(
     if has_padding:
         # Later stages continue what is not finished.
         state = state._replace(finished=indices_N == PADDING)
-    environment = job.options.environment
-    if environment is None:
+    if job.options.environment is None:
         return state
-    longest = job.options.max_response_length
-    assert job.limit == longest, "the options refuse stages with an environment"
     return state._replace(
         dialogues=dialogues.start_dialogues(job.options, job.keys_N, prompts, indices_N)
     )
@@ -224,11 +212,12 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
     if state.dialogues is None:
         return state
     # A loop instead of a `cond`, as above. It runs at most once: then no turn waits any more.
-    return jax.lax.while_loop(
+    state = jax.lax.while_loop(
         functools.partial(dialogues.should_answer, job),
         functools.partial(dialogues.answer_turns, job),
         state,
     )
+    return dialogues.leave_slots(job, state)
 
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -238,10 +227,8 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     busy_B = busy_slots(job, state)
     # An idle slot computes for the last sample; its results are dropped.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
-    # The prompt includes the tokens that earlier stages have drawn; count only this stage's.
-    stage_drawn_B = slots.drawn - job.start_of(sample_B)
     positions_B = jnp.where(
-        busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0
+        busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0
     )
     run_B, columns_B, before, replayed = slots.token, positions_B, slots.cache, None
     if options.max_contexts > 1:

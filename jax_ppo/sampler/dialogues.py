@@ -9,6 +9,8 @@ its first token is run at position 0 of the cache, and no later token reads what
 it continues a former context, the slot first runs the tokens of that one again, from position 0.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +31,7 @@ from jax_ppo.sampler.slots import (
     Slots,
     busy_slots,
 )
-from jax_ppo.types import Prompts
+from jax_ppo.types import Prompts, Rollout
 
 
 def start_dialogues(
@@ -56,11 +58,59 @@ def start_dialogues(
         turns=jnp.zeros(N, jnp.int32),
         turn_start=jnp.zeros(N, jnp.int32),
         waits=jnp.zeros(N, bool),
+        closed=jnp.zeros(N, bool),
         is_action=jnp.zeros((N, T), bool),
         starts=jnp.zeros((N, T), bool),
         rewards=jnp.zeros((N, T)),
         contexts=contexts,
     )
+
+
+def record_dialogues(options: SamplingOptions, rollout: Rollout, dialogues: Dialogues) -> Rollout:
+    """Return the rollout with what its dialogues have so far."""
+    assert options.environment is not None, "dialogues have an environment"
+    contexts = dialogues.contexts
+    return dataclasses.replace(
+        rollout,
+        environment_metrics=options.environment.metrics(dialogues.environment) or None,
+        action_mask=dialogues.is_action,
+        turn_rewards=dialogues.rewards,
+        turn_starts=dialogues.starts,
+        contexts=None if contexts is None else contexts.numbers,
+    )
+
+
+def extend_contexts(
+    prompts: Prompts, state: DecodeState, longest: int
+) -> tuple[Prompts, Dialogues]:
+    """Return the current context of each dialogue, which a later stage prefills.
+
+    Takes the prompt of each sample, [N, P], and the state at the end of a stage, of responses of at
+    most `longest` tokens.
+
+    Returns:
+      (the contexts, [N, P + longest], one token of no meaning where a context has none yet; the
+      dialogues where slots run the last tokens of these contexts next).
+    """
+    assert state.dialogues is not None and state.dialogues.contexts is not None
+    contexts = state.dialogues.contexts
+    current_Nx1 = contexts.current[:, None]
+    in_prompt = (current_Nx1 == 0) & (
+        jnp.arange(prompts.tokens.shape[1]) < prompts.lengths[:, None]
+    )
+    in_response = (contexts.numbers[:, :longest] == current_Nx1) & (
+        jnp.arange(longest) < state.lengths[:, None]
+    )
+    is_context_NxS = jnp.concatenate([in_prompt, in_response], axis=1)
+    tokens_NxS = jnp.concatenate([prompts.tokens, state.responses[:, :longest]], axis=1)
+    order_NxS = jnp.argsort(~is_context_NxS, axis=1, stable=True)
+    lengths_N = is_context_NxS.sum(1)
+    extended = Prompts(
+        tokens=jnp.take_along_axis(tokens_NxS, order_NxS, axis=1),
+        lengths=jnp.maximum(lengths_N, 1),
+    )
+    contexts = contexts._replace(position=lengths_N - 1)
+    return extended, state.dialogues._replace(contexts=contexts)
 
 
 def waiting_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
@@ -107,7 +157,8 @@ def next_tokens(
     contexts = state.dialogues.contexts
     position_B, current_B = contexts.position[sample_B], contexts.current[sample_B]
     prompt_B = sample_B // job.options.n
-    prompt_lengths_B = job.prompts.lengths[prompt_B]
+    prompts = job.originals
+    prompt_lengths_B = prompts.lengths[prompt_B]
     read_B = jnp.maximum(position_B, 0)
     is_again_B = (position_B >= 0) & (position_B < contexts.again[sample_B])
     # Before a new context's first token, the old one's last token is run to no effect.
@@ -122,7 +173,7 @@ def next_tokens(
         columns_B = jnp.minimum(columns_B, state.responses.shape[1] - 1)
         tokens_B = jnp.where(
             in_prompt_B,
-            job.prompts.tokens[prompt_B, jnp.minimum(read_B, job.prompts.tokens.shape[1] - 1)],
+            prompts.tokens[prompt_B, jnp.minimum(read_B, prompts.tokens.shape[1] - 1)],
             state.responses[sample_B, columns_B],
         )
         again_B = jnp.where(in_prompt_B, read_B, prompt_lengths_B + columns_B)
@@ -181,7 +232,7 @@ def end_turns(
     # A slot that waits runs its last token once more: nothing of it has changed.
     held_B = held_slots(job, recorded)
     written_B = jnp.where(held_B, N, before.sample)
-    ended_B = finishes_B | (slots.drawn == job.limit)
+    ended_B = finishes_B | (slots.drawn == job.options.max_response_length)
     if job.options.max_turn_length is not None:
         ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
     contexts = dialogues.contexts
@@ -271,11 +322,22 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
             turns=put(dialogues.turns, answered_B),
             turn_start=put(dialogues.turn_start, observed_B),
             waits=put(dialogues.waits, False),
+            closed=put(dialogues.closed, ~continues_B),
             rewards=dialogues.rewards.at[written_B, slots.drawn - 1].set(
                 answers.rewards, mode="drop"
             ),
             contexts=contexts,
         ),
+    )
+
+
+def leave_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Free the slots of dialogues that go on in a later stage, perhaps within a turn."""
+    slots = state.slots
+    limit_B = job.limit_of(jnp.minimum(slots.sample, job.samples - 1))
+    leaves_B = (slots.drawn == limit_B) & ~waiting_slots(job, state)
+    return state._replace(
+        slots=slots._replace(sample=jnp.where(leaves_B, job.samples, slots.sample))
     )
 
 
@@ -297,7 +359,7 @@ def _choose_contexts(
     returns_B = ~is_new_B & (current_B != contexts.current)
     current_B = jnp.where(is_new_B, contexts.opened, current_B)
     again_B = _in_context(state, sample_B, current_B).sum(1)
-    again_B += jnp.where(current_B == 0, job.prompts.lengths[sample_B // job.options.n], 0)
+    again_B += jnp.where(current_B == 0, job.originals.lengths[sample_B // job.options.n], 0)
     position_B = jnp.where(is_new_B, -1, jnp.where(returns_B, 0, contexts.position))
     written_B = jnp.where(continues_B, state.slots.sample, N)
 

@@ -82,6 +82,7 @@ class Dialogues(NamedTuple):
       turns: int32 [N], turns of the policy that have been answered.
       turn_start: int32 [N], the column of the response in which the current turn starts.
       waits: bool [N], whether the turn has ended and is not answered yet.
+      closed: bool [N], whether the dialogue has ended or been cut off.
       is_action: bool [N, T], the response tokens that the policy chose.
       starts: bool [N, T], the first token of each turn.
       rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
@@ -92,6 +93,7 @@ class Dialogues(NamedTuple):
     turns: jax.Array
     turn_start: jax.Array
     waits: jax.Array
+    closed: jax.Array
     is_action: jax.Array
     starts: jax.Array
     rewards: jax.Array
@@ -143,7 +145,8 @@ class DecodeJob:
       options: how to sample.
       params: the actor's weights, laid out for decoding.
       prompts: [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not
-        answered.
+        answered. In a later stage they include tokens of the responses.
+      originals: [N / n, P or less], the prompts without tokens of the responses.
       keys_N: one random key per sample.
       group: G, prompts prefilled together.
       width: B, the number of slots at first.
@@ -162,6 +165,7 @@ class DecodeJob:
     options: SamplingOptions
     params: Params
     prompts: Prompts
+    originals: Prompts
     keys_N: jax.Array
     group: int
     width: int
@@ -202,10 +206,12 @@ def build_job(
     start: int | jax.Array = 0,
     limit: int | jax.Array | None = None,
     count: int | jax.Array | None = None,
+    originals: Prompts | None = None,
 ) -> DecodeJob:
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
 
-    See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples.
+    See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples,
+    without `originals` the prompts.
     Where the limit is an array, a slot draws at most `options.stage_length` tokens, and the prompts
     have columns for all tokens of a sequence but the last.
     """
@@ -236,6 +242,7 @@ def build_job(
         options=options,
         params=params,
         prompts=queue,
+        originals=queue if originals is None else originals,
         keys_N=keys_N,
         group=group,
         width=width,

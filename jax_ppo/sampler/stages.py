@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 from jax_ppo.models.cache import RecurrentState
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
+from jax_ppo.sampler.dialogues import extend_contexts
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, build_job, initial_state
 from jax_ppo.types import Prompts
 
-# The fields of `DecodeState` with a row per sample, apart from the record of routed experts.
+# The fields of `DecodeState` with a row per sample, apart from dialogues and routed experts.
 _RESULTS = "responses logprobs lengths finished stop_states forbidden_states kept".split()
 
 
@@ -72,25 +73,32 @@ def build_next_stage(
     longest = first.options.max_response_length
     drawn = start if isinstance(start, int) else longest - 1
     room = limit if isinstance(limit, int) else longest
-    order_N = jnp.argsort(state.finished, stable=True)
+    is_over_N = state.finished
+    if state.dialogues is not None:
+        is_over_N |= state.dialogues.closed
+    order_N = jnp.argsort(is_over_N, stable=True)
     P = prompts.tokens.shape[1]
+    dialogues = state.dialogues
+    if dialogues is not None and dialogues.contexts is not None:
+        extended, dialogues = extend_contexts(prompts, state, drawn)
+    else:
+        extended = append_responses(prompts, state.responses, start, drawn)
     # All slots together have as much room as in the first stage.
     width = max(1, first.width * first.columns // (P + room))
     job = build_job(
         first.model,
         dataclasses.replace(first.options, n=1, slots=width),
         first.params,
-        jax.tree.map(
-            lambda x: x[order_N], append_responses(prompts, state.responses, start, drawn)
-        ),
+        jax.tree.map(lambda x: x[order_N], extended),
         first.keys_N[order_N],
         first.any_shard,
         start=start if isinstance(start, int) else start[order_N],
         limit=limit if isinstance(limit, int) else limit[order_N],
-        count=(~state.finished).sum(),
+        count=(~is_over_N).sum(),
+        originals=jax.tree.map(lambda x: x[order_N], prompts),
     )
     results = {name: getattr(state, name) for name in _RESULTS}
-    begun = initial_state(job)._replace(**results, slot_steps=state.slot_steps)
+    begun = initial_state(job)._replace(**results, slot_steps=state.slot_steps, dialogues=dialogues)
     if begun.routing is not None and state.routing is not None:
         # The stage has room for longer prompts.
         routing = begun.routing._replace(sequences=state.routing.sequences)
@@ -104,7 +112,8 @@ def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
     if routing is not None:
         routing = routing._replace(sequences=routing.sequences[order_N])
     results = {name: x[order_N] for name in _RESULTS if (x := getattr(state, name)) is not None}
-    return state._replace(routing=routing, **results)
+    dialogues = jax.tree.map(lambda x: x[order_N], state.dialogues)
+    return state._replace(routing=routing, dialogues=dialogues, **results)
 
 
 def cache_shapes(

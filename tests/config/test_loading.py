@@ -116,6 +116,13 @@ def test_every_option_has_a_meaning():
             {"rollout__verify_drafts": True, "rollout__keep": 1, "rollout__n": 2},
             r"keep=1: expected None with config\.rollout\.verify_drafts=True, whose drafts are",
         ),
+        *(
+            (
+                {**drafts, "rollout__multi_turn__environment": "a:B"},
+                r"environment='a:B': expected '' with config\.rollout\.verify_drafts=True",
+            )
+            for drafts in ({"rollout__verify_drafts": True}, DRAFTED)
+        ),
         (
             {"rollout__verify_drafts": True, "trainer__local_dir": "/tmp"},
             r"local_dir='/tmp': expected '' with config\.rollout\.verify_drafts=True",
@@ -302,8 +309,13 @@ def test_every_option_has_a_meaning():
             r"url_timeout=60: expected less than config\.rollout\.multi_turn\.timeout=60",
         ),
         (
-            {"rollout__multi_turn__environment": "a:B", "rollout__stage_length": 64},
-            r"multi_turn\.environment='a:B': dialogues are decoded in one stage",
+            {
+                "rollout__multi_turn__environment": "a:B",
+                "rollout__multi_turn__max_contexts": 2,
+                "rollout__stage_length": 64,
+                "actor__router_replay__mode": "R3",
+            },
+            r"stage_length=64: the experts of contexts are recorded in one stage; unset it, or ",
         ),
         (
             {"rollout__multi_turn__environment": "a:B", "rollout__engine": "c:D"},

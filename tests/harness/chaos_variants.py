@@ -119,6 +119,17 @@ VARIANTS = {
             "algorithm.rollout_is=token",
         )
     ),
+    "open dialogues": Variant(
+        options=(
+            "rollout.max_staleness=3",
+            "rollout.stage_length=2",
+            "algorithm.rollout_is=token",
+            "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
+            "rollout.multi_turn.max_contexts=3",
+            "rollout.multi_turn.max_observation_length=4",
+            "rollout.multi_turn.max_turn_length=2",
+        )
+    ),
     "contexts": Variant(
         options=(
             "rollout.multi_turn.environment={inputs}/contexts.py:Summary",

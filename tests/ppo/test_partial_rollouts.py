@@ -16,6 +16,7 @@ from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps, sample_partial_batch
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import SampleKeys, Stream
 
@@ -144,7 +145,8 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
             ),
             mesh=mesh,
             engine=engine,
-            sampling=types.SimpleNamespace(max_response_length=LONGEST),
+            sampling=SamplingOptions(LONGEST, 1.0),
+            samples=G * N,
             sample_keys=base_keys,
             training=training,
             policy_params=lambda state: {},

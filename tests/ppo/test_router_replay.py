@@ -85,8 +85,16 @@ def answer(state, turn, length):
             "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
             "max_turn_length": 3,
         },
+        pytest.param(
+            {
+                "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
+                "max_turn_length": 3,
+                "stage_length": 4,
+            },
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["stages", "dialogues"],
+    ids=["stages", "dialogues", "dialogues in stages"],
 )
 def test_the_record_is_what_one_pass_over_the_whole_sequence_selects(params, changes):
     """Prompt tokens and observations are recorded, too; the last token is not run."""

@@ -1,6 +1,7 @@
 """Whole runs in which some devices only decode, while the others learn."""
 
 import os
+import random
 import signal
 import threading
 
@@ -25,6 +26,23 @@ CONTINUED = {
     "rollout__stage_length": 3,
     "algorithm__rollout_is": "token",
 }
+# The host answers on the devices that only decode, and repeats the turns for a resumed run.
+OPEN = CONTINUED | {
+    "rollout__multi_turn__environment": f"{__file__}:Dice",
+    "rollout__multi_turn__max_turn_length": 2,
+}
+
+
+class Dice:
+    """Throws three times."""
+
+    def reset(self, example, seed):
+        self.random, self.turns = random.Random(seed), 0
+
+    def step(self, text):
+        self.turns += 1
+        thrown = self.random.randint(1, 6)
+        return str(thrown), thrown / 6 + len(text) / 10, self.turns == 3
 
 
 class Overlap:
@@ -93,6 +111,7 @@ def train(monkeypatch, devices, folder, workdir, **changes):
     [
         pytest.param(AHEAD, marks=pytest.mark.slow, id="one step ahead"),
         pytest.param(CONTINUED, marks=pytest.mark.slow, id="partial rollouts"),
+        pytest.param(OPEN, marks=pytest.mark.exhaustive, id="open dialogues"),
         pytest.param(DRAFTED, marks=pytest.mark.exhaustive, id="drafts"),
     ],
 )
@@ -110,7 +129,9 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     hashes = train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate)
     assert hashes == shared and list(hashes) == [1, 2, 3, 4]
     # Of partial rollouts, the last step has a stage of those that would have gone on, too.
-    assert overlap.updates == overlap.overlapping == STEPS - (changes is not CONTINUED)
+    assert (
+        overlap.updates == overlap.overlapping == STEPS - (changes["rollout__max_staleness"] == 1)
+    )
     # A signal while the fourth step is decoded beside the third one's update.
     stopped, lines = tmp_path / "stopped", []
     with monkeypatch.context() as patch, signals.handle_stop_signals(ends_process=False):

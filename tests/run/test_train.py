@@ -820,12 +820,16 @@ class Forgetful(Dice):
 
 
 @pytest.mark.exhaustive
-def test_dialogues_are_resumed_bit_equal(files, tmp_path):
-    """Also those sampled ahead, with chance on the host and contexts that are left for others."""
+@pytest.mark.parametrize("ahead", [SAMPLED_AHEAD, CONTINUED], ids=["ahead", "partial rollouts"])
+def test_dialogues_are_resumed_bit_equal(files, tmp_path, ahead):
+    """Also those sampled ahead, with chance on the host and contexts that are left for others.
+
+    Those that are open repeat their turns in new environments.
+    """
     imports = "from jax_ppo.environments.protocol import FormerContext, NewContext\n"
     (tmp_path / "dice.py").write_text(imports + DICE + FORGETFUL)
     options = (
-        *SAMPLED_AHEAD,
+        *ahead,
         f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Forgetful",
         "--config.rollout.multi_turn.max_contexts=2",
         "--config.data.max_response_length=24",
@@ -847,6 +851,60 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
     assert all(float(row["rollout/returns"]) > 0.5 for row in rows)
     # What the turns earned is part of the reward that is learned from.
     assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
+
+
+GAME = """
+import jax
+import jax.numpy as jnp
+
+class Game:
+    observation_length = 2
+
+    def __init__(self, tokenizer, examples):
+        pass
+
+    def reset(self, row, key):
+        return key, jnp.int32(0)
+
+    def step(self, state, turn, length):
+        key, turns = state
+        thrown = jax.random.randint(jax.random.fold_in(key, turns), (2,), 40, 50)
+        ends = (turns == 4) | (thrown[1] > 47)
+        return (key, turns + 1), thrown, thrown[0] % 3, length / 2, ends
+
+    def metrics(self, state):
+        return {"turns": state[1]}
+"""
+
+
+@pytest.mark.exhaustive
+def test_open_dialogues_in_jax_are_resumed_bit_equal_within_the_bound(files, tmp_path):
+    """Also keys of JAX in their states."""
+    (tmp_path / "game.py").write_text(GAME)
+    options = (
+        *CONTINUED,
+        "--config.rollout.max_staleness=3",
+        f"--config.rollout.multi_turn.environment={tmp_path}/game.py:Game",
+        "--config.rollout.multi_turn.max_turn_length=4",
+        "--config.data.max_response_length=24",
+        "--config.trainer.save_freq=4",
+    )
+    run(files, tmp_path / "undisturbed", *options)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
+    oldest = [int(float(row["rollout/staleness_max"])) for row in rows]
+    assert oldest[0] == 0 and 1 <= max(oldest) <= 3
+    assert all(
+        (float(row["rollout/continued_share"]) > 0) == (age > 0)
+        for row, age in zip(rows, oldest, strict=True)
+    )
+    assert all(row["environment/turns"] == row["rollout/turns"] for row in rows)
+    assert float(rows[0]["rollout/logprob_difference"]) < 1e-5
+    assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
 
 
 @pytest.mark.slow

@@ -157,14 +157,17 @@ def assert_equal(rollout, expected):
 
 
 @pytest.mark.parametrize(
-    ("slots", "limits"),
+    ("slots", "limits", "stage_length"),
     [
-        pytest.param(None, (None, None), marks=pytest.mark.exhaustive),
-        pytest.param(3, (None, None), marks=pytest.mark.exhaustive),
-        (3, (2, 4)),
+        pytest.param(None, (None, None), None, marks=pytest.mark.exhaustive),
+        pytest.param(3, (None, None), None, marks=pytest.mark.exhaustive),
+        pytest.param(6, (None, None), 5, marks=pytest.mark.slow),
+        (3, (2, 4), None),
     ],
 )
-def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots, limits):
+def test_dialogues_are_those_of_a_loop_over_one_sequence(
+    actor, reference, slots, limits, stage_length
+):
     """Tokens, log-probs, mask and rewards are the same, in as few slots as there may be."""
     expected = reference(*limits)
     prompts = with_rows(make_prompts(LENGTHS))
@@ -175,6 +178,7 @@ def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots
         n=2,
         eos_ids=EOS,
         slots=slots,
+        stage_length=stage_length,
         environment=ENVIRONMENT,
         max_turns=max_turns,
         max_turn_length=max_turn_length,
