@@ -59,7 +59,10 @@ class EarlierResponses:
     def replace(
         self, rows: np.ndarray, responses: np.ndarray, lengths: np.ndarray, addresses: np.ndarray
     ) -> None:
-        """Replace the responses to the prompts in these rows of the data, int [G], by N others."""
+        """Replace the responses to the prompts in these rows of the data, int [G], by N others.
+
+        Of a row that is there twice, the last responses and addresses are kept.
+        """
         each = zip(responses, lengths, strict=True)
         self._set(rows, [tokens[:length].copy() for tokens, length in each], addresses)
 
@@ -78,7 +81,8 @@ class EarlierResponses:
         """Return the object whose `arrays` these are."""
         earlier = cls(len(arrays["lengths"]) // len(arrays["rows"]))
         tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
-        earlier._set(arrays["rows"], tokens, arrays["addresses"])
+        # Copies: a view of one response would keep all of them in memory.
+        earlier._set(arrays["rows"], [x.copy() for x in tokens], arrays["addresses"])
         return earlier
 
     def _set(self, rows: np.ndarray, tokens: list[np.ndarray], addresses: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
@@ -90,7 +91,7 @@ class PPOTraining:
         self.position = 0
         self.can_evaluate = bool(run.held_out)
         self._run = run
-        _require_prompts_that_come_again(run)
+        require_prompts_that_come_again(run)
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
         self._carried_over: CarriedOver | None = None  # from the step before
@@ -222,11 +223,19 @@ class PPOTraining:
         export_models(self._run, state, folder, journal)
 
 
-def _require_prompts_that_come_again(run: PPORun) -> None:
-    """Raise `UserError` if drafts are to be of earlier epochs, and there are none."""
-    rollout, rows = run.config.rollout, len(run.training)
+def require_prompts_that_come_again(run: PPORun) -> None:
+    """Raise `UserError` if drafts are to be of earlier epochs, and there are none.
+
+    A curriculum and weighted sources can draw a prompt again before all others have come.
+    """
+    config, rows = run.config, len(run.training)
     drawn = run.total_steps * run.step_options.prompts_per_step
-    if rollout.verify_drafts and not rollout.max_staleness and drawn <= rows:
+    is_drawn_once_per_epoch = (
+        config.data.curriculum == "none"
+        and source_weights(config.data.train_files, "config.data.train_files") is None
+    )
+    has_drafts = config.rollout.verify_drafts and not config.rollout.max_staleness
+    if has_drafts and is_drawn_once_per_epoch and drawn <= rows:
         raise UserError(
             f"config.rollout.verify_drafts=True: expected more prompts than the {rows} of the data "
             f"in all steps, got {drawn}: none comes again as a draft; set "

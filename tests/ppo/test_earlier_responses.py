@@ -1,5 +1,6 @@
 """The responses of earlier epochs: what is found of them, and with which random numbers."""
 
+import contextlib
 import types
 
 import jax
@@ -8,9 +9,10 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.errors import UserError
 from jax_ppo.ppo.earlier_responses import EarlierResponses, step_addresses
 from jax_ppo.ppo.response_sampling import keys_of_samples
-from jax_ppo.run.ppo_training import restore_earlier_responses
+from jax_ppo.run.ppo_training import require_prompts_that_come_again, restore_earlier_responses
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.progress import Progress
@@ -79,6 +81,29 @@ def test_a_resumed_run_says_if_it_takes_no_drafts_of_the_checkpoint(n, position,
     assert (restored is None) == bool(told)
     printed = capsys.readouterr().out
     assert told in printed and bool(printed) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("steps", "data", "may_come_again"),
+    [
+        (2, {}, False),
+        (3, {}, True),
+        (2, {"data__curriculum": "solve_rate"}, True),
+        (2, {"data__train_files": "arithmetic:4*0.6,sums:4*0.4"}, True),
+    ],
+    ids=["one epoch", "more", "curriculum", "weights"],
+)
+def test_runs_are_refused_whose_prompts_cannot_come_again(steps, data, may_come_again):
+    config = tiny.config(rollout__verify_drafts=True, **data)
+    run = types.SimpleNamespace(
+        config=config,
+        training=range(8),
+        total_steps=steps,
+        step_options=types.SimpleNamespace(prompts_per_step=4),
+    )
+    refused = pytest.raises(UserError, match="more prompts than the 8 of the data.*got 8")
+    with contextlib.nullcontext() if may_come_again else refused:
+        require_prompts_that_come_again(run)
 
 
 def test_the_keys_of_addresses_are_those_with_which_steps_sample():
