@@ -34,6 +34,7 @@ from jax_ppo.environments.protocol import (
 from jax_ppo.environments.recorded_turns import OpenTurns
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
+from jax_ppo.runtime import watchdog
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
 from jax_ppo.types import Example
@@ -160,6 +161,7 @@ class HostEnvironment:
         """
         lost: set[int] = set()
         for number in range(max(map(len, recorded), default=0)):
+            watchdog.report_progress("repeating turns of open dialogues")
             left = [i for i, turns in enumerate(recorded) if len(turns) > number and i not in lost]
             turns = [recorded[i][number] for i in left]
             lengths = [len(turn.tokens) for turn in turns]

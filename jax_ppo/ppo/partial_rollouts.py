@@ -144,14 +144,14 @@ def _fill(
     parts: StepParts, pool: ResponsePool | None, batches: TrainingBatches, step: int
 ) -> ResponsePool:
     """Return the pool with new prompts in its empty places."""
-    entering = 1 if pool is not None else BATCHES_IN_POOL
-    # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
-    last = step + BATCHES_IN_POOL
-    pools = [_begin(parts, next(batches), number) for number in range(last - entering, last)]
     count = parts.step_options.prompts_per_step
     places = np.arange(BATCHES_IN_POOL * count)
+    empty = (places if pool is None else np.flatnonzero(pool.batches < 0)).reshape(-1, count)
+    # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
+    first = step + BATCHES_IN_POOL - len(empty)
+    pools = [_begin(parts, next(batches), first + i, entered) for i, entered in enumerate(empty)]
     if pool is not None:
-        places[pool.batches < 0] = len(places) + np.arange(count)
+        places[empty] = len(places) + np.arange(count)
         pools.insert(0, pool)
     arrays = take_on_mesh(
         parts.mesh,
@@ -162,8 +162,12 @@ def _fill(
     return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
 
 
-def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
-    """Return a batch of prompts without a token of a response, on the mesh."""
+def _begin(parts: StepParts, batch: PromptBatch, number: int, places: np.ndarray) -> ResponsePool:
+    """Return a batch of prompts without a token of a response, on the mesh.
+
+    An environment on the host knows a sample by its row in the pool, where it stays until it
+    leaves; less the pool's rows, since evaluations, whose samples count from 0, come in between.
+    """
     n = parts.step_options.rollout.n
     rows = len(batch.indices) * n
     layout = sharding.batch_rows(parts.mesh, rows)
@@ -175,14 +179,15 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
         lengths=np.repeat(batch.prompts.lengths, n),
         rows=None if numbers is None else np.repeat(numbers, n),
     )
-    first = np.arange(len(batch.indices)) * n
+    samples = (rows_of_groups(places, n) - BATCHES_IN_POOL * rows).astype(np.int32)
     rollout, draws = _begin_on_mesh(
         placement.place(prompts, layout),
         parts.sample_keys(Stream.TRAINING, number),
-        placement.place(_first_sample(parts, number), sharding.replicated(parts.mesh)),
+        placement.place(samples, layout),
         parts.sampling,
         layout,
     )
+    first = np.arange(len(batch.indices)) * n
     return ResponsePool(
         rollout=rollout,
         draws=draws,
@@ -190,30 +195,19 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
     )
 
 
-def _first_sample(parts: ProgramInputs, number: int) -> np.int32:
-    """Return by which number an environment on the host knows the first sample of a batch.
-
-    It is unique in the pool, and less than 0: evaluations, whose samples count from 0, come between
-    the turns of a dialogue. A later batch takes the place of one that has left.
-    """
-    batches = parts.step_options.rollout.max_staleness + BATCHES_IN_POOL
-    return np.int32((number % batches - batches) * parts.samples)
-
-
 @functools.partial(jax.jit, static_argnames=("options", "layout"))
 def _begin_on_mesh(
     prompts: Prompts,
     key: jax.Array,
-    first_sample: jax.Array,
+    samples: jax.Array,
     options: SamplingOptions,
     layout: NamedSharding,
 ) -> tuple[Rollout, DrawStates]:
     """Return responses without a token, and the states before their first draws."""
-    samples = jnp.arange(len(prompts.lengths))
-    draws = begin_draws(sample_keys(key, samples))
+    draws = begin_draws(sample_keys(key, jnp.arange(len(samples))))
     rollout = begin_responses(prompts, options.max_response_length)
     if options.environment is not None:
-        rollout, draws = begin_dialogues(options, rollout, draws, first_sample + samples)
+        rollout, draws = begin_dialogues(options, rollout, draws, samples)
     return jax.lax.with_sharding_constraint((rollout, draws), layout)
 
 
@@ -223,7 +217,6 @@ _has_ended = jax.jit(has_ended)
 def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawStates]:
     """Compile what begins the responses to a batch; return the shapes of these and their states."""
     layout = sharding.batch_rows(step.mesh, step.samples)
-    everywhere = sharding.replicated(step.mesh)
     width = step.step_options.sequence_length - step.sampling.max_response_length
     ones = np.ones(step.samples, np.int32)
     prompts = Prompts(
@@ -235,7 +228,7 @@ def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawSta
         _begin_on_mesh,
         placement.abstract(prompts, layout),
         key,
-        placement.abstract(_first_sample(step, 0), everywhere),
+        placement.abstract(ones, layout),
         step.sampling,
         layout,
     )

@@ -386,7 +386,8 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
     if fits:
         _read_rollout(saved["rollout"], progress.step)  # raises if another version wrote it
         begun = compile_begin(run, run.sample_keys(Stream.TRAINING, 0))
-        fits = num_prompts * config.rollout.n == samples
+        rows = saved["rollout"]["responses"].shape[0]
+        fits = num_prompts * config.rollout.n == samples == rows
         fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
     if not fits:
         console.print_on_main(
@@ -409,9 +410,12 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
     if isinstance(run.sampling.environment, HostEnvironment):
         recorded = (pool.rollout.responses, pool.rollout.lengths, pool.draws.dialogues)
         responses, lengths, dialogues = jax.tree.map(placement.to_host, recorded)
-        run.sampling.environment.repeat_turns(
-            dialogues.environment, read_turns(responses, lengths, dialogues)
+        turns = read_turns(responses, lengths, dialogues)
+        console.print_on_main(
+            f"repeating {sum(map(len, turns))} turns of {sum(map(bool, turns))} open dialogues in "
+            "new environments"
         )
+        run.sampling.environment.repeat_turns(dialogues.environment, turns)
     return pool
 
 

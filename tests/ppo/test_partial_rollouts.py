@@ -14,10 +14,12 @@ import pytest
 import tiny
 from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps, sample_partial_batch
+from jax_ppo.run.ppo_training import pool_arrays, restore_pool
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import SampleKeys, Stream
 
 
@@ -103,6 +105,47 @@ class Engine(BuiltInEngine):
         return dataclasses.replace(rollout, **placed), draws, jnp.ones(1, jnp.int32)
 
 
+class Samples:
+    """An environment whose states are by what it knows the samples."""
+
+    observation_length = 1
+
+    def reset(self, addresses):
+        return addresses.samples
+
+    def metrics(self, state):
+        return {}
+
+
+ENVIRONMENT = Samples()
+OBSERVER = types.SimpleNamespace(
+    phase=lambda name: contextlib.nullcontext(), write_pending_report=lambda: None
+)
+
+
+def make_parts(mesh, engine, prompts, n=N, max_staleness=2):
+    """Return the parts of steps over a number of prompts."""
+    return types.SimpleNamespace(
+        step_options=types.SimpleNamespace(
+            rollout=types.SimpleNamespace(n=n, max_staleness=max_staleness),
+            prompts_per_step=G,
+            sequence_length=2 + LONGEST,
+        ),
+        mesh=mesh,
+        engine=engine,
+        sampling=SamplingOptions(LONGEST, 1.0, environment=ENVIRONMENT),
+        samples=G * n,
+        sample_keys=SampleKeys(0, mesh),
+        training=types.SimpleNamespace(
+            tokens=[[i] for i in range(prompts)],
+            examples=range(prompts),
+            first_row=0,
+            max_prompt_length=2,
+        ),
+        policy_params=lambda state: {},
+    )
+
+
 class Batches:
     """Batches of G prompts in order."""
 
@@ -118,15 +161,6 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
     """Over random lengths, stages and bounds, from the first step on."""
     steps, mesh, oldest = 12, tiny.make_mesh(1), collections.defaultdict(int)
     count = (steps + 1) * G
-    training = types.SimpleNamespace(
-        tokens=[[i] for i in range(count)],
-        examples=range(count),
-        first_row=None,
-        max_prompt_length=2,
-    )
-    observer = types.SimpleNamespace(
-        phase=lambda name: contextlib.nullcontext(), write_pending_report=lambda: None
-    )
     base_keys = SampleKeys(0, mesh)
     samples = [(number, sample) for number in range(steps + 1) for sample in range(G * N)]
     keys = [
@@ -138,24 +172,15 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
     cases = itertools.product((1, 3), (2, 3, 4), (0.05, 0.4))
     for seed, (stage_length, max_staleness, share_of_longest) in enumerate(cases):
         engine = Engine(mesh, seed, stage_length, share_of_longest)
-        parts = types.SimpleNamespace(
-            step_options=types.SimpleNamespace(
-                rollout=types.SimpleNamespace(n=N, max_staleness=max_staleness),
-                prompts_per_step=G,
-            ),
-            mesh=mesh,
-            engine=engine,
-            sampling=SamplingOptions(LONGEST, 1.0),
-            samples=G * N,
-            sample_keys=base_keys,
-            training=training,
-            policy_params=lambda state: {},
-        )
-        batches, pool, taken = Batches(training), None, []
+        parts = make_parts(mesh, engine, count, max_staleness=max_staleness)
+        batches, pool, taken = Batches(parts.training), None, []
         for step in range(steps):
             with jax.set_mesh(mesh):
-                sampled = sample_partial_batch(parts, {}, batches, step, observer, pool)
+                sampled = sample_partial_batch(parts, {}, batches, step, OBSERVER, pool)
             pool = sampled.pool
+            # Each stays in its row of the pool, by which an environment on the host knows it.
+            rows = np.arange(2 * G * N)
+            np.testing.assert_array_equal(pool.draws.dialogues.environment, rows - len(rows))
             rollout = jax.device_get(sampled.rollout)
             pairs = np.stack([sampled.addresses["step"], sampled.addresses["sample"]], axis=1)
             taken += map(tuple, pairs.tolist())
@@ -173,3 +198,36 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
         waiting = [(number, first + i) for _, number, first in left.tolist() for i in range(N)]
         assert sorted(taken + waiting) == samples
     assert oldest == {2: 2, 3: 3, 4: 4}, "each bound was reached"
+
+
+@pytest.mark.parametrize(
+    ("n", "position", "told"),
+    [
+        (N, 8, ""),
+        (N + 1, 8, f"the checkpoint's unfinished responses to {G} prompts do not fit"),
+        (N, 0, f"the checkpoint's unfinished responses to {G} prompts do not fit"),
+    ],
+    ids=["same", "another n", "other data"],
+)
+def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, told, capsys):
+    mesh = tiny.make_mesh(1)
+    parts = make_parts(mesh, Engine(mesh, 0, 3, 0.4), 2 * G)
+    with jax.set_mesh(mesh):
+        pool = sample_partial_batch(parts, {}, Batches(parts.training), 0, OBSERVER, None).pool
+        arrays = pool_arrays(pool, mesh)
+        checkpoints = types.SimpleNamespace(
+            saved_tree=lambda step, name: arrays, restore_item=lambda step, name, shapes: arrays
+        )
+        config = tiny.config(
+            rollout__max_staleness=2,
+            rollout__stage_length=3,
+            rollout__n=n,
+            algorithm__rollout_is="token",
+        )
+        run = types.SimpleNamespace(config=config, **vars(make_parts(mesh, None, 2 * G, n)))
+        restored = restore_pool(run, checkpoints, Progress(step=1, position=position))
+    assert (restored is None) == bool(told)
+    if restored is not None:
+        jax.tree.map(np.testing.assert_array_equal, restored, pool)
+    printed = capsys.readouterr().out
+    assert told in printed and bool(printed) == bool(told)
