@@ -217,6 +217,11 @@ def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
         assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
 
 
+def test_slots_that_drafts_leave_idle_are_no_problem():
+    drafts = {"rollout__verify_drafts": True, "rollout__max_staleness": 1}
+    assert observe([PROBLEMS["idle_slots"]] * STEPS, **drafts) == []
+
+
 def test_metrics_that_a_run_does_not_have_are_no_problem():
     diagnosis = Diagnosis(tiny.config(), STEPS)
     for _ in range(STEPS):
