@@ -251,8 +251,8 @@ SAMPLING_AND_CACHE = [
         holds="log-probs do not depend on the width that prompts are padded to",
         test=f"{TEST_GENERATE}::test_one_program_a_bucket_and_the_same_samples_from_each",
         where="decode_step",
-        old="job.prompts.lengths[sample_B // options.n]",
-        new="job.prompts.tokens.shape[1]",
+        old="job.originals.lengths[sample_B // options.n]",
+        new="job.originals.tokens.shape[1]",
     ),
     Exhibit(
         name="one_position_for_the_whole_batch",
@@ -260,11 +260,9 @@ SAMPLING_AND_CACHE = [
         holds="each row decodes at its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old=(
-            "jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1, 0)"
-        ),
+        old="jnp.where(busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0)",
         new=(
-            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + stage_drawn_B - 1)"
+            "jnp.broadcast_to((job.originals.lengths[sample_B // options.n] + slots.drawn - 1)"
             ".max(), busy_B.shape)"
         ),
     ),
@@ -2297,8 +2295,8 @@ DIALOGUES = [
         ),
         holds="the action mask of a dialogue is False on the tokens of observations",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
-        where="generate_responses",
-        old="state.dialogues.is_action",
+        where="record_dialogues",
+        old="dialogues.is_action",
         new="rollout.action_mask",
     ),
     Exhibit(
@@ -2341,12 +2339,9 @@ DIALOGUES = [
         source=MUTATION,
         holds="an empty observation divides two turns",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
-        where="generate_responses",
-        old="state.dialogues.starts",
-        new=(
-            "state.dialogues.is_action & ~jnp.pad(state.dialogues.is_action, ((0, 0), (1, 0)))"
-            "[:, :-1]"
-        ),
+        where="record_dialogues",
+        old="dialogues.starts",
+        new="dialogues.is_action & ~jnp.pad(dialogues.is_action, ((0, 0), (1, 0)))[:, :-1]",
     ),
     Exhibit(
         name="the_value_of_a_turn_is_that_of_its_last_token",
