@@ -15,14 +15,10 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
-from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_work import count_step_flops
-from jax_ppo.ppo.earlier_responses import EarlierResponses
-from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL, compile_begin
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps
@@ -30,13 +26,13 @@ from jax_ppo.ppo.step import StepResult, take_ppo_step
 from jax_ppo.ppo.step_parts import (
     CarriedOver,
     ResponsePool,
-    SampledBatch,
     TrainingBatches,
     wait_for,
 )
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run
+from jax_ppo.run.carried_over import carried_over_trees, restore_carried_over
 from jax_ppo.run.evaluation import evaluate_policy, response_rewards
 from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.given_responses import read_given_responses
@@ -44,22 +40,14 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.run_examples import fingerprint_data
 from jax_ppo.run.sample_metrics import measure_sampling
-from jax_ppo.runtime import compilation, distributed, placement, sharding
+from jax_ppo.runtime import compilation, distributed
 from jax_ppo.sampler import engine
-from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
 from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.training.step_hashes import hash_quantities
-from jax_ppo.types import Prompts, Rollout
-
-# A checkpoint's trees of what was sampled one step ahead, of responses that will continue, and of
-# those from which later epochs take drafts.
-ROLLOUT = "rollout"
-POOL = "pool"
-EARLIER = "earlier"
 
 
 def train_ppo(
@@ -166,13 +154,7 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        # A checkpoint holds unfinished responses, those of earlier epochs, or the next batch if it
-        # had been sampled ahead.
-        self._carried_over = (
-            restore_pool(run, checkpoints, progress)
-            or restore_earlier_responses(run, checkpoints, progress)
-            or restore_sampled_batch(run, checkpoints, progress, self._batches)
-        )
+        self._carried_over = restore_carried_over(run, checkpoints, progress, self._batches)
         self.position = progress.position
         return state
 
@@ -208,15 +190,7 @@ class PPOTraining:
 
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and what has been sampled for later steps."""
-        trees = trained_trees(state)
-        carried_over = wait_for(self._carried_over)
-        if isinstance(carried_over, ResponsePool):
-            trees[POOL] = pool_arrays(carried_over, self.mesh)
-        elif isinstance(carried_over, EarlierResponses):
-            trees[EARLIER] = carried_over.arrays()
-        elif carried_over is not None:
-            trees[ROLLOUT] = rollout_arrays(carried_over.rollout)
-        return trees
+        return trained_trees(state) | carried_over_trees(wait_for(self._carried_over), self.mesh)
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""
@@ -298,182 +272,6 @@ def _hash_step(result: StepResult, state: TrainState) -> dict[str, jax.Array]:
             **weights,
         }
     )
-
-
-def restore_sampled_batch(
-    run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: TrainingBatches
-) -> SampledBatch | None:
-    """Return the batch that a run had sampled ahead for its next step when it was saved.
-
-    The resumed run could not sample it again: the checkpoint's weights are one update newer.
-
-    Returns:
-      The batch, whose prompts are taken from `batches`. `None` if the checkpoint holds no such
-      rollout, or one that does not fit this run: its data have changed, its shape differs, or the
-      checkpoint and this run differ in whether they record expert routing or kept tokens.
-    """
-    config = run.config
-    step = progress.step
-    # Position 0: the run starts, or its data have changed and the rollout's prompts are gone.
-    if config.rollout.max_staleness != 1 or not progress.position:
-        return None
-    saved = checkpoints.saved_tree(step, ROLLOUT)
-    samples = config.data.train_batch_size * config.rollout.n
-    if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
-        return None
-    records = ("routed_experts" in saved, "kept_tokens" in saved)
-    if records != (run.sampling.returns_routed_experts, run.sampling.returns_kept_tokens):
-        return None
-    # `slot_steps` has one number per queue of the decoder, and this mesh may have more or fewer.
-    shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
-    arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
-    batch = next(batches)
-    return SampledBatch(
-        batch=batch,
-        rollout=_read_rollout(arrays, step),
-        position=batches.position,
-        weights_step=step - 1,  # sampled during the last completed step
-    )
-
-
-def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as the tree of arrays that a checkpoint holds."""
-    arrays = {name: value for name, value in vars(rollout).items() if value is not None}
-    prompts = {name: value for name, value in vars(rollout.prompts).items() if value is not None}
-    return {**arrays, "prompts": prompts}
-
-
-def _read_rollout(arrays: dict[str, Any], step: int) -> Rollout:
-    """Return the rollout of a checkpoint; raise `UserError` if another version wrote it."""
-    if unknown := sorted(arrays.keys() - {field.name for field in dataclasses.fields(Rollout)}):
-        raise UserError(
-            f"checkpoint {step}: its responses are of another version of jax_ppo, with "
-            f"{', '.join(unknown)}; resume with that version"
-        )
-    return Rollout(**arrays | {"prompts": Prompts(**arrays["prompts"])})
-
-
-def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
-    """Return a pool as the tree of arrays that a checkpoint holds."""
-    prompts = placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh))
-    return _pool_rows(pool.rollout, pool.draws) | {"prompts": prompts}
-
-
-def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
-    """Return what a checkpoint holds of the samples of a pool."""
-    named = {
-        _name(path): jax.random.key_data(x) if _is_key(x) else x
-        for path, x in jax.tree_util.tree_leaves_with_path(draws)
-    }
-    return {"rollout": rollout_arrays(rollout), "draws": named}
-
-
-def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> ResponsePool | None:
-    """Return the unfinished responses of a run's checkpoint.
-
-    Returns:
-      The pool; `None` if the checkpoint holds none. For one that does not fit this run, print that
-      its prompts are skipped, and return `None`.
-    """
-    config = run.config
-    saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
-    if saved is None:
-        return None
-    num_prompts = saved["prompts"].shape[0]
-    samples = BATCHES_IN_POOL * run.samples
-    # Changed data have reset the position.
-    fits = config.rollout.max_staleness > 1 and progress.position > 0
-    if fits:
-        _read_rollout(saved["rollout"], progress.step)  # raises if another version wrote it
-        begun = compile_begin(run, run.sample_keys(Stream.TRAINING, 0))
-        rows = saved["rollout"]["responses"].shape[0]
-        fits = num_prompts * config.rollout.n == samples == rows
-        fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
-    if not fits:
-        console.print_on_main(
-            f"the checkpoint's unfinished responses to {num_prompts // BATCHES_IN_POOL} prompts do "
-            "not fit this run's data and options; these prompts are skipped"
-        )
-        return None
-    shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
-    arrays = checkpoints.restore_item(progress.step, POOL, shapes)
-
-    def read(path: jax.tree_util.KeyPath, shape: Any) -> jax.Array:
-        x = arrays["draws"][_name(path)]
-        return jax.random.wrap_key_data(x) if _is_key(shape) else x
-
-    pool = ResponsePool(
-        rollout=_read_rollout(arrays["rollout"], progress.step),
-        draws=jax.tree_util.tree_map_with_path(read, begun[1]),
-        prompts=placement.to_host(arrays["prompts"]),
-    )
-    if isinstance(run.sampling.environment, HostEnvironment):
-        recorded = (pool.rollout.responses, pool.rollout.lengths, pool.draws.dialogues)
-        responses, lengths, dialogues = jax.tree.map(placement.to_host, recorded)
-        turns = read_turns(responses, lengths, dialogues)
-        console.print_on_main(
-            f"repeating {sum(map(len, turns))} turns of {sum(map(bool, turns))} open dialogues in "
-            "new environments"
-        )
-        run.sampling.environment.repeat_turns(dialogues.environment, turns)
-    return pool
-
-
-def _name(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the samples' rows in a checkpoint's tree, by name."""
-    return {
-        _name(path): tuple(x.shape[1:])
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        if _name(path) != "prompts"
-    }
-
-
-def restore_earlier_responses(
-    run: PPORun, checkpoints: Checkpointer, progress: Progress
-) -> EarlierResponses | None:
-    """Return the responses from which a run was to take drafts when it was saved.
-
-    Returns:
-      The responses; `None` if the checkpoint holds none or the run takes none. If they do not fit
-      it, print that its prompts are sampled anew.
-    """
-    rollout = run.config.rollout
-    saved = checkpoints.saved_tree(progress.step, EARLIER) if progress.step else None
-    if saved is None or rollout.max_staleness or not rollout.verify_drafts:
-        return None
-    num_prompts = saved["rows"].shape[0]
-    # Changed data have reset the position.
-    if not progress.position or saved["lengths"].shape[0] != num_prompts * rollout.n:
-        console.print_on_main(
-            f"the checkpoint's responses to {num_prompts} prompts do not fit this run's data and "
-            "options; these prompts are sampled as if they were new"
-        )
-        return None
-    everywhere = sharding.replicated(run.mesh)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), saved
-    )
-    arrays = checkpoints.restore_item(progress.step, EARLIER, shapes)
-    return EarlierResponses.from_arrays(jax.tree.map(placement.to_host, arrays))
-
-
-def _lay_out(saved: Any, mesh: Mesh, samples: int, replicated: str) -> Any:
-    """Return the shapes of a saved tree: the mesh splits its rows, except for one named array's."""
-    rows, everywhere = sharding.batch_rows(mesh, samples), sharding.replicated(mesh)
-
-    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
-        layout = everywhere if jax.tree_util.keystr(path, simple=True) == replicated else rows
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-
-    return jax.tree_util.tree_map_with_path(shape, saved)
 
 
 def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:

@@ -1,5 +1,6 @@
 """A random tiny actor, far from uniform, with prompts and compiled samplers to share."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,21 @@ ARCHITECTURE = Architecture(
     num_kv_heads=2,
     head_dim=8,
     qkv_bias=True,
+)
+HYBRID = dataclasses.replace(
+    ARCHITECTURE,
+    family="qwen3_5_text",
+    block="delta",
+    linear_layers=(True, False),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=4,
+    delta_value_dim=6,
+    delta_window=3,
+    output_gate=True,
+    qk_norm=True,
+    norm_plus_one=True,
+    qkv_bias=False,
 )
 T = 12
 

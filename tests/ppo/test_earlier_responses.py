@@ -12,7 +12,8 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.earlier_responses import EarlierResponses, step_addresses
 from jax_ppo.ppo.response_sampling import keys_of_samples
-from jax_ppo.run.ppo_training import require_prompts_that_come_again, restore_earlier_responses
+from jax_ppo.run.carried_over import restore_earlier_responses
+from jax_ppo.run.ppo_training import require_prompts_that_come_again
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.progress import Progress

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps, sample_partial_batch
-from jax_ppo.run.ppo_training import pool_arrays, restore_pool
+from jax_ppo.run.carried_over import pool_arrays, restore_pool
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions

@@ -38,7 +38,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
+from jax_ppo.run import carried_over, life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
 from jax_ppo.training.step_hashes import read_hashes
 from llama_folder import write_llama
@@ -728,6 +728,18 @@ CONTINUED = (
 )
 
 
+def assert_continued(rows, max_staleness):
+    """Assert that responses continued under newer weights, within the bound."""
+    oldest = [int(float(row["rollout/staleness_max"])) for row in rows]
+    assert oldest[0] == 0 and 1 <= max(oldest) <= max_staleness
+    for row, age in zip(rows, oldest, strict=True):
+        assert (float(row["rollout/continued_share"]) > 0) == (age > 0)
+        assert 0 <= float(row["rollout/staleness"]) <= age
+    # Log-probs under older weights differ from those of the trained ones.
+    assert float(rows[0]["rollout/logprob_difference"]) < 1e-5
+    assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
+
+
 @pytest.mark.exhaustive
 def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
     """The responses in progress are in the checkpoint that a signal asks for."""
@@ -738,15 +750,7 @@ def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
     )
     assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
     assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
-    rows = read_step_rows(tmp_path / "undisturbed")
-    oldest = [int(float(row["rollout/staleness_max"])) for row in rows]
-    assert oldest[0] == 0 and 1 <= max(oldest) <= 2
-    for row, age in zip(rows, oldest, strict=True):
-        assert (float(row["rollout/continued_share"]) > 0) == (age > 0)
-        assert 0 <= float(row["rollout/staleness"]) <= age
-    # Log-probs under older weights differ from those of the trained ones.
-    assert float(rows[0]["rollout/logprob_difference"]) < 1e-5
-    assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
+    assert_continued(read_step_rows(tmp_path / "undisturbed"), max_staleness=2)
 
 
 @pytest.mark.parametrize(
@@ -896,15 +900,8 @@ def test_open_dialogues_in_jax_are_resumed_bit_equal_within_the_bound(files, tmp
     assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
     assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
     rows = read_step_rows(tmp_path / "undisturbed")
-    oldest = [int(float(row["rollout/staleness_max"])) for row in rows]
-    assert oldest[0] == 0 and 1 <= max(oldest) <= 3
-    assert all(
-        (float(row["rollout/continued_share"]) > 0) == (age > 0)
-        for row, age in zip(rows, oldest, strict=True)
-    )
+    assert_continued(rows, max_staleness=3)
     assert all(row["environment/turns"] == row["rollout/turns"] for row in rows)
-    assert float(rows[0]["rollout/logprob_difference"]) < 1e-5
-    assert float(rows[-1]["rollout/logprob_difference"]) > 1e-4
 
 
 @pytest.mark.slow
@@ -1445,4 +1442,4 @@ def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
 
 def test_responses_of_another_version_in_a_checkpoint_are_refused():
     with pytest.raises(UserError, match="checkpoint 7: its responses are of another version of"):
-        ppo_training._read_rollout({"prompts": {}, "context_starts": np.zeros((1, 2), bool)}, 7)
+        carried_over._read_rollout({"prompts": {}, "context_starts": np.zeros((1, 2), bool)}, 7)

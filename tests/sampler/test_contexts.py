@@ -19,26 +19,11 @@ from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training import forward, packing
 from jax_ppo.types import Example, Prompts
 from tiny_actor import ARCHITECTURE as TWO_LAYERS
-from tiny_actor import Actor, make_prompts
+from tiny_actor import HYBRID, Actor, make_prompts
 
 T = 32
 LENGTHS = (5, 9, 1)
 ARCHITECTURE = dataclasses.replace(TWO_LAYERS, num_layers=1)  # compiles sooner
-HYBRID = dataclasses.replace(
-    TWO_LAYERS,
-    family="qwen3_5_text",
-    block="delta",
-    linear_layers=(True, False),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=4,
-    delta_value_dim=6,
-    delta_window=3,
-    output_gate=True,
-    qk_norm=True,
-    norm_plus_one=True,
-    qkv_bias=False,
-)
 
 
 def step(state, turn, length):

@@ -23,27 +23,12 @@ from jax_ppo.sampler.continuation import (
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import NEW_CONTEXT, PerDialogue
 from jax_ppo.types import Example
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
+from tiny_actor import ARCHITECTURE, HYBRID, Actor, make_prompts
 
 V, T = ARCHITECTURE.vocab_size, 32
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11)
 LENGTH = 4  # tokens of a call
-HYBRID = dataclasses.replace(
-    ARCHITECTURE,
-    family="qwen3_5_text",
-    block="delta",
-    linear_layers=(True, False),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=4,
-    delta_value_dim=6,
-    delta_window=3,
-    output_gate=True,
-    qk_norm=True,
-    norm_plus_one=True,
-    qkv_bias=False,
-)
 
 
 def step(state, turn, length):
