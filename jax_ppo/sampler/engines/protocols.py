@@ -11,7 +11,7 @@ Call = tuple[str, dict[str, Any]]  # a route and the body that is posted to it
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a server answered: tokens, their log-probs, and the version of its weights."""
+    """A server's answer: tokens, their log-probs, and the version of its weights."""
 
     tokens: list[int]
     logprobs: list[float]
