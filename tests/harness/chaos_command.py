@@ -97,9 +97,9 @@ def announce_examples() -> None:
         return call
 
     def wrap_begin(function: Callable) -> Callable:
-        def call(run: Any, batch: Any, number: int) -> Any:
+        def call(run: Any, batch: Any, number: int, *arguments: Any) -> Any:
             announce(f"step {number} of examples {' '.join(map(str, batch.indices))}")
-            return function(run, batch, number)
+            return function(run, batch, number, *arguments)
 
         return call
 

@@ -84,6 +84,22 @@ class Variant:
     weight: int = 1
 
 
+OPEN = ("rollout.max_staleness=3", "rollout.stage_length=2", "algorithm.rollout_is=token")
+SUMMARY = (
+    "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
+    "rollout.multi_turn.max_contexts=3",
+    "rollout.multi_turn.max_observation_length=4",
+    "rollout.multi_turn.max_turn_length=2",
+)
+SERVER = (
+    "rollout.multi_turn.environment={server}",
+    "rollout.multi_turn.max_observation_length=2",
+    "rollout.multi_turn.max_turn_length=2",
+    "rollout.multi_turn.info_metrics=turns",
+    "rollout.multi_turn.url_retries=7",
+    "rollout.multi_turn.timeout=300",
+)
+
 VARIANTS = {
     "ppo": Variant(
         options=(
@@ -119,35 +135,14 @@ VARIANTS = {
             "algorithm.rollout_is=token",
         )
     ),
-    "open dialogues": Variant(
-        options=(
-            "rollout.max_staleness=3",
-            "rollout.stage_length=2",
-            "algorithm.rollout_is=token",
-            "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
-            "rollout.multi_turn.max_contexts=3",
-            "rollout.multi_turn.max_observation_length=4",
-            "rollout.multi_turn.max_turn_length=2",
-        )
+    "contexts": Variant(options=SUMMARY),
+    "open dialogues": Variant(options=OPEN + SUMMARY),
+    "open dialogues beside updates": Variant(
+        options=(*OPEN, *SUMMARY, "rollout.mesh.devices=1"), devices=2
     ),
-    "contexts": Variant(
-        options=(
-            "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
-            "rollout.multi_turn.max_contexts=3",
-            "rollout.multi_turn.max_observation_length=4",
-            "rollout.multi_turn.max_turn_length=2",
-        )
-    ),
-    "environment server": Variant(
-        options=(
-            "rollout.multi_turn.environment={server}",
-            "rollout.multi_turn.max_observation_length=2",
-            "rollout.multi_turn.max_turn_length=2",
-            "rollout.multi_turn.info_metrics=turns",
-            "rollout.multi_turn.url_retries=7",
-            "rollout.multi_turn.timeout=300",
-        )
-    ),
+    "open dialogues of 2 processes": Variant(options=OPEN + SUMMARY, processes=2),
+    "environment server": Variant(options=SERVER),
+    "open dialogues on a server": Variant(options=OPEN + SERVER),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
     "sft": Variant(command="sft", weight=2),
     "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
