@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ppo.config.schema import flatten_options, option_value
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
@@ -63,31 +65,57 @@ def restore_sampled_batch(
     The resumed run could not sample it again: the checkpoint's weights are one update newer.
 
     Returns:
-      The batch, whose prompts are taken from `batches`. `None` if the checkpoint holds no such
-      rollout, or one that does not fit this run: its data have changed, its shape differs, or the
-      checkpoint and this run differ in whether they record expert routing or kept tokens.
+      The batch, whose prompts are taken from `batches`; `None` if the checkpoint holds none. For
+      one that does not fit this run, print that its prompts are sampled anew, and return `None`.
     """
-    config = run.config
-    step = progress.step
-    # Position 0: the run starts, or its data have changed and the rollout's prompts are gone.
-    if config.rollout.max_staleness != 1 or not progress.position:
+    config, options = run.config, run.sampling
+    step, position = progress.step, batches.position
+    saved = checkpoints.saved_tree(step, ROLLOUT) if step else None
+    if saved is None:
         return None
-    saved = checkpoints.saved_tree(step, ROLLOUT)
     samples = config.data.train_batch_size * config.rollout.n
-    if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
-        return None
-    records = ("routed_experts" in saved, "kept_tokens" in saved)
-    if records != (run.sampling.returns_routed_experts, run.sampling.returns_kept_tokens):
-        return None
-    # `slot_steps` has one number per queue of the decoder, and this mesh may have more or fewer.
-    shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
-    arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
-    batch = next(batches)
-    return SampledBatch(
-        batch=batch,
-        rollout=_read_rollout(arrays, step),
-        position=batches.position,
-        weights_step=step - 1,  # sampled during the last completed step
+    has_turns = options.environment is not None
+    optional = {
+        "routed_experts": options.returns_routed_experts,
+        "kept_tokens": options.returns_kept_tokens,
+        "turn_rewards": has_turns,
+        "turn_starts": has_turns,
+        "contexts": has_turns and options.max_contexts > 1,
+    }
+    # Position 0: the data have changed, and the rollout's prompts are gone.
+    fits = config.rollout.max_staleness == 1 and progress.position > 0
+    fits &= saved["responses"].shape == (samples, config.data.max_response_length)
+    fits &= optional == {name: name in saved for name in optional}
+    if fits:
+        # `slot_steps` has one number per queue of the decoder, and this mesh may have others.
+        shapes = _lay_out(saved, run.mesh, samples, replicated="slot_steps")
+        rollout = _read_rollout(checkpoints.restore_item(step, ROLLOUT, shapes), step)
+        batch = next(batches)
+        if _are_rows(rollout.prompts, np.repeat(batch.indices, config.rollout.n), run.training):
+            return SampledBatch(
+                batch=batch,
+                rollout=rollout,
+                position=batches.position,
+                weights_step=step - 1,  # sampled during the last completed step
+            )
+        batches.position = position
+    console.print_on_main(
+        "the checkpoint's responses that were sampled one step ahead do not fit this run's data "
+        "and options; their prompts are sampled anew"
+    )
+    return None
+
+
+def _are_rows(prompts: Prompts, rows: np.ndarray, training: PromptDataset) -> bool:
+    """Return whether prompts [N, P] are what rows of the data, int [N], are now; -1 is any prompt.
+
+    The fingerprint of the data does not say it: they may be in another order since the checkpoint,
+    or have another chat template, which may also write the date.
+    """
+    tokens, lengths = map(placement.to_host, (prompts.tokens, prompts.lengths))
+    return len(rows) == len(tokens) and all(
+        row < 0 or np.array_equal(tokens[i, : lengths[i]], training.tokens[row])
+        for i, row in enumerate(rows)
     )
 
 
@@ -144,23 +172,29 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         rows = saved["rollout"]["responses"].shape[0]
         fits = num_prompts * config.rollout.n == samples == rows
         fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
+        fits &= not _changes_draws(run, checkpoints.restore(progress.step, {}).meta["config"])
+    if fits:
+        shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
+        arrays = checkpoints.restore_item(progress.step, POOL, shapes)
+        rollout = _read_rollout(arrays["rollout"], progress.step)
+        prompts = placement.to_host(arrays["prompts"])
+        entered = np.where(prompts[:, 1] < 0, -1, prompts[:, 0])
+        fits = _are_rows(rollout.prompts, np.repeat(entered, config.rollout.n), run.training)
     if not fits:
         console.print_on_main(
             f"the checkpoint's unfinished responses to {num_prompts // BATCHES_IN_POOL} prompts do "
             "not fit this run's data and options; these prompts are skipped"
         )
         return None
-    shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
-    arrays = checkpoints.restore_item(progress.step, POOL, shapes)
 
     def read(path: jax.tree_util.KeyPath, shape: Any) -> jax.Array:
         x = arrays["draws"][_name(path)]
         return jax.random.wrap_key_data(x) if _is_key(shape) else x
 
     pool = ResponsePool(
-        rollout=_read_rollout(arrays["rollout"], progress.step),
+        rollout=rollout,
         draws=jax.tree_util.tree_map_with_path(read, begun[1]),
-        prompts=placement.to_host(arrays["prompts"]),
+        prompts=prompts,
     )
     if isinstance(run.sampling.environment, HostEnvironment):
         recorded = (pool.rollout.responses, pool.rollout.lengths, pool.draws.dialogues)
@@ -173,6 +207,19 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
             )
         run.sampling.environment.repeat_turns(dialogues.environment, turns)
     return pool
+
+
+def _changes_draws(run: PPORun, saved: dict[str, Any]) -> bool:
+    """Return whether options of a checkpoint differ without which the states of draws mean nothing.
+
+    Those are the strings that are searched for, the longest turn, and an environment in JAX; one on
+    the host repeats its turns.
+    """
+    names = ["rollout.stop", "rollout.bad_words", "rollout.multi_turn.max_turn_length"]
+    if not isinstance(run.sampling.environment, HostEnvironment):
+        names.append("rollout.multi_turn.environment")
+    values = flatten_options(saved)
+    return any(values[name] != option_value(run.config, name) for name in names)
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:

@@ -200,31 +200,40 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
     assert oldest == {2: 2, 3: 3, 4: 4}, "each bound was reached"
 
 
+SKIPS = f"the checkpoint's unfinished responses to {G} prompts do not fit"
+
+
 @pytest.mark.parametrize(
-    ("n", "position", "told"),
+    ("n", "position", "changed", "told"),
     [
-        (N, 8, ""),
-        (N + 1, 8, f"the checkpoint's unfinished responses to {G} prompts do not fit"),
-        (N, 0, f"the checkpoint's unfinished responses to {G} prompts do not fit"),
+        (N, 8, {}, ""),
+        (N + 1, 8, {}, SKIPS),
+        (N, 0, {}, SKIPS),
+        (N, 8, {"rollout__stop": "end"}, SKIPS),
+        (N, 8, {"rollout__multi_turn__environment": "other.py:Other"}, SKIPS),
+        (N, 8, {"first_token": 1}, SKIPS),
     ],
-    ids=["same", "another n", "other data"],
+    ids=["same", "another n", "other data", "stop string", "environment in JAX", "prompts"],
 )
-def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, told, capsys):
+def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, changed, told, capsys):
     mesh = tiny.make_mesh(1)
     parts = make_parts(mesh, Engine(mesh, 0, 3, 0.4), 2 * G)
+    first_token = changed.pop("first_token", 0)
+    options = {"rollout__max_staleness": 2, "rollout__stage_length": 3, "rollout__n": n}
+    options |= {"algorithm__rollout_is": "token"}
     with jax.set_mesh(mesh):
         pool = sample_partial_batch(parts, {}, Batches(parts.training), 0, OBSERVER, None).pool
         arrays = pool_arrays(pool, mesh)
+        meta = {"config": dataclasses.asdict(tiny.config(**options))}
         checkpoints = types.SimpleNamespace(
-            saved_tree=lambda step, name: arrays, restore_item=lambda step, name, shapes: arrays
+            saved_tree=lambda step, name: arrays,
+            restore_item=lambda step, name, shapes: arrays,
+            restore=lambda step, abstract: types.SimpleNamespace(meta=meta),
         )
-        config = tiny.config(
-            rollout__max_staleness=2,
-            rollout__stage_length=3,
-            rollout__n=n,
-            algorithm__rollout_is="token",
-        )
+        config = tiny.config(**options | changed)
         run = types.SimpleNamespace(config=config, **vars(make_parts(mesh, None, 2 * G, n)))
+        # A chat template may write another date.
+        run.training.tokens = [[row + first_token] for row in range(2 * G)]
         restored = restore_pool(run, checkpoints, Progress(step=1, position=position))
     assert (restored is None) == bool(told)
     if restored is not None:
