@@ -107,6 +107,8 @@ class JSONServer:
                 return read(self._send(request, path))
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code} {error.reason}"
+                if 300 <= error.code < 400:
+                    problem += "; redirects are refused, so name the final address"
                 # A refusal is final, unless the server is busy or broken.
                 if error.code != 429 and error.code < 500:
                     break
@@ -117,7 +119,7 @@ class JSONServer:
                 reason = getattr(error, "reason", error)
                 timed_out = isinstance(reason, TimeoutError)
                 is_refusal = isinstance(reason, ConnectionRefusedError)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 problem = f"the reply is not JSON: {error}"
             except ValueError as error:
                 problem = f"the reply is of another form: {error}"
@@ -142,7 +144,10 @@ class JSONServer:
         )
         opener = urllib.request.build_opener(_RefuseRedirects)
         with opener.open(message, timeout=self.timeout) as reply:
-            return json.loads(read_reply(reply, self.timeout, _MAX_REPLY))
+            body = read_reply(reply, self.timeout, _MAX_REPLY + 1)
+        if len(body) > _MAX_REPLY:
+            raise ValueError(f"expected at most {_MAX_REPLY} bytes")
+        return json.loads(body)
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):

@@ -67,6 +67,16 @@ def test_a_reply_that_is_cut_off_is_a_fault(call, fault):
         call(url)
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [(b"[" * 200_000, "not JSON"), (b"1" * 1_500_000, "expected at most 1000000 bytes")],
+    ids=["nested too deeply", "too long"],
+)
+def test_a_reply_that_cannot_be_read_is_a_fault(body, problem):
+    with serving([body], 0, len(body)) as url, pytest.raises(RequestFault, match=problem):
+        ask(url)
+
+
 @pytest.mark.parametrize("call", [ask, ask_engine])
 def test_a_reply_in_parts_is_read_whole(call):
     with serving([b"[1,", b" 2", b"]"], 0.02, 6) as url:
