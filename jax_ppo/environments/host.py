@@ -161,7 +161,6 @@ class HostEnvironment:
         """
         lost: set[int] = set()
         for number in range(max(map(len, recorded), default=0)):
-            watchdog.report_progress("repeating turns of open dialogues")
             left = [i for i, turns in enumerate(recorded) if len(turns) > number and i not in lost]
             turns = [recorded[i][number] for i in left]
             lengths = [len(turn.tokens) for turn in turns]
@@ -268,6 +267,7 @@ class HostEnvironment:
             functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
         ]
         for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
+            watchdog.report_progress("answering turns of dialogues")
             self._steps += 1
             try:
                 answer: _Answer = result.result()

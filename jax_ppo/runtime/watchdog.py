@@ -1,9 +1,10 @@
 """A watchdog over a run: without progress for too long, it names the phase and shows the stacks.
 
 Progress is reported by `report_progress`: when a phase begins or ends, a tensor was loaded, a
-program compiled, or a response scored. A hung device, network or reward function stops all of
-these. In a run of several processes the one that hangs is the first to stop, while the others
-continue until they need it; so the first watchdog to end its process names the right one.
+program compiled, a turn of a dialogue answered, or a response scored. A hung device, network or
+reward function stops all of these. In a run of several processes the one that hangs is the first to
+stop, while the others continue until they need it; so the first watchdog to end its process names
+the right one.
 """
 
 import contextlib

@@ -489,6 +489,13 @@ def test_a_batch_of_which_nothing_is_answered_is_given_up(hanging, monkeypatch):
         environment.raise_if_all_failed()
 
 
+def test_each_turn_that_ends_keeps_the_watchdog_from_ending_a_long_rollout(hanging, monkeypatch):
+    phases = []
+    monkeypatch.setattr(host.watchdog, "report_progress", phases.append)
+    hanging(8, [8, 4, 8])
+    assert phases == ["answering turns of dialogues"] * 3
+
+
 @pytest.mark.slow
 def test_a_step_that_hangs_does_not_keep_the_process_from_ending():
     script = (
