@@ -1144,7 +1144,8 @@ class MeshShape:
         unit="devices", at_least=1)
     virtual_replicas: int = option(0,
         "replicas that compute a batch as so many devices of data would, on two or more devices "
-        "whose number divides theirs, with the same bits; 0: one per device",
+        "whose number divides theirs, with the same bits; one CPU counts as two; 0: one per "
+        "device",
         at_least=0, requires=(HAS_DATA_AXIS_ALONE, SAMPLES_WITH_BUILT_IN_ENGINE,
         HAS_NO_REWARD_MODEL, HAS_NO_ENVIRONMENT, SUMS_GRADIENTS_IN_FLOAT32))
 

@@ -122,7 +122,8 @@ def command(files, workdir, *overrides):
 
 
 def environment(devices=1):
-    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    number = {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
+    return os.environ | {"JAX_PLATFORMS": "cpu"} | number
 
 
 def run(files, workdir, *overrides, devices=1):
@@ -947,25 +948,28 @@ def run_two_processes(arguments, logs, devices=1):
 
 
 @pytest.mark.exhaustive
-def test_virtual_replicas_write_the_same_bits_on_any_number_of_devices(files, tmp_path):
-    overrides = [
-        "--config.mesh.virtual_replicas=8",
-        "--config.trainer.total_training_steps=3",
-        "--config.data.val_files=",
-        "--config.trainer.save_freq=-1",
-    ]
-    for devices in (2, 8):
-        run(files, tmp_path / str(devices), *overrides, devices=devices)
-    arguments = command(files, tmp_path / "processes", *overrides)[3:]
+def test_virtual_replicas_write_the_same_bits_on_any_number_of_devices(
+    files, tmp_path, monkeypatch
+):
+    """Also on one CPU, in two processes, and where a run of one CPU continues on four devices."""
+    monkeypatch.setenv("XLA_FLAGS", "")  # programs as users have them
+    overrides = ["--config.mesh.virtual_replicas=8", "--config.data.val_files="]
+    last = "--config.trainer.total_training_steps="
+    printed = run(files, tmp_path / "1", *overrides, f"{last}3", devices=None)
+    assert "virtual_replicas=8: the CPU counts as two devices" in printed
+    run(files, tmp_path / "8", *overrides, f"{last}3", devices=8)
+    run(files, tmp_path / "moved", *overrides, f"{last}2", devices=None)
+    run(files, tmp_path / "moved", *overrides, f"{last}3", devices=4)
+    arguments = command(files, tmp_path / "processes", *overrides, f"{last}3")[3:]
     process = run_two_processes(arguments, tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
-    two = tmp_path / "2"
-    for other in ("8", "processes"):
-        hashes = [[x["hashes"] for x in read_hashes(f).values()] for f in (two, tmp_path / other)]
+    one = tmp_path / "1"
+    for other in ("8", "moved", "processes"):
+        hashes = [[x["hashes"] for x in read_hashes(f).values()] for f in (one, tmp_path / other)]
         assert hashes[0] == hashes[1] and len(hashes[0]) == 3
         for role in ("actor", "critic"):
             name = f"{role}/model.safetensors"
-            assert (two / name).read_bytes() == (tmp_path / other / name).read_bytes()
+            assert (one / name).read_bytes() == (tmp_path / other / name).read_bytes()
 
 
 @pytest.mark.slow
