@@ -19,21 +19,20 @@ from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from tiny_actor import Actor, make_prompts
 
 
-def hashes_of_step(devices):
-    """Return hashes of log-probs, advantages and weights of a step without a critic."""
+def hashes_of_step(devices, **options):
+    """Return hashes of log-probs, values, advantages and weights of a step."""
     config = tiny.config(
         mesh__virtual_replicas=8,
         actor__ppo_mini_batch_size=4,
-        algorithm__adv_estimator="reinforce_plus_plus",
-        algorithm__use_reference=False,
-        packing__row_length=64,
+        **{"packing__row_length": 64} | options,
     )
     mesh = tiny.make_mesh(devices, virtual_replicas=8)
     nets = tiny.networks(config)
+    has_critic = nets.critic is not None
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
-        packer = mini_batches.make_packer(config, mesh, has_critic=False)
+        packer = mini_batches.make_packer(config, mesh, has_critic=has_critic)
         packed = packer.pack(0, np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths))
         sequences = join_sequences(rollout, config.sequence_length)
         outputs = tiny.run_forward_passes(config, nets, state, sequences, *packed.forward)
@@ -55,14 +54,30 @@ def hashes_of_step(devices):
             "old_logprobs": experience.old_logprobs,
             "advantages": experience.advantages,
             "loss": metrics,
-            "weights": state.actor,
+            "weights/actor": state.actor,
         }
+        if has_critic:
+            hashes |= {"values": experience.values, "weights/critic": state.critic}
         return take_hashes(jax.device_get(hash_quantities(hashes)))
 
 
 @pytest.mark.slow
-def test_a_step_has_the_same_bits_on_two_devices_and_on_eight():
-    assert hashes_of_step(2) == hashes_of_step(8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False},
+        {"packing__enabled": False, "packing__row_length": None, "actor__ppo_epochs": 2},
+        {
+            "algorithm__adv_estimator": "grpo",
+            "rollout__n": 2,
+            "actor__use_kl_loss": True,
+            "model__gradient_checkpointing": True,
+        },
+    ],
+    ids=("without_critic", "padded_two_epochs", "groups"),
+)
+def test_a_step_has_the_same_bits_on_two_devices_and_on_eight(options):
+    assert hashes_of_step(2, **options) == hashes_of_step(8, **options)
 
 
 def test_sums_are_added_in_one_order():
