@@ -6,10 +6,12 @@ services; this does not affect the answers, unless a step exceeds the time limit
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -34,6 +36,7 @@ from jax_ppo.environments.protocol import (
 from jax_ppo.environments.recorded_turns import OpenTurns
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
+from jax_ppo.json_server import RequestFault
 from jax_ppo.runtime import watchdog
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
@@ -44,6 +47,10 @@ log = logging.getLogger(__name__)
 THREADS = 16  # dialogues that are stepped concurrently
 # If as many turns of a batch time out before any is answered, no further turns are tried.
 MAX_UNANSWERED_TURNS = 4 * THREADS
+
+
+class WrongAnswer(Exception):
+    """An environment's answer that cannot be read; the message says what was expected."""
 
 
 class HostState(NamedTuple):
@@ -181,7 +188,7 @@ class HostEnvironment:
                     lost.add(i)
                     self._close(self._dialogues.pop(sample, None))
                     failed: CallResult = concurrent.futures.Future()
-                    failed.set_exception(RuntimeError("a resumed run got another answer"))
+                    failed.set_exception(WrongAnswer("a resumed run got another answer"))
                     self._dialogues[sample] = _Dialogue(failed)
         if lost:
             log.warning(
@@ -297,7 +304,7 @@ class HostEnvironment:
 
         Raises:
           EnvironmentLost: the options allow one context.
-          ValueError: a new context cannot be one, or a former context does not exist.
+          WrongAnswer: a new context cannot be one, or a former context does not exist.
         """
         dialogue.last[dialogue.current] = last
         is_new = isinstance(observation, NewContext)
@@ -329,12 +336,12 @@ class HostEnvironment:
         """Return the tokens of a new context, which is not cut.
 
         Raises:
-          ValueError: it is empty or too long.
+          WrongAnswer: it is empty or too long.
         """
         tools = self._examples[row].tools
         tokens = encode_prompt(self._tokenizer, context.prompt, self._chat_template, tools)
         if not 0 < len(tokens) <= self.observation_length:
-            raise ValueError(
+            raise WrongAnswer(
                 f"the new context has {len(tokens)} tokens; expected 1 to "
                 "config.rollout.multi_turn.max_observation_length="
                 f"{self.observation_length}"
@@ -384,7 +391,7 @@ class HostEnvironment:
 
 
 def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bool) -> None:
-    """Raise `TypeError` or `ValueError` for an answer that would be read as something else.
+    """Raise `WrongAnswer` for an answer that would be read as something else.
 
     With `takes_several` the observation may be a tuple of several messages.
     """
@@ -395,16 +402,21 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
         observation = observation.observation
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
-        raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
-    "".join(contents).encode()  # raises for half of a surrogate pair, which no tokenizer takes
+        raise WrongAnswer(f"the observation of a turn is {_quote(observation)}; expected text")
+    try:
+        "".join(contents).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer takes
+        raise WrongAnswer(f"the observation of a turn: {error}") from None
     _read_number(reward, "the reward of a turn")
     # Python would read every text but "" as true.
     if ends not in (0, 1):
-        raise TypeError(f"whether the dialogue has ended is {_quote(ends)}; expected True or False")
+        raise WrongAnswer(
+            f"whether the dialogue has ended is {_quote(ends)}; expected True or False"
+        )
 
 
 def _validate_context(context: NewContext) -> None:
-    """Raise `TypeError` unless a new context is text or messages."""
+    """Raise `WrongAnswer` unless a new context is text or messages."""
     prompt = context.prompt
     if isinstance(prompt, str):
         return
@@ -414,18 +426,18 @@ def _validate_context(context: NewContext) -> None:
         for message in prompt
     )
     if not prompt or not are_messages:
-        raise TypeError(
+        raise WrongAnswer(
             f"the new context of a turn is {_quote(prompt)}; expected text, or a tuple of messages "
             "with role and content"
         )
 
 
 def _validate_former(number: Any, count: int) -> None:
-    """Raise `ValueError` unless it is the number of one of a dialogue's contexts."""
+    """Raise `WrongAnswer` unless it is the number of one of a dialogue's contexts."""
     # Gymnasium's environments have numbers of NumPy.
     is_whole = isinstance(number, Integral) and not isinstance(number, bool)
     if not is_whole or not 0 <= number < count:
-        raise ValueError(
+        raise WrongAnswer(
             f"the former context of a turn is {_quote(number)}; expected a number from 0, the "
             f"prompt's, to {count - 1}, the last one of the dialogue"
         )
@@ -437,17 +449,16 @@ def read_figures(
     """Return the metrics that a turn reports, as numbers.
 
     Raises:
-      TypeError: they are not numbers by name.
-      ValueError: one is not declared, or not a finite float32.
+      WrongAnswer: they are not numbers by name, or one is not declared, or not a finite float32.
     """
     numbers: dict[str, float] = {}
     if figures is None:
         return numbers
     if not isinstance(figures, Mapping):
-        raise TypeError(f"the metrics of a turn are {_quote(figures)}; expected numbers by name")
+        raise WrongAnswer(f"the metrics of a turn are {_quote(figures)}; expected numbers by name")
     for name, value in figures.items():
         if name not in names:
-            raise ValueError(
+            raise WrongAnswer(
                 f"the turn reports the metric {shorten(repr(name))}; metric_names declares "
                 f"{', '.join(names) or 'none'}.{did_you_mean(str(name), names)}"
             )
@@ -456,14 +467,17 @@ def read_figures(
 
 
 def _read_number(value: Any, what: str) -> float:
-    """Return a number; raise `TypeError` or `ValueError` unless it is a finite float32."""
+    """Return a number; raise `WrongAnswer` unless it is a finite float32."""
     # Python would read a number in text.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is {_quote(value)}; expected a number")
+        raise WrongAnswer(f"{what} is {_quote(value)}; expected a number")
+    number = math.inf
+    with contextlib.suppress(OverflowError):  # of an integer beyond all floats
+        number = float(value)
     # Written so that NaN fails too.
-    if not abs(float(value)) <= np.finfo(np.float32).max:
-        raise ValueError(f"{what} is {value}; expected a finite float32")
-    return float(value)
+    if not abs(number) <= np.finfo(np.float32).max:
+        raise WrongAnswer(f"{what} is {number}; expected a finite float32")
+    return number
 
 
 def _quote(value: Any) -> str:
@@ -471,7 +485,9 @@ def _quote(value: Any) -> str:
 
 
 def _describe_failure(error: BaseException) -> str:
-    """Return a traceback of the environment's own lines, or the message of a timeout."""
+    """Return a traceback of the environment's own lines, or the message of a fault outside them."""
     if isinstance(error, CallTimeout):
         return f"{error} (config.rollout.multi_turn.timeout)"
+    if isinstance(error, RequestFault | EnvironmentLost | WrongAnswer):
+        return str(error)
     return "\n" + "".join(traceback.format_exception(error, limit=-4))

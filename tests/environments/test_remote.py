@@ -161,7 +161,8 @@ def test_what_may_be_temporary_is_tried_again_and_no_turn_is_taken_twice(
     assert len(server.requests) == calls
     np.testing.assert_array_equal(answers[4], [[np.nan, 1]] if fails else [[1, 0]])
     assert answers[2].tolist() == [0.0 if fails else 0.5]
-    assert "hidden" not in caplog.text
+    assert "hidden" not in caplog.text and "Traceback" not in caplog.text
+    assert ("environment=http://127.0.0.1" in caplog.text) == fails
 
 
 def test_a_server_that_says_so_gets_a_turn_again_by_its_number(server):

@@ -297,4 +297,4 @@ def test_an_environment_that_does_not_repeat_its_answers_fails_in_the_open(host_
         rollout, draws = go_on(rollout, draws, number)
     failed = np.asarray(rollout.environment_metrics["failed"]) == 1
     np.testing.assert_array_equal(failed, ends_later)
-    assert "RuntimeError: a resumed run got another answer" in caplog.text
+    assert "a resumed run got another answer" in caplog.text and "Traceback" not in caplog.text
