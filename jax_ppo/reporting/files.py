@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, work_directory
 
 SAMPLES_FOLDER = "rollouts"
@@ -88,11 +89,18 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 
 
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
-    """Yield kind, step and records of each file, see `write_samples`, in the order of the steps."""
+    """Yield kind, step and records of each file, see `write_samples`, in the order of the steps.
+
+    Raises:
+      UserError: a file does not hold JSON lines.
+    """
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
-        with path.open(encoding="utf-8") as file:
-            records = [json.loads(line) for line in file]
+        try:
+            with path.open(encoding="utf-8") as file:
+                records = [json.loads(line) for line in file]
+        except ValueError as error:
+            raise UserError(f"{path}: expected JSON lines: {error}; remove the file") from None
         yield kind, step, records
 
 

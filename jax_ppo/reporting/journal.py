@@ -89,7 +89,7 @@ class Journal:
         lost_run = work_directory.lost_run(workdir)
         # Before the log drops the rows that the run repeats.
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
-            lost_run += f", after step {rows[-1]['step']}"
+            lost_run += f", after step {rows[-1].get('step')}"
         self._versions = collect_versions()  # slow: it reads files
         self._log = MetricsLog(
             workdir=workdir,

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer
+from jax_ppo.errors import UserError
 from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
 
@@ -25,13 +26,18 @@ class CurveFile:
     """
 
     def __init__(self, path: Path, steps_done: int) -> None:
-        """Open the file, and drop the rows of steps after `steps_done`; 0 starts a new file."""
+        """Open the file, and drop the rows of steps after `steps_done`; 0 starts a new file.
+
+        Raises:
+          UserError: a row of a file that is continued does not hold the metrics of a step.
+        """
         self._path = path
         self._columns: list[str] = []
         self._last_step: int | None = None
         rows: list[dict[str, str]] = []
         # Steps after the checkpoint are computed again: their old rows are dropped.
         if steps_done:
+            _validate_rows(path)
             rows = [row for row in read_metrics_csv(path) if int(row["step"]) <= steps_done]
         self._rewrite(rows)
 
@@ -72,6 +78,18 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
         return []
     complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return list(csv.DictReader(complete_lines.splitlines()))
+
+
+def _validate_rows(path: Path) -> None:
+    for line, row in enumerate(read_metrics_csv(path), 2):
+        try:
+            int(row["step"])
+            for value in row.values():
+                float("nan" if value == "" else value)
+        except (KeyError, TypeError, ValueError):  # also of a row that is too short or too long
+            raise UserError(
+                f"{path}: line {line} does not hold the metrics of a step; remove the line"
+            ) from None
 
 
 class MetricsLog(contextlib.ExitStack):

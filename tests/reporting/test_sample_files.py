@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from jax_ppo.errors import UserError
 from jax_ppo.reporting.files import drop_samples_after, read_samples, write_samples
 
 
@@ -30,3 +33,11 @@ def test_a_resumed_run_drops_what_it_computes_again(tmp_path):
 def test_a_new_folder_has_no_samples(tmp_path):
     drop_samples_after(tmp_path, 0)
     assert list(read_samples(tmp_path)) == []
+
+
+@pytest.mark.parametrize("content", [b"{\n", b"\xff\n"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    write_samples(tmp_path, "training", 1, [{}])
+    (tmp_path / "rollouts" / "training_000001.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="training_000001.jsonl: expected JSON lines.*remove"):
+        list(read_samples(tmp_path))

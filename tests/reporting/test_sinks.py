@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.config.schema import Trainer
+from jax_ppo.errors import UserError
 from jax_ppo.reporting.curves import plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
@@ -94,6 +95,14 @@ class TestCurveFile:
         assert [row["step"] for row in read_metrics_csv(path)] == ["0", "1", "2", "3"]
         write_run(tmp_path, 4, 5)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
+
+    @pytest.mark.parametrize("line", ["1,2,3,4,5,6", "1", "one,2", "1,a"])
+    def test_a_damaged_line_is_named_before_the_run_continues(self, tmp_path, line):
+        write_run(tmp_path, 0, 3)
+        path = tmp_path / "training_metrics.csv"
+        path.write_text(path.read_text() + f"{line}\n")
+        with pytest.raises(UserError, match=r"metrics.csv: line 6 does not .* remove the line"):
+            open_log(tmp_path, 3)
 
     def test_a_run_that_begins_anew_forgets_the_one_before(self, tmp_path):
         write_run(tmp_path, 0, 3)
