@@ -76,6 +76,7 @@ class AbstractStep(ProgramInputs):
     caches: Any  # shapes of the slots' cache and of the prefill buffer, for each stage of one queue
     constrains_logits: bool  # some tokens may not be drawn
     least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
+    hosts: int  # of the machine
 
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
@@ -115,7 +116,7 @@ class AbstractStep(ProgramInputs):
         return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
 
 
-def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
+def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractStep:
     """Build the abstract programs of a step without placing anything on the mesh.
 
     Raises:
@@ -183,6 +184,7 @@ def build_abstract_step(config: Config, mesh: Mesh) -> AbstractStep:
         # Forbidden strings are found with a tokenizer, which a plan does not have.
         constrains_logits=bool(rollout.bad_words) or constrains_logits(sampling),
         least=PPOMemory(config, nets, mesh).measure(),
+        hosts=hosts,
     )
 
 

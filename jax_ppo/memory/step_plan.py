@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError, counted
+from jax_ppo.errors import counted
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_phases
@@ -138,17 +138,15 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     # All GPUs that can be named have bfloat16.
     config = dataclasses.replace(config, model=resolve_dtype(config.model, platform))
     separate = config.rollout.mesh.devices
-    if separate and topology.has_several_hosts:
-        raise UserError(
-            f"config.rollout.mesh.devices={separate}: expected 0 on {topology.name}, which has "
-            "several hosts: JAX does not copy weights to devices of other processes"
-        )
+    hosts = topology.num_hosts  # with one process each
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
-    mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology), decoding=separate)
+    mesh = meshes.make_mesh(
+        config.mesh, devices or cpu_devices(topology), decoding=separate, processes=hosts
+    )
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
-            step = build_abstract_step(config, mesh)
+            step = build_abstract_step(config, mesh, hosts)
             estimated = estimate_phases(step)
             work = count_work(step)
             bubbles = count_bubbles(step)

@@ -224,8 +224,8 @@ def predict_seconds(
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
     weights, sent = bytes_per_device(step.decoding_weights), 0
     if step.is_separate:
-        # Each device that learns gathers the whole copy; one of them sends the others their parts.
-        sent = weights * step.rollout_mesh.size
+        # Each device that learns gathers the whole copy; one of each host sends others their parts.
+        sent = weights * step.rollout_mesh.size // step.hosts
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.decoding_weights))
     received = weights * received_share(step.decoding_weights, step.mesh)
     return PhaseWork(

@@ -122,6 +122,7 @@ def sample_partial_batch(
         # The host does not wait for this stage: rewards are computed while the others draw it.
         others: ResponsePool | Future[ResponsePool]
         if isinstance(engine, SeparateEngine):
+            (rollout, draws), version = engine.send((rollout, draws), version)
             others = engine.decode_ahead(continue_others)
         else:
             others = continue_others()

@@ -129,6 +129,7 @@ def sample_beside_update(
         jax.block_until_ready(params)
     with observer.phase("rollout"):
         engine.update_weights(params)
+        prompts, key = engine.send(prompts, key)
 
     def sample() -> SampledBatch:
         rollout = engine.generate(prompts, key, parts.sampling)

@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import compat, coordination, signals, stragglers
+from jax_ppo.runtime import compat, coordination, sharding, signals, stragglers
 from jax_ppo.runtime.lifeline import Lifeline
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
@@ -124,11 +125,25 @@ def allgather_json(value: Any) -> list[Any]:
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(text)))
+    lengths = _allgather(np.int32(len(text)))
     # A power of two, so that another length rarely compiles another program.
     width = max(1024, 1 << int(lengths.max() - 1).bit_length())
-    texts = multihost_utils.process_allgather(np.pad(text, (0, width - len(text))))
+    texts = _allgather(np.pad(text, (0, width - len(text))))
     return [json.loads(bytes(row[:length])) for row, length in zip(texts, lengths, strict=True)]
+
+
+def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
+    """Return the arrays of all processes, [processes, ...], through the mesh in the context.
+
+    JAX's own function uses all devices. Those that decode beside an update would make it wait, or
+    start it in another order than in another process.
+    """
+    mesh = jax.sharding.get_mesh()
+    layout = sharding.process_rows(jax.devices() if mesh.empty else mesh.devices.flat)
+    assert isinstance(layout.mesh, Mesh), "it has devices"
+    array = jax.make_array_from_process_local_data(layout, np.asarray(value)[None])
+    with jax.set_mesh(layout.mesh):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:

@@ -36,11 +36,16 @@ WEIGHTS = ("fsdp", "expert", "context")
 EXPERT_WEIGHTS = ("fsdp", "context")
 
 
-def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None, decoding: int = 0) -> Mesh:
+def make_mesh(
+    shape: MeshShape,
+    devices: list[jax.Device] | None = None,
+    decoding: int = 0,
+    processes: int | None = None,
+) -> Mesh:
     """Return the mesh over these devices, by default all.
 
-    At most one size is -1 and takes the devices that the others leave. The last devices, `decoding`
-    of them, are left to `make_rollout_mesh`.
+    At most one size is -1 and takes the devices that the others leave. `decoding` devices, the last
+    ones of each of the `processes`, by default this run's, are left to `make_rollout_mesh`.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, slices have different numbers
@@ -49,7 +54,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None, decodin
     if devices is None:
         devices = jax.devices()
     if decoding:
-        devices = _leave_devices(devices, decoding)
+        devices = _leave_devices(devices, decoding, processes or jax.process_count())
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -72,21 +77,34 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None, decodin
     return jax.make_mesh(tuple(sizes.values()), axes, axis_types=axis_types, devices=devices)
 
 
-def _leave_devices(devices: list[jax.Device], count: int) -> list[jax.Device]:
-    """Return all but the last `count` devices; raise `UserError` if they cannot be left."""
+def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> list[jax.Device]:
+    """Return all but `count` devices, process by process; raise `UserError` if they cannot be left.
+
+    Each process keeps and leaves equally many: weights are copied to other devices inside a process
+    alone, since JAX has only an experimental transfer between processes, which CPUs lack.
+    """
     option = f"config.rollout.mesh.devices={count}"
-    # Not the processes that devices name: for a plan's TPUs the compiler guesses them.
-    if jax.process_count() > 1:
+    if count % processes:
         raise UserError(
-            f"{option}: expected 0 with several processes: JAX does not copy weights to devices "
-            "of other processes"
+            f"{option}: must be a multiple of the number of processes, {processes}, each of which "
+            "gives the last of its devices"
         )
     if count >= len(devices):
         raise UserError(
             f"{option}: expected fewer than the {len(devices)} devices of the run, as some must "
             "learn"
         )
-    return devices[:-count]
+    if processes == 1:
+        # Not the processes that devices name: for a plan's TPUs the compiler guesses them.
+        return devices[:-count]
+    each = len(devices) // processes
+    kept = each - count // processes
+    return [x for i, x in enumerate(_by_process(devices)) if i % each < kept]
+
+
+def _by_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Return the devices in the order of their processes."""
+    return sorted(devices, key=lambda device: device.process_index)
 
 
 def _require_power_of_two_per_device(replicas: int, devices: int) -> None:
@@ -152,7 +170,7 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     if shape.devices:
         own = set(devices.flat)
         left = [x for x in devices.flat[0].client.devices() if x not in own]
-        devices = np.array(left[: shape.devices])
+        devices = np.array(_by_process(left)[: shape.devices])
         number = f"config.rollout.mesh.devices={shape.devices}"
     elif shape.model is None:
         return mesh

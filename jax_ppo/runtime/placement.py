@@ -2,15 +2,17 @@
 
 import collections
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime.meshes import row_shards
-from jax_ppo.runtime.sharding import batch_rows, copied_rows
+from jax_ppo.runtime.sharding import batch_rows, copied_rows, replicated
 
 # The kind of host memory that accelerators copy from and to by themselves.
 PINNED_HOST = "pinned_host"
@@ -101,6 +103,70 @@ def to_host(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return jax.device_get(array)
     return multihost_utils.process_allgather(array, tiled=True)
+
+
+def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
+    """Copy an array that each of its devices holds whole to other devices of the same processes."""
+    # One device's array is cut and copied directly, others would pass through the host.
+    whole = array.addressable_data(0)
+    if layout.is_fully_addressable:
+        return jax.device_put(whole, layout)
+    own = Mesh([*whole.devices()], "device")
+    # The programs that cut it run on its device alone; they get indices from the host.
+    with jax.set_mesh(own), jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(array.shape, layout, lambda index: whole[index])
+
+
+def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
+    """Copy an array, whose rows may be split, to another mesh of the same processes.
+
+    With several processes it passes through the host of each, unless the devices are the same. If
+    one needs rows of others, the devices of `array` exchange them first, in a program: every
+    process must call it at the same point among the programs on these devices.
+    """
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    has_same_devices = array.sharding.device_set == layout.device_set
+    # JAX does not lay keys out for devices of other processes.
+    if layout.is_fully_addressable or (has_same_devices and not is_key):
+        return jax.device_put(array, layout)
+    held = array.sharding
+    assert isinstance(held, NamedSharding) and isinstance(held.mesh, Mesh)
+    if not held.is_fully_replicated and not _holds_rows(held, layout, array.shape):
+        everywhere = replicated(held.mesh)
+        with jax.set_mesh(held.mesh):
+            array = jax.jit(lambda x: x, out_shardings=everywhere)(array)
+    parts = [
+        (shard.index, np.asarray(jax.random.key_data(shard.data) if is_key else shard.data))
+        for shard in array.addressable_shards
+    ]
+    first = parts[0][1]
+    host = np.empty((*array.shape, *first.shape[array.ndim :]), first.dtype)
+    for index, part in parts:
+        host[index] = part
+
+    def cut(index: Any) -> Any:
+        if not is_key:
+            return host[index]
+        # On one device, whatever mesh is in the context.
+        return jax.random.wrap_key_data(jax.device_put(host[index], jax.local_devices()[0]))
+
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(array.shape, layout, cut)
+
+
+@functools.cache
+def _holds_rows(layout: NamedSharding, other: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Return whether each process holds in one layout the rows that it holds in another."""
+    held, needed = (_rows_of_processes(x, shape) for x in (layout, other))
+    return all(rows <= held[process] for process, rows in needed.items())
+
+
+def _rows_of_processes(layout: NamedSharding, shape: tuple[int, ...]) -> dict[int, set[int]]:
+    rows = collections.defaultdict[int, set[int]](set)
+    indices: Mapping[Any, tuple[slice, ...]] = layout.devices_indices_map(shape)
+    for device, index in indices.items():
+        rows[device.process_index].update(range(shape[0])[index[0]])
+    return rows
 
 
 def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:

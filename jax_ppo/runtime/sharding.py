@@ -5,9 +5,11 @@ devices compute of such arrays, and exchange, is the subject of `parallelism`.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -139,6 +141,13 @@ def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
     are small compared with a model; the packed rows that models run are always split.
     """
     return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
+
+
+def process_rows(devices: Iterable[jax.Device]) -> NamedSharding:
+    """Return the sharding of [processes, ...] that gives the devices of each process one row."""
+    ordered = sorted(devices, key=lambda device: device.process_index)
+    by_process = np.reshape(ordered, (jax.process_count(), -1))
+    return NamedSharding(Mesh(by_process, ("process", "device")), P("process"))
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -12,7 +12,6 @@ from jax_ppo.errors import UserError, counted, did_you_mean
 
 GIB = 2**30
 GPUS_PER_HOST = 8
-MOST_CHIPS_PER_HOST = 8  # of any type
 GPU_NETWORK_BYTES = 400e9 / 8  # per second and GPU between hosts: InfiniBand NDR
 EXAMPLES = "v5e:8x8, v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, h100:8, h200:8 or cpu:8"
 
@@ -119,10 +118,12 @@ class Topology:
         return math.prod(self.shape) * self.device_type.devices_per_chip
 
     @property
-    def has_several_hosts(self) -> bool:
-        """Return whether no host has so many chips; hosts of v5e and v6e may have 4 or 8."""
-        is_cpu = self.device_type.platform == "cpu"
-        return not is_cpu and math.prod(self.shape) > MOST_CHIPS_PER_HOST
+    def num_hosts(self) -> int:
+        """Return the number of hosts; up to eight chips of v5e and v6e count as one host's."""
+        chips = math.prod(self.shape)
+        if self.device_type.platform == "cpu" or (len(self.shape) == 2 and chips <= 8):
+            return 1
+        return -(-chips // math.prod(self.device_type.chips_per_host or (GPUS_PER_HOST,)))
 
     @property
     def available_bytes(self) -> float | None:

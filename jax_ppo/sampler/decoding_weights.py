@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ppo.models.heads import without_part
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import Transformer, stack_places, unroll_params
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.types import Params
 
@@ -75,7 +75,6 @@ class WeightPreparation:
         self._trained_on = trained_on
         self._copied_layouts = layouts
         if trained_on is not None:
-            # One device's array is cut and copied directly, others would pass through the host.
             mesh = trained_on
             layouts = jax.tree.map(lambda _: sharding.replicated(trained_on), layouts)
         stacks = actor.architecture.partial_stacks
@@ -143,7 +142,7 @@ def _copy_to(x: Any, layout: jax.sharding.NamedSharding) -> Any:
     """Copy an array that each of its devices holds whole to others, or do so with its shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=layout)
-    return jax.device_put(x.addressable_data(0), layout)
+    return placement.copy_whole(x, layout)
 
 
 def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params, jax.Array]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates
@@ -151,6 +151,13 @@ class SeparateEngine(OtherMeshEngine):
         super().__init__(engine, mesh, run_mesh)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "decoding")
         self._ahead: concurrent.futures.Future[Any] | None = None
+        # JAX runs a process's programs for several CPUs one after another. If another process began
+        # theirs in another order, both would wait forever.
+        self._waits = (
+            mesh.devices.flat[0].platform == "cpu"
+            and mesh.is_multi_process
+            and min(len(mesh.local_devices), len(run_mesh.local_devices)) > 1
+        )
 
     def update_weights(self, params: Params) -> None:
         """Wait for what is decoded ahead, and copy the weights to the devices that decode.
@@ -163,15 +170,21 @@ class SeparateEngine(OtherMeshEngine):
         self._engine.release_weights()
         super().update_weights(params)
 
+    def send(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
+        """Copy arguments to the devices that decode, where `decode_ahead` needs them."""
+        return self._to_mesh(per_row, whole)
+
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Call `decode`, which calls this engine, in a thread, and return without waiting.
 
         GPUs and CPUs dispatch a loop by running it, and responses pass through the host: here the
         caller would wait for them before it could dispatch an update. Programs on the run's mesh,
         such as the one that makes a key, must be dispatched before, or they would follow that
-        update.
+        update, or run in another order than in another process: give `decode` what `send` returns.
         """
         self._ahead = self._thread.submit(lambda: jax.block_until_ready(decode()))
+        if self._waits:
+            concurrent.futures.wait([self._ahead])
         return self._ahead
 
     def release_weights(self) -> None:
@@ -198,7 +211,7 @@ def _move(tree: Any, layout: NamedSharding) -> Any:
     def move(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-        return jax.device_put(x, layout)
+        return placement.copy_rows(x, layout)
 
     return jax.tree.map(move, tree)
 

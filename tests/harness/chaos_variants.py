@@ -126,6 +126,16 @@ VARIANTS = {
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
     "one step off": Variant(options=("rollout.max_staleness=1", "algorithm.rollout_is=token")),
+    "separate devices": Variant(
+        options=(
+            "rollout.max_staleness=4",
+            "rollout.stage_length=4",
+            "algorithm.rollout_is=token",
+            "rollout.mesh.devices=2",
+        ),
+        devices=2,
+        processes=2,
+    ),
     "drafts": Variant(options=("rollout.max_staleness=1", "rollout.verify_drafts=True")),
     "drafts of epochs": Variant(options=("rollout.verify_drafts=True",), processes=2),
     "partial rollouts": Variant(

@@ -62,11 +62,20 @@ def test_partial_rollouts_wait_for_their_stages(folder):
     assert planned.seconds == pytest.approx(sum(phase.seconds for phase in planned.phases))
 
 
-def test_a_plan_refuses_several_hosts_and_takes_six_devices_beside_two(folder):
-    with pytest.raises(UserError, match="devices=2: expected 0 on h100:16, which has several"):
-        plan(folder, "h100:16", **SEPARATE)
+def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
     planned = plan(folder, "v5e:2x4", **SEPARATE)
     assert (planned.mesh["data"], planned.rollout_mesh["data"]) == (6, 2)
+    options = AHEAD | {"rollout__mesh__devices": 1}
+    with pytest.raises(UserError, match="devices=1: must be a multiple of .* processes, 2,"):
+        plan(folder, "v5p:2x2x2", **options)
+    # Two hosts like one: from each, the copies to its own device.
+    one, two = (
+        {phase.name: phase for phase in plan(folder, topology, **changes).phases}
+        for topology, changes in (("v5p:2x2x1", options), ("v5p:2x2x2", SEPARATE))
+    )
+    for name in ("prepare_weights", "sample"):
+        assert one[name].memory.decoding_copy == two[name].memory.decoding_copy > 0
+    assert one["prepare_weights"].work == two["prepare_weights"].work
 
 
 @pytest.mark.slow

@@ -1023,6 +1023,74 @@ def test_a_killed_run_of_two_processes_resumes_from_its_local_disks(files, tmp_p
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
 
 
+KILLED_BESIDE_DECODING = """
+import os, pathlib, signal, time
+import jax
+folder = pathlib.Path({folder!r})
+calls = 0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    if jax.process_index() == 1 and extra_info["split"] == "train":
+        calls += 1
+        if calls == 2 * 8 + 5 and not (folder / "was_killed").exists():
+            while not (folder / "separate/checkpoints/2").exists():
+                time.sleep(0.01)
+            (folder / "was_killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        pytest.param(
+            ("rollout.max_staleness=1", "rollout.mesh.model=1"),
+            1,
+            marks=pytest.mark.slow,
+            id="one step ahead",
+        ),
+        # Each process learns with half of each layer, and decodes with half of each matrix.
+        pytest.param(
+            ("rollout.max_staleness=4", "rollout.stage_length=8", "mesh.data=1", "mesh.fsdp=2")
+            + ("rollout.mesh.model=2",),
+            1,
+            marks=pytest.mark.exhaustive,
+            id="partial rollouts",
+        ),
+        pytest.param(
+            ("rollout.max_staleness=1", "mesh.data=1", "mesh.fsdp=2", "mesh.model=2")
+            + ("rollout.mesh.model=2",),
+            2,
+            marks=pytest.mark.exhaustive,
+            id="two devices each",
+        ),
+    ],
+)
+def test_devices_of_two_processes_that_only_decode_change_no_bit(files, tmp_path, options, devices):
+    """Process 1 is killed in the third step, while the fourth is decoded, and the run resumed."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(KILLED_BESIDE_DECODING.format(folder=str(tmp_path)))
+    options += ("algorithm.rollout_is=token", f"reward.function={reward}:reward")
+    options += ("trainer.total_training_steps=4", "trainer.test_freq=2")
+    options = [f"--config.{option}" for option in options]
+
+    def start(name, devices, *more):
+        arguments = command(files, tmp_path / name, *options, *more)[3:]
+        return run_two_processes(arguments, tmp_path, devices)
+
+    separate = f"--config.rollout.mesh.devices={2 * devices}"
+    killed = start("separate", 2 * devices, separate)
+    assert killed.returncode != 0 and (tmp_path / "was_killed").exists(), killed.stderr
+    resumed = start("separate", 2 * devices, separate)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming after step 2" in resumed.stdout
+    shared = start("shared", devices)
+    assert shared.returncode == 0, shared.stdout + shared.stderr
+    assert_equal_runs(tmp_path / "separate", tmp_path / "shared")
+
+
 @pytest.mark.exhaustive
 def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
     """Each process steps the environments of its own samples, with the same random numbers."""

@@ -1,5 +1,9 @@
 """Each row belongs to one process, and rows come back from the mesh as they went there."""
 
+import os
+import pathlib
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -7,6 +11,9 @@ import pytest
 
 import tiny
 from jax_ppo.runtime import placement, sharding
+from waiting import finish_all, keep_port
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "model": 4}, {"fsdp": 4, "model": 2}])
@@ -75,3 +82,79 @@ def test_accelerators_read_host_memory_and_a_cpu_only_where_it_lists_it():
     assert placement.host_memory_kind(mesh("tpu")) == placement.PINNED_HOST
     assert placement.host_memory_kind(mesh("cpu", "unpinned_host")) is None
     assert placement.host_memory_kind(mesh("cpu", "pinned_host")) == placement.PINNED_HOST
+
+
+# One of two processes with four devices each.
+COPIES = """
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_ppo.config.schema import MeshShape, RolloutMesh
+from jax_ppo.runtime import meshes, placement, sharding
+
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+
+
+def assert_copied(copied, values, layout):
+    assert copied.sharding.is_equivalent_to(layout, copied.ndim)
+    for shard in copied.addressable_shards:
+        is_key = jax.numpy.issubdtype(copied.dtype, jax.dtypes.prng_key)
+        part = jax.random.key_data(shard.data) if is_key else shard.data
+        np.testing.assert_array_equal(part, values[shard.index])
+
+
+exchanges = 0
+for decoding, shape, rollout_shape in (
+    (2, {}, {}),
+    (4, {}, {"model": 2}),
+    (4, {"model": 2}, {"context": 2}),
+    (4, {}, {"model": 4}),
+    (4, {"model": 4}, {}),
+    (6, {}, {}),
+):
+    mesh = meshes.make_mesh(MeshShape(**shape), decoding=decoding)
+    rollout_mesh = meshes.make_rollout_mesh(mesh, RolloutMesh(devices=decoding, **rollout_shape))
+    assert all(len(x.local_devices) == x.size // 2 for x in (mesh, rollout_mesh))
+    with jax.set_mesh(mesh):
+        values = np.arange(96, dtype=np.float32).reshape(8, 12)
+        for spec in (PartitionSpec(), PartitionSpec("model"), PartitionSpec(None, "data")):
+            layout = NamedSharding(rollout_mesh, spec)
+            array = placement.place(values, sharding.replicated(mesh))
+            assert_copied(placement.copy_whole(array, layout), values, layout)
+        for rows in (12, 8, 5):
+            here, there = (sharding.batch_rows(x, rows) for x in (mesh, rollout_mesh))
+            exchanges += not placement._holds_rows(here, there, (rows,))
+            values = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+            array = placement.copy_rows(placement.place(values, here), there)
+            assert_copied(array, values, there)
+            assert_copied(placement.copy_rows(array, here), values, here)
+            keys = jax.jit(lambda: jax.random.split(jax.random.key(1), rows), out_shardings=here)
+            values = placement.to_host(jax.random.key_data(keys()))
+            array = placement.copy_rows(keys(), there)
+            assert_copied(array, values, there)
+            assert_copied(placement.copy_rows(array, here), values, here)
+print("exchanges", exchanges)
+"""
+
+
+@pytest.mark.slow
+def test_each_process_copies_to_its_other_devices_what_they_need():
+    with keep_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", COPIES, f"localhost:{port.getsockname()[1]}", number],
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in "01"
+        ]
+        outputs = finish_all(processes)
+    assert all(process.returncode == 0 for process in processes), outputs
+    # Of 12 and 8 rows, where one group of devices decodes all, and of 8, which six cannot split.
+    assert outputs[0][0].splitlines()[-1] == "exchanges 3"

@@ -139,7 +139,18 @@ def test_the_last_devices_decode_and_the_others_learn():
         meshes.make_mesh(MeshShape(fsdp=8), jax.devices()[:8], decoding=2)
 
 
-def test_several_processes_are_refused_before_anything_is_loaded(monkeypatch):
+def test_each_process_gives_its_last_devices():
+    devices = jax.devices()[:8]
+    mesh = meshes.make_mesh(MeshShape(), devices, decoding=2, processes=2)
+    assert list(mesh.devices.flat) == devices[:3] + devices[4:7]
+    rollout_mesh = meshes.make_rollout_mesh(mesh, RolloutMesh(devices=2))
+    assert list(rollout_mesh.devices.flat) == [devices[3], devices[7]]
+    with pytest.raises(UserError, match="devices=8: expected fewer than the 8 devices"):
+        meshes.make_mesh(MeshShape(), devices, decoding=8, processes=2)
+
+
+def test_a_number_that_the_processes_do_not_share_evenly_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"devices=1: expected 0 with several processes"):
+    message = r"^config.rollout.mesh.devices=1: must be a multiple of the number of processes, 2, "
+    with pytest.raises(UserError, match=message):
         make_meshes(4, 1)
