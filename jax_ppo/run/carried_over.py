@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import flatten_options, option_value
+from jax_ppo.config.schema import option_value
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.recorded_turns import read_turns
@@ -25,7 +25,7 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress
+from jax_ppo.training.progress import Progress, former_values
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Prompts, Rollout
 
@@ -210,15 +210,15 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
 
 
 def _changes_draws(run: PPORun, saved: dict[str, Any]) -> bool:
-    """Return whether options of a checkpoint differ without which the states of draws mean nothing.
+    """Return whether options that give the states of draws their meaning have changed.
 
     Those are the strings that are searched for, the longest turn, and an environment in JAX; one on
-    the host repeats its turns.
+    the host repeats its turns. `saved` are the options of the checkpoint.
     """
     names = ["rollout.stop", "rollout.bad_words", "rollout.multi_turn.max_turn_length"]
     if not isinstance(run.sampling.environment, HostEnvironment):
         names.append("rollout.multi_turn.environment")
-    values = flatten_options(saved)
+    values = former_values(saved)
     return any(values[name] != option_value(run.config, name) for name in names)
 
 

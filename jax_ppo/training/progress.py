@@ -191,18 +191,23 @@ def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:
     return f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
 
 
+def former_values(saved: dict[str, Any]) -> dict[str, object]:
+    """Return the value of each option by its dotted name, from the options of a checkpoint."""
+    values = flatten_options(saved)
+    # An option that was added after the checkpoint had the value that is now its default.
+    return {option.name: values.get(option.name, option.default) for option in all_options()}
+
+
 def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:
     """Return lines about the options that differ from the checkpoint's.
 
     Raises:
       UserError: an option has changed that is fixed for the length of a run.
     """
-    saved_values = flatten_options(saved)
+    values = former_values(saved)
     changes = []
     for option in all_options():
-        now = option_value(config, option.name)
-        # An option that was added after the checkpoint had the value that is now its default.
-        then = saved_values.get(option.name, option.default)
+        now, then = option_value(config, option.name), values[option.name]
         if now == then:
             continue
         if option.facts.fixed_on_resume and command in option.read_by:
