@@ -76,17 +76,24 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    # A damaged byte is replaced: `_validate_rows` names its line.
+    complete_lines, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     return list(csv.DictReader(complete_lines.splitlines()))
 
 
 def _validate_rows(path: Path) -> None:
-    for line, row in enumerate(read_metrics_csv(path), 2):
+    rows = read_metrics_csv(path)
+    if rows and "step" not in rows[0]:
+        raise UserError(
+            f"{path}: line 1 does not name the columns; expected step and metrics, separated by "
+            "commas; restore the line, or remove the file"
+        )
+    for line, row in enumerate(rows, 2):
         try:
             int(row["step"])
             for value in row.values():
                 float("nan" if value == "" else value)
-        except (KeyError, TypeError, ValueError):  # also of a row that is too short or too long
+        except (TypeError, ValueError):  # also of a row that is too short or too long
             raise UserError(
                 f"{path}: line {line} does not hold the metrics of a step; remove the line"
             ) from None

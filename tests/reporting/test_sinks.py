@@ -96,12 +96,19 @@ class TestCurveFile:
         write_run(tmp_path, 4, 5)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
 
-    @pytest.mark.parametrize("line", ["1,2,3,4,5,6", "1", "one,2", "1,a"])
+    @pytest.mark.parametrize("line", [b"1,2,3,4,5,6", b"1", b"one,2", b"1,a", b"1,\xff"])
     def test_a_damaged_line_is_named_before_the_run_continues(self, tmp_path, line):
         write_run(tmp_path, 0, 3)
         path = tmp_path / "training_metrics.csv"
-        path.write_text(path.read_text() + f"{line}\n")
+        path.write_bytes(path.read_bytes() + line + b"\n")
         with pytest.raises(UserError, match=r"metrics.csv: line 6 does not .* remove the line"):
+            open_log(tmp_path, 3)
+
+    def test_a_damaged_header_is_named_instead_of_the_lines_below_it(self, tmp_path):
+        write_run(tmp_path, 0, 3)
+        path = tmp_path / "training_metrics.csv"
+        path.write_bytes(path.read_bytes().replace(b"step", b"st\xffp"))
+        with pytest.raises(UserError, match=r"metrics.csv: line 1 does not name the columns"):
             open_log(tmp_path, 3)
 
     def test_a_run_that_begins_anew_forgets_the_one_before(self, tmp_path):
