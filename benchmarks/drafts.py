@@ -7,8 +7,9 @@ weights on the share of digits in answers to the same questions in two epochs, i
 in a separate process, one after the other: without drafts; with drafts sampled one step ahead
 (`rollout.max_staleness=1`); and with those of the earlier epoch. Prints, of the steps of the second
 epoch, the share of tokens that drafts had, the mean length of responses and the median seconds of a
-rollout, in which the drafts themselves are sampled where they are one step ahead. Writes
-results/drafts.json. 512 tokens are the longest responses of verl's published run on GSM8K.
+rollout. Where drafts are one step ahead, these include sampling the next drafts, except in the last
+step, which needs none. Writes results/drafts.json. 512 tokens are the longest responses of verl's
+published run on GSM8K.
 """
 
 import argparse
