@@ -124,34 +124,23 @@ def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
     one needs rows of others, the devices of `array` exchange them first, in a program: every
     process must call it at the same point among the programs on these devices.
     """
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    has_same_devices = array.sharding.device_set == layout.device_set
-    # JAX does not lay keys out for devices of other processes.
-    if layout.is_fully_addressable or (has_same_devices and not is_key):
-        return jax.device_put(array, layout)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        # JAX lays out the data of keys for other processes' devices, too, but not keys.
+        data = copy_rows(jax.random.key_data(array), layout)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     held = array.sharding
+    if layout.is_fully_addressable or held.device_set == layout.device_set:
+        return jax.device_put(array, layout)
     assert isinstance(held, NamedSharding) and isinstance(held.mesh, Mesh)
     if not held.is_fully_replicated and not _holds_rows(held, layout, array.shape):
         everywhere = replicated(held.mesh)
         with jax.set_mesh(held.mesh):
             array = jax.jit(lambda x: x, out_shardings=everywhere)(array)
-    parts = [
-        (shard.index, np.asarray(jax.random.key_data(shard.data) if is_key else shard.data))
-        for shard in array.addressable_shards
-    ]
-    first = parts[0][1]
-    host = np.empty((*array.shape, *first.shape[array.ndim :]), first.dtype)
-    for index, part in parts:
-        host[index] = part
-
-    def cut(index: Any) -> Any:
-        if not is_key:
-            return host[index]
-        # On one device, whatever mesh is in the context.
-        return jax.random.wrap_key_data(jax.device_put(host[index], jax.local_devices()[0]))
-
+    host = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        host[shard.index] = shard.data
     with jax.transfer_guard_host_to_device("allow"):
-        return jax.make_array_from_callback(array.shape, layout, cut)
+        return jax.make_array_from_callback(array.shape, layout, lambda index: host[index])
 
 
 @functools.cache

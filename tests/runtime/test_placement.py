@@ -131,10 +131,15 @@ for decoding, shape, rollout_shape in (
             array = placement.copy_rows(placement.place(values, here), there)
             assert_copied(array, values, there)
             assert_copied(placement.copy_rows(array, here), values, here)
-            keys = jax.jit(lambda: jax.random.split(jax.random.key(1), rows), out_shardings=here)
-            values = placement.to_host(jax.random.key_data(keys()))
-            array = placement.copy_rows(keys(), there)
+            key = jax.random.key(1, impl="rbg")  # not the default
+            keys = jax.jit(lambda: jax.random.split(key, rows), out_shardings=here)()
+            values = placement.to_host(jax.random.key_data(keys))
+            array = placement.copy_rows(keys, there)
+            assert array.dtype == keys.dtype
             assert_copied(array, values, there)
+            # Between layouts on the same devices, as with `rollout.mesh.model`.
+            everywhere = sharding.replicated(mesh)
+            assert_copied(placement.copy_rows(keys, everywhere), values, everywhere)
             assert_copied(placement.copy_rows(array, here), values, here)
 print("exchanges", exchanges)
 """
