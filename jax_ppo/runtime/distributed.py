@@ -135,8 +135,8 @@ def allgather_json(value: Any) -> list[Any]:
 def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
     """Return the arrays of all processes, [processes, ...], through the mesh in the context.
 
-    JAX's own function uses all devices. Those that decode beside an update would make it wait, or
-    start it in another order than in another process.
+    JAX's own function uses all devices. It would wait for those that decode beside an update, and
+    processes might start it and the decoding, which another thread starts, in different orders.
     """
     mesh = jax.sharding.get_mesh()
     layout = sharding.process_rows(jax.devices() if mesh.empty else mesh.devices.flat)

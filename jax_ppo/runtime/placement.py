@@ -107,7 +107,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
     """Copy an array that each of its devices holds whole to other devices of the same processes."""
-    # One device's array is cut and copied directly, others would pass through the host.
+    # An array on one device is cut and copied from there; one on several, through the host.
     whole = array.addressable_data(0)
     if layout.is_fully_addressable:
         return jax.device_put(whole, layout)

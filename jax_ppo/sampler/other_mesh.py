@@ -175,12 +175,12 @@ class SeparateEngine(OtherMeshEngine):
         return self._to_mesh(per_row, whole)
 
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """Call `decode`, which calls this engine, in a thread, and return without waiting.
+        """Call `decode`, which calls this engine, in a thread, and return its future result.
 
-        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: here the
-        caller would wait for them before it could dispatch an update. Programs on the run's mesh,
-        such as the one that makes a key, must be dispatched before, or they would follow that
-        update, or run in another order than in another process: give `decode` what `send` returns.
+        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: without a
+        thread the caller would wait for them before it could dispatch an update. `decode` must run
+        programs on this engine's devices only, so give it what `send` returns: programs on the
+        run's mesh would follow that update, or start in another order than in another process.
         """
         self._ahead = self._thread.submit(lambda: jax.block_until_ready(decode()))
         if self._waits:
