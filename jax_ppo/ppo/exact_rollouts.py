@@ -5,6 +5,10 @@ round differently. So its responses are drafts here. A forward pass over the row
 micro-batches of the update's first epoch computes the log-prob of each token, and draws it again
 with its addressed random numbers. Where another token is drawn, it takes the place of the first,
 the response continues from there, and all are read again, until no token differs.
+
+Other lengths are packed in other rows, where a token whose draw is nearly a tie may be drawn
+differently again, without end. Once responses come back that were read before, they stay: their
+log-probs are the update's as well.
 """
 
 import dataclasses
@@ -17,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jax_ppo.errors import UserError
 from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
 from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
 from jax_ppo.ppo.response_sampling import newest_weights
@@ -37,16 +40,13 @@ from jax_ppo.types import Params, Rollout
 def draw_exactly(
     parts: StepParts, state: TrainState, sampled: SampledBatch, step: int, observer: StepObserver
 ) -> SampledBatch:
-    """Return sampled responses as the update's forward pass draws them, with its log-probs.
-
-    Raises:
-      UserError: responses still change after a pass for each of their tokens.
-    """
+    """Return sampled responses as the update's forward pass draws them, with its log-probs."""
     rollout, slot_steps = sampled.rollout, sampled.rollout.slot_steps
     assert slot_steps is not None, "the built-in engine counts them"
     key = parts.sample_keys(training_stream(0), step)
     version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
     metrics = {"rollout/exact_passes": 0.0, "rollout/redrawn_tokens": 0.0}
+    read: set[bytes] = set()
     while True:
         rollout = dataclasses.replace(rollout, slot_steps=None)
         with observer.phase("rollout"):
@@ -58,16 +58,13 @@ def draw_exactly(
             )
             count = int(placement.to_host(changed))
         metrics["rollout/exact_passes"] += 1
-        metrics["rollout/redrawn_tokens"] += count
-        if not count:
+        responses = placement.to_host(rollout.responses).tobytes() if count else b""
+        if not count or responses in read:
+            metrics["rollout/undecided_tokens"] = float(count)
             rollout = dataclasses.replace(rollout, slot_steps=slot_steps)
             return sampled._replace(rollout=rollout, metrics={**sampled.metrics, **metrics})
-        # Other lengths are packed in other rows, where tokens may round differently, without end.
-        if metrics["rollout/exact_passes"] > parts.sampling.max_response_length:
-            raise UserError(
-                f"config.rollout.exact=True: {count} responses still change after "
-                f"{metrics['rollout/exact_passes']:.0f} passes; set it to False"
-            )
+        read.add(responses)
+        metrics["rollout/redrawn_tokens"] += count
         with newest_weights(parts, state, observer) as engine:
             assert isinstance(engine, BuiltInEngine), "the options require it"
             rollout, _, taken = engine.continue_responses(
