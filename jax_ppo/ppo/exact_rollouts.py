@@ -7,8 +7,8 @@ with its addressed random numbers. Where another token is drawn, it takes the pl
 the response continues from there, and all are read again, until no token differs.
 
 Other lengths are packed in other rows, where a token whose draw is nearly a tie may be drawn
-differently again, without end. Once responses come back that were read before, they stay: their
-log-probs are the update's as well.
+differently again, without end. Responses stay once they come back as they were read before, or
+after a pass for each of their tokens: their log-probs are the update's in any case.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ def draw_exactly(
             count = int(placement.to_host(changed))
         metrics["rollout/exact_passes"] += 1
         responses = placement.to_host(rollout.responses).tobytes() if count else b""
-        if not count or responses in read:
+        settled = not count or responses in read
+        if settled or metrics["rollout/exact_passes"] > parts.sampling.max_response_length:
             metrics["rollout/undecided_tokens"] = float(count)
             rollout = dataclasses.replace(rollout, slot_steps=slot_steps)
             return sampled._replace(rollout=rollout, metrics={**sampled.metrics, **metrics})

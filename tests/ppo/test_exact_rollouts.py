@@ -239,16 +239,26 @@ def test_the_update_finds_the_bits_of_the_rollout(name, dtype, monkeypatch):
 
 
 @pytest.mark.slow
-def test_responses_that_never_settle_stay_as_they_were_read_twice(monkeypatch):
+@pytest.mark.parametrize(("comes_back", "passes"), [(True, 2), (False, tiny.T + 1)])
+def test_responses_that_never_settle_stay_in_the_end(comes_back, passes, monkeypatch):
+    """When they are read a second time, or after more passes than they have tokens."""
     parts = Step(LLAMA, "float32", monkeypatch)
     draw_again = exact_rollouts._draw_again
-    monkeypatch.setattr(
-        exact_rollouts,
-        "_draw_again",
-        lambda *arguments: (*draw_again(*arguments)[:3], jnp.int32(1)),
-    )
+    read = itertools.count(1)
+
+    def change_one(*arguments):
+        rollout, replaced, draws, _ = draw_again(*arguments)
+        if not comes_back:
+            # Beyond the end of a response, where no pass reads it.
+            shortest = int(jnp.argmin(rollout.lengths))
+            responses = rollout.responses.at[shortest, -1].set(next(read))
+            rollout = dataclasses.replace(rollout, responses=responses)
+        return rollout, replaced, draws, jnp.int32(1)
+
+    monkeypatch.setattr(exact_rollouts, "_draw_again", change_one)
     with jax.set_mesh(parts.mesh):
         sampled = parts.draw_exactly(parts.sample(0), 0)
-        assert sampled.metrics["rollout/exact_passes"] == 2
+        assert int(sampled.rollout.lengths.min()) < tiny.T
+        assert sampled.metrics["rollout/exact_passes"] == passes
         assert sampled.metrics["rollout/undecided_tokens"] == 1
         assert parts.learn(sampled, 0)["actor/inexact_logprobs"] == 0
