@@ -13,7 +13,7 @@ the rows of a batch, and in the rules of the parameters that it splits (sharding
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -99,10 +99,10 @@ def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> lis
         return devices[:-count]
     each = len(devices) // processes
     kept = each - count // processes
-    return [x for i, x in enumerate(_by_process(devices)) if i % each < kept]
+    return [x for i, x in enumerate(by_process(devices)) if i % each < kept]
 
 
-def _by_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
+def by_process(devices: Iterable[jax.Device]) -> list[jax.Device]:
     """Return the devices in the order of their processes."""
     return sorted(devices, key=lambda device: device.process_index)
 
@@ -170,7 +170,7 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     if shape.devices:
         own = set(devices.flat)
         left = [x for x in devices.flat[0].client.devices() if x not in own]
-        devices = np.array(_by_process(left)[: shape.devices])
+        devices = np.array(by_process(left)[: shape.devices])
         number = f"config.rollout.mesh.devices={shape.devices}"
     elif shape.model is None:
         return mesh

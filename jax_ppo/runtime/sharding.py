@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.runtime.meshes import EXPERT_WEIGHTS, ROWS, WEIGHTS, row_shards
+from jax_ppo.runtime.meshes import EXPERT_WEIGHTS, ROWS, WEIGHTS, by_process, row_shards
 
 Rules = tuple[tuple[str, P], ...]
 
@@ -145,9 +145,8 @@ def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
 
 def process_rows(devices: Iterable[jax.Device]) -> NamedSharding:
     """Return the sharding of [processes, ...] that gives the devices of each process one row."""
-    ordered = sorted(devices, key=lambda device: device.process_index)
-    by_process = np.reshape(ordered, (jax.process_count(), -1))
-    return NamedSharding(Mesh(by_process, ("process", "device")), P("process"))
+    table = np.reshape(by_process(devices), (jax.process_count(), -1))
+    return NamedSharding(Mesh(table, ("process", "device")), P("process"))
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -37,25 +37,9 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
-from tiny_actor import ARCHITECTURE as QWEN_2
-from tiny_actor import Actor, make_prompts
+from tiny_actor import HYBRID, Actor, make_prompts
 
-ARCHITECTURE = dataclasses.replace(
-    QWEN_2,
-    family="qwen3_5_text",
-    block="delta",
-    num_layers=3,
-    linear_layers=(True, False, True),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=4,
-    delta_value_dim=6,
-    delta_window=3,
-    output_gate=True,
-    qk_norm=True,
-    norm_plus_one=True,
-    qkv_bias=False,
-)
+ARCHITECTURE = dataclasses.replace(HYBRID, num_layers=3, linear_layers=(True, False, True))
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 
 

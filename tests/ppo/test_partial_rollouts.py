@@ -218,7 +218,7 @@ SKIPS = f"the checkpoint's unfinished responses to {G} prompts do not fit"
 def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, changed, told, capsys):
     mesh = tiny.make_mesh(1)
     parts = make_parts(mesh, Engine(mesh, 0, 3, 0.4), 2 * G)
-    first_token = changed.pop("first_token", 0)
+    first_token = (changed := dict(changed)).pop("first_token", 0)
     options = {"rollout__max_staleness": 2, "rollout__stage_length": 3, "rollout__n": n}
     options |= {"algorithm__rollout_is": "token"}
     with jax.set_mesh(mesh):

@@ -991,8 +991,8 @@ def reward(data_source, solution_str, ground_truth, extra_info):
     global calls
     if jax.process_index() == 1 and extra_info["split"] == "train":
         calls += 1
-        if calls == 5 * 8 + 5 and not (folder / "was_killed").exists():
-            while len(list(folder.glob("local/*/process_*/5"))) < 2:
+        if calls == {call} and not (folder / "was_killed").exists():
+            while len(list(folder.glob({saved!r}))) < {count}:
                 time.sleep(0.01)
             (folder / "was_killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -1004,7 +1004,11 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def test_a_killed_run_of_two_processes_resumes_from_its_local_disks(files, tmp_path):
     """Its work directory has the fourth step, the processes' own folders the fifth."""
     reward, local = tmp_path / "reward.py", tmp_path / "local"
-    reward.write_text(KILLED_IN_PROCESS_1.format(folder=str(tmp_path)))
+    reward.write_text(
+        KILLED_IN_PROCESS_1.format(
+            folder=str(tmp_path), call=5 * 8 + 5, saved="local/*/process_*/5", count=2
+        )
+    )
     options = f"--config.reward.function={reward}:reward", "--config.mesh.fsdp=2"
     kept = f"--config.trainer.local_dir={local}", "--config.trainer.local_save_freq=1"
 
@@ -1021,25 +1025,6 @@ def test_a_killed_run_of_two_processes_resumes_from_its_local_disks(files, tmp_p
     undisturbed = start("undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
-
-
-KILLED_BESIDE_DECODING = """
-import os, pathlib, signal, time
-import jax
-folder = pathlib.Path({folder!r})
-calls = 0
-
-def reward(data_source, solution_str, ground_truth, extra_info):
-    global calls
-    if jax.process_index() == 1 and extra_info["split"] == "train":
-        calls += 1
-        if calls == 2 * 8 + 5 and not (folder / "was_killed").exists():
-            while not (folder / "separate/checkpoints/2").exists():
-                time.sleep(0.01)
-            (folder / "was_killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
-"""
 
 
 @pytest.mark.parametrize(
@@ -1071,7 +1056,11 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def test_devices_of_two_processes_that_only_decode_change_no_bit(files, tmp_path, options, devices):
     """Process 1 is killed in the third step, while the fourth is decoded, and the run resumed."""
     reward = tmp_path / "reward.py"
-    reward.write_text(KILLED_BESIDE_DECODING.format(folder=str(tmp_path)))
+    reward.write_text(
+        KILLED_IN_PROCESS_1.format(
+            folder=str(tmp_path), call=2 * 8 + 5, saved="separate/checkpoints/2", count=1
+        )
+    )
     options += ("algorithm.rollout_is=token", f"reward.function={reward}:reward")
     options += ("trainer.total_training_steps=4", "trainer.test_freq=2")
     options = [f"--config.{option}" for option in options]
