@@ -34,8 +34,8 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     """
     recorder = _Recorder(step.mesh, step.decoding_weights)
     # Arrays that have a separate column, by identity: each program gets the shapes that the one
-    # before it returned.
-    counted = {id(x) for x in jax.tree.leaves(step.state)}
+    # before it returned. Kept here, since another array may get the identity of a deleted one.
+    counted = {id(x): x for x in jax.tree.leaves(step.state)}
     phases: dict[str, PhaseMemory] = {}
     refused = set()
     names = compile_programs(step, step.state, step.prompts, step.key, step.packed)
@@ -46,7 +46,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
             # Small programs that prepare arguments count for the phase that reads the arguments.
             largest = max(compiled, key=lambda program: program.temporary_bytes)
             if kind == "resharding":
-                counted |= {id(x) for program in compiled for x in program.results}
+                counted |= {id(x): x for program in compiled for x in program.results}
             if largest.is_refused:
                 refused.add(name)
             phases[name] = _measure_phase(step, name, largest, counted)
@@ -128,7 +128,7 @@ def _refused_bytes(message: str, arguments: list[Any]) -> int:
 
 
 def _measure_phase(
-    step: AbstractStep, name: str, program: _CompiledProgram, counted: set[int]
+    step: AbstractStep, name: str, program: _CompiledProgram, counted: dict[int, Any]
 ) -> PhaseMemory:
     batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
     # The decoding copy has a separate column.
