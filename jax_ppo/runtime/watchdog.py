@@ -5,6 +5,8 @@ program compiled, a turn of a dialogue answered, or a response scored. A hung de
 reward function stops all of these. In a run of several processes the one that hangs is the first to
 stop, while the others continue until they need it; so the first watchdog to end its process names
 the right one.
+
+Looks are counted, not seconds: a suspended process takes none, so it goes on where it was stopped.
 """
 
 import contextlib
@@ -12,21 +14,20 @@ import dataclasses
 import faulthandler
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 
 from jax_ppo.runtime import compat
 
-_CHECKS_PER_LIMIT = 20
+_LOOKS_PER_LIMIT = 20
 
 
 @dataclasses.dataclass
 class _Progress:
-    """The phase in which the run moved last, and when it did."""
+    """The phase in which the run moved last, and the watchdog's looks since then."""
 
     phase: str
-    moved_at: float
+    looks: int = 0
 
 
 _last: _Progress | None = None
@@ -42,12 +43,13 @@ def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
     if not seconds or _last is not None:
         yield
         return
-    last = _last = _Progress("starting", time.monotonic())
+    last = _last = _Progress("starting")
     is_over = threading.Event()
 
     def look() -> None:
-        while not is_over.wait(seconds / _CHECKS_PER_LIMIT):
-            if time.monotonic() - last.moved_at < seconds:
+        while not is_over.wait(seconds / _LOOKS_PER_LIMIT):
+            last.looks += 1
+            if last.looks < _LOOKS_PER_LIMIT:
                 continue
             # faulthandler shows the 100 newest threads: the main one is not always among them.
             frame = compat.main_thread_frame()
@@ -75,4 +77,4 @@ def report_progress(phase: str) -> None:
     """Record that the run has reached a phase, or makes progress in it."""
     if _last is not None:
         _last.phase = phase
-        _last.moved_at = time.monotonic()
+        _last.looks = 0

@@ -1,43 +1,50 @@
 """The watchdog of runs in which nothing moves."""
 
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
+import types
 
 import pytest
 
 from jax_ppo.runtime import compat, watchdog
-from waiting import HANG_SECONDS, wait_until
+from waiting import HANG_SECONDS
 
 
-class Clock:
-    """A clock that a test sets, in place of the module `time`."""
+class Looks:
+    """What the watchdog waits for between its looks, which a test allows one after the other."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self._was_read = threading.Event()
+        self._waits: queue.Queue = queue.Queue()
+        self._answers: queue.Queue = queue.Queue()
 
-    def monotonic(self) -> float:
-        self._was_read.set()
-        return self.now
+    def wait(self, seconds: float) -> bool:
+        self._waits.put(seconds)
+        return self._answers.get()
 
-    def advance(self, seconds: float) -> None:
-        """Move on, and wait until the watchdog has looked, if it still does."""
-        self.now += seconds
-        self._was_read.clear()
-        wait_until(lambda: self._was_read.is_set() or not is_watched())
+    def set(self) -> None:
+        self._answers.put(True)
+
+    def take(self, seconds: float) -> None:
+        """Let the watchdog look as often as it would in `seconds`."""
+        while seconds > 0:
+            seconds = round(seconds - self._waits.get(timeout=HANG_SECONDS), 6)
+            self._answers.put(False)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(watchdog, "time", clock)
-    return clock
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    looks = Looks()
+    threads = types.SimpleNamespace(Thread=threading.Thread, Event=lambda: looks)
+    monkeypatch.setattr(watchdog, "threading", threads)
+    return looks
 
 
-def test_a_stall_is_named_after_the_last_phase_that_was_reached(capfd, clock):
+def test_a_stall_is_named_after_the_last_phase_that_was_reached(capfd, looks):
     stalls: queue.Queue = queue.Queue()
     is_over = threading.Event()
     # More threads than faulthandler shows.
@@ -47,7 +54,7 @@ def test_a_stall_is_named_after_the_last_phase_that_was_reached(capfd, clock):
     try:
         with watchdog.watch(0.2, stalls.put):
             watchdog.report_progress("sampling")
-            clock.advance(0.3)
+            looks.take(0.2)
             reason = stalls.get(timeout=HANG_SECONDS)
     finally:
         is_over.set()
@@ -58,14 +65,32 @@ def test_a_stall_is_named_after_the_last_phase_that_was_reached(capfd, clock):
     assert "test_a_stall_is_named" in capfd.readouterr().err
 
 
-def test_progress_within_the_limit_is_no_stall(clock):
+def test_progress_within_the_limit_is_no_stall(looks):
     stalls: queue.Queue = queue.Queue()
     with watchdog.watch(0.2, stalls.put):
         for _ in range(3):
-            clock.advance(0.15)
+            looks.take(0.18)
             watchdog.report_progress("sampling")
-    clock.now += 1  # nor is the time after the run
+    # Nor is the time after the run.
     assert not is_watched() and stalls.empty()
+
+
+def test_a_suspended_run_is_no_stalled_one():
+    program = """
+from jax_ppo.runtime import watchdog
+with watchdog.watch(3, print):
+    print("started", flush=True)
+    input()
+"""
+    command = [sys.executable, "-c", program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.1)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert process.communicate("go on\n", timeout=HANG_SECONDS) == ("", None)
 
 
 def test_no_limit_is_no_watch():
@@ -80,12 +105,10 @@ def is_watched() -> bool:
 
 def test_a_hung_run_ends_with_one_line():
     program = """
-import time, types
+import time
 from jax_ppo.runtime import distributed, watchdog
-watchdog.time = types.SimpleNamespace(monotonic=lambda: 0.0)  # until the phase is reached
-with watchdog.watch(0.2, distributed.end_stalled_run):
+with watchdog.watch(2, distributed.end_stalled_run):
     watchdog.report_progress("reward")
-    watchdog.time = time
     time.sleep(3600)
 """
     process = subprocess.run(
@@ -93,7 +116,7 @@ with watchdog.watch(0.2, distributed.end_stalled_run):
     )
     assert process.returncode == 75
     assert process.stderr.splitlines()[-1] == (
-        "error: nothing has moved for 0.2 s (config.distributed.stall_seconds) since the phase "
+        "error: nothing has moved for 2 s (config.distributed.stall_seconds) since the phase "
         "'reward'; the stacks are above"
     )
 
