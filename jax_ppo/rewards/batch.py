@@ -180,10 +180,11 @@ def _report_missing_rewards(which: str) -> None:
 
 def _describe_failure(row: int, example: Example, response: str, failure: ScoringFailure) -> str:
     """Describe a sample and why it failed, in printable characters."""
+    separator = "\n" if "\n" in failure.cause else " "
     return printable_lines(
         f"row {row} of the batch, data_source={example.data_source!r}, "
         f"extra_info={shorten(repr(example.extra_info), 200)}, "
-        f"response ending in {response[-200:]!r}:\n{failure.cause}"
+        f"response ending in {response[-200:]!r}:{separator}{failure.cause}"
     )
 
 

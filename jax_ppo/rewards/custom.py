@@ -13,12 +13,12 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import Outcome, RewardRow, failure_of, validate_result
 
@@ -32,6 +32,7 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 ROW_COLUMNS = ("data_source", "ground_truth")  # that all rows have
 
 _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
+_MAX_QUOTED = 200  # characters
 
 
 def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -58,15 +59,14 @@ def parse_reward_output(value: Any) -> RewardResult:
         response; and other numbers to report. The names of other entries are in `ignored`.
 
     Raises:
-      UserError: the value has another type, a dict has no "score", the score is text, or the steps
-        are not pairs of numbers.
+      UserError: the value has another type, a dict has no "score", a number is text or too large
+        for a float, or the steps are not pairs of numbers.
     """
     if not isinstance(value, dict):
-        return RewardResult(score=_to_float(value))
+        return RewardResult(score=_require_number(value, "the score"))
     if "score" not in value:
-        keys = ", ".join(map(repr, value)) or "nothing"
-        raise UserError(f"the reward function returned a dict with {keys}; expected 'score'")
-    accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
+        raise UserError("expected 'score' among its names")
+    accuracy = math.nan if value.get("acc") is None else _require_number(value["acc"], "acc")
     step_rewards = value.get("step_rewards")
     try:
         pairs = () if step_rewards is None else tuple(step_rewards)
@@ -74,44 +74,65 @@ def parse_reward_output(value: Any) -> RewardResult:
         pairs = (step_rewards,)
     answer = value.get("pred")
     others = {str(name): item for name, item in value.items() if name not in _RESERVED_KEYS}
-    extra = {name: _to_float(item) for name, item in others.items() if _is_number(item)}
+    numbers = {name: _as_float(item) for name, item in others.items()}
     return RewardResult(
-        score=_to_float(value["score"]),
+        score=_require_number(value["score"], "the score"),
         correct=None if math.isnan(accuracy) else accuracy >= 0.5,
-        extra=extra,
+        extra={name: number for name, number in numbers.items() if number is not None},
         step_rewards=tuple(map(_parse_step_reward, pairs)),
         answer=None if answer is None else str(answer),
-        ignored=tuple(name for name in others if name not in extra and others[name] is not None),
+        ignored=tuple(
+            name for name, item in others.items() if numbers[name] is None and item is not None
+        ),
     )
+
+
+def read_reward_output(value: Any, response: str, source: str) -> RewardResult:
+    """Return what `source`, a function or a server, returned for a response.
+
+    Raises:
+      UserError: it is no result, or no valid one: see `parse_reward_output`, `validate_result`.
+    """
+    try:
+        return validate_result(parse_reward_output(value), response)
+    except UserError as error:
+        raise UserError(f"{source} returned {_quote(value)}: {error}") from None
+
+
+def _quote(value: Any) -> str:
+    try:
+        return shorten(" ".join(repr(value).split()), _MAX_QUOTED)
+    except Exception:  # of an integer of thousands of digits, or a function's own class
+        return f"a value of the type {type(value).__name__}"
 
 
 def _parse_step_reward(pair: Any) -> tuple[int, float]:
     with contextlib.suppress(TypeError, ValueError):  # not two numbers
-        end, reward = map(_to_float, pair)
-        if end.is_integer():
+        end, reward = map(_as_float, pair)
+        if end is not None and end.is_integer() and reward is not None:
             return int(end), reward
-    raise UserError(
-        f"the reward function returned {pair!r} among its step_rewards; expected (characters, "
-        "reward)"
-    )
+    raise UserError(f"step_rewards has {_quote(pair)}; expected (characters, reward)")
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (str, bytes)):
-        return False
-    # Arrays of NumPy and JAX and tensors of torch have a shape.
-    return hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
-
-
-def _to_float(value: Any) -> float:
-    if not _is_number(value):
+def _require_number(value: Any, name: str) -> float:
+    number = _as_float(value)
+    if number is None:
         raise UserError(
-            f"the reward function returned {value!r} of type {type(value).__name__}; expected a "
-            "number"
+            f"{name} is of the type {type(value).__name__}; expected a number that a float32 can "
+            "hold"
         )
-    if hasattr(value, "item"):
-        value = value.item()
-    return float(value)
+    return number
+
+
+def _as_float(value: Any) -> float | None:
+    """Return a real number, or the only element of an array or tensor; `None` for others."""
+    with contextlib.suppress(Exception):  # such as OverflowError of an integer
+        if math.prod(getattr(value, "shape", ())) == 1 and not np.ma.is_masked(value):
+            if hasattr(value, "item"):
+                value = value.item()
+            if hasattr(value, "__float__"):  # unlike text, which `float` would convert
+                return float(value)
+    return None
 
 
 def assign_step_rewards(
@@ -146,6 +167,7 @@ def assign_step_rewards(
 class BatchFunction(NamedTuple):
     """A reward function that takes a whole batch."""
 
+    name: str  # as the option has it
     # Takes rows and responses and returns what the user's function returned.
     call: Callable[[Sequence[RewardRow], Sequence[str]], Any]
     columns: tuple[str, ...] = ()  # the columns of the data that the function requires
@@ -172,17 +194,20 @@ def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
     )
 
 
-def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]) -> BatchFunction:
+def wrap_batch_function(
+    function: Callable[..., Any], arguments: tuple[str, ...], name: str
+) -> BatchFunction:
     """Wrap a user's batch function, whose `batch_arguments` are `arguments`."""
     if arguments == VERL_ARGUMENTS:
         return BatchFunction(
+            name,
             lambda rows, responses: call_and_wait(
                 function,
                 data_sources=[row.data_source for row in rows],
                 solution_strs=list(responses),
                 ground_truths=[row.ground_truth for row in rows],
                 extra_infos=[row.extra_info for row in rows],
-            )
+            ),
         )
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -194,7 +219,7 @@ def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]
             given = {name: value for name, value in given.items() if name in parameters}
         return call_and_wait(function, **given)
 
-    return BatchFunction(call, columns)
+    return BatchFunction(name, call, columns)
 
 
 def validate_columns(function: BatchFunction, examples: Sequence["Example"], setting: str) -> None:
@@ -216,24 +241,36 @@ def score_whole_batch(
     if not responses:
         return []
     try:
-        values = list(function.call(rows, responses))
+        returned = function.call(rows, responses)
+        # A dict or a set has the rewards in no order, text has characters, an array of no
+        # dimensions has one number.
+        is_list = isinstance(returned, Iterable) and getattr(returned, "shape", None) != ()
+        if not is_list or isinstance(returned, (Mapping, Set, str, bytes)):
+            raise UserError(
+                f"{function.name} returned {_quote(returned)}; expected a list of "
+                f"{len(responses)} rewards"
+            )
+        values = list(returned)
         if len(values) != len(responses):
             raise UserError(
-                f"the reward function returned {len(values)} rewards for {len(responses)} responses"
+                f"{function.name} returned {len(values)} rewards for {len(responses)} responses"
             )
     except KeyboardInterrupt:
         raise
     # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException as error:
         return [failure_of(error)] * len(responses)
-    return list(map(_parse_outcome, values, responses))
+    return [
+        _parse_outcome(value, response, function.name)
+        for value, response in zip(values, responses, strict=True)
+    ]
 
 
-def _parse_outcome(value: Any, response: str) -> Outcome:
+def _parse_outcome(value: Any, response: str, source: str) -> Outcome:
     if value is None:
         return RewardResult(score=0.0, is_missing=True)
     try:
-        return validate_result(parse_reward_output(value), response)
+        return read_reward_output(value, response, source)
     except Exception as error:
         return failure_of(error)
 

@@ -17,7 +17,7 @@ from typing import Any
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import JSONServer
-from jax_ppo.rewards.custom import parse_reward_output
+from jax_ppo.rewards.custom import read_reward_output
 from jax_ppo.rewards.rules import RewardResult, after_thinking
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
@@ -83,7 +83,7 @@ class Judge:
             value = ask(request)
             if self.url_model:
                 value = _read_score(value)
-            return parse_reward_output(value)
+            return read_reward_output(value, response, "the server of config.reward.url")
 
         return score
 

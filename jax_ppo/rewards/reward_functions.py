@@ -17,7 +17,7 @@ from jax_ppo.rewards.custom import (
     BatchFunction,
     batch_arguments,
     call_and_wait,
-    parse_reward_output,
+    read_reward_output,
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
@@ -58,18 +58,17 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
     )
     arguments = batch_arguments(user_function)
     if arguments is not None:
-        return wrap_batch_function(user_function, arguments)
+        return wrap_batch_function(user_function, arguments, function)
 
     def call_user_function(row: RewardRow, response: str) -> RewardResult:
-        return parse_reward_output(
-            call_and_wait(
-                user_function,
-                data_source=row.data_source,
-                solution_str=response,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
-            )
+        value = call_and_wait(
+            user_function,
+            data_source=row.data_source,
+            solution_str=response,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
         )
+        return read_reward_output(value, response, function)
 
     return call_user_function
 

@@ -22,6 +22,8 @@ import asyncio
 import os
 import time
 
+import numpy as np
+
 def verl(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     assert data_sources == ["mine", "mine"] and extra_infos[0] == {"level": 1}
     return [{"score": float(s == g), "acc": s == g, "n": len(solution_strs)}
@@ -42,6 +44,15 @@ def too_few(completions, **kwargs):
 
 def nan(completions, **kwargs):
     return [float("nan"), 0.5]
+
+def a_dict(completions, **kwargs):
+    return {0: 1.0, 1: 0.0}
+
+def one_number(completions, **kwargs):
+    return np.array(0.5)
+
+def nothing(completions, **kwargs):
+    pass
 
 def stumbles(completions, **kwargs):
     raise KeyError("stumbled here")
@@ -112,6 +123,9 @@ def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
         ("too_few", 2, "returned 1 rewards for 2 responses"),
         ("nan", 1, "nan"),
         ("stumbles", 2, "stumbled here"),
+        ("a_dict", 2, "mine.py:a_dict returned {0: 1.0, 1: 0.0}; expected a list of 2 rewards"),
+        ("one_number", 2, "mine.py:one_number returned array(0.5); expected a list of 2 rewards"),
+        ("nothing", 2, "mine.py:nothing returned None; expected a list of 2 rewards"),
     ],
 )
 def test_a_function_that_fails_costs_its_batch(module, name, failed, words):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output
+from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output, read_reward_output
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.row_validation import validate_data_sources
 from jax_ppo.rewards.rules import RewardResult
@@ -256,7 +256,7 @@ def test_a_number_of_any_library_is_a_number(library, score, extra, correct):
         assert parse_reward_output(output) == expected
     steps = parse_reward_output({"score": 0, "step_rewards": tensor([[2.0, score]])}).step_rewards
     assert steps == ((2, pytest.approx(score)),)
-    with pytest.raises(UserError, match="the reward function returned"):
+    with pytest.raises(UserError, match="expected a number that a float32 can hold"):
         parse_reward_output(tensor([score, extra]))
     if library == "torch":
         learned = tensor([1.5], dtype=arrays.bfloat16, requires_grad=True)
@@ -275,12 +275,52 @@ def test_what_cannot_be_reported_is_named_once(caplog):
     assert "'said'" in messages[0] and "'two'" in messages[1]
 
 
+class Unprintable:
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
-    "value", ["1", None, [1.0], {"reward": 1.0}, {}, {"score": "1"}, {"score": None}, np.ones(2)]
+    ("value", "message"),
+    [
+        ("1", "'1': the score is of the type str; expected a number"),
+        (None, "None: the score is of the type NoneType; expected a number"),
+        ([1.0], "[1.0]: the score is of the type list; expected a number"),
+        (1j, "1j: the score is of the type complex; expected a number"),
+        (
+            -(10**400),
+            f"-1{'0' * 198}...: the score is of the type int; expected a number that a fl",
+        ),
+        (10**5000, "a value of the type int: the score is of the type int; expected a number that"),
+        (fractions.Fraction(10**400), "the score is of the type Fraction; expected a number that"),
+        (decimal.Decimal("1e400"), "Decimal('1E+400'): the score is inf; expected a finite"),
+        (decimal.Decimal("sNaN"), "Decimal('sNaN'): the score is of the type Decimal; expected"),
+        (np.ones(2), "array([1., 1.]): the score is of the type ndarray; expected a number"),
+        (np.ones((2, 1)), "array([[1.], [1.]]): the score is of the type ndarray; expected"),
+        (np.array(["1.0"]), "array(['1.0'], dtype='<U3'): the score is of the type ndarray"),
+        (np.array([None]), "array([None], dtype=object): the score is of the type ndarray"),
+        (np.complex64(1), "np.complex64(1+0j): the score is of the type complex64; expected"),
+        (np.ma.array([1.0], mask=True), "the score is of the type MaskedArray; expected a number"),
+        (Unprintable(), "a value of the type Unprintable: the score is of the type Unprintable"),
+        ({"reward": 1.0}, "{'reward': 1.0}: expected 'score' among its names"),
+        ({}, "{}: expected 'score' among its names"),
+        ({"score": "1"}, "{'score': '1'}: the score is of the type str; expected a number"),
+        ({"score": 1, "acc": "yes"}, "'yes'}: acc is of the type str; expected a number"),
+    ],
+    ids=range(20),
 )
-def test_what_a_function_may_not_return(value):
-    with pytest.raises(UserError, match="the reward function returned"):
-        parse_reward_output(value)
+def test_what_a_function_may_not_return_is_named_in_one_line(value, message):
+    """Regression: some of them ended in a traceback of our own, and arrays of text were read."""
+    with pytest.raises(UserError) as raised:
+        read_reward_output(value, "abc", "my.py:score")
+    assert str(raised.value).startswith("my.py:score returned ") and message in str(raised.value)
+    batch = score_batch(lambda *_: read_reward_output(value, "abc", "my.py:score"), [SUM], ["abc"])
+    assert batch.first_failure.endswith(f"response ending in 'abc': {raised.value}")
+
+
+def test_a_number_that_no_float_can_hold_is_not_reported():
+    result = parse_reward_output({"score": 1, "n": 10**400, "m": np.array(["3"]), "k": np.ones(1)})
+    assert (result.ignored, result.extra) == (("n", "m"), {"k": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -356,9 +396,7 @@ def test_rewards_of_steps_are_read_and_checked():
 
 @pytest.mark.parametrize("steps", [5, np.array(5.0), "ab", [3], [(1,)], {"a": 1}], ids=repr)
 def test_rewards_of_steps_that_are_no_pairs_are_refused(steps):
-    with pytest.raises(
-        UserError, match="among its step_rewards; expected \\(characters, reward\\)"
-    ):
+    with pytest.raises(UserError, match=r"step_rewards has .*; expected \(characters, reward\)"):
         parse_reward_output({"score": 1, "step_rewards": steps})
 
 
@@ -378,9 +416,11 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
     assert pieces.tolist() == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("steps", [[(1.5, 0.1)], [(1,)], [3], [(math.inf, 1.0)], [("1", 1.0)]])
+@pytest.mark.parametrize(
+    "steps", [[(1.5, 0.1)], [(1,)], [3], [(math.inf, 1.0)], [("1", 1.0)], [(1, 10**400)]]
+)
 def test_rewards_of_no_steps_are_refused(steps):
-    with pytest.raises(UserError, match="reward function returned"):
+    with pytest.raises(UserError, match="step_rewards has"):
         parse_reward_output({"score": 0, "step_rewards": steps})
     assert parse_reward_output({"score": 0, "step_rewards": np.array([[1, 0.5]])}).step_rewards == (
         (1, 0.5),
