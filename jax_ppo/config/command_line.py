@@ -9,10 +9,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import ml_collections
-from absl import flags
-from ml_collections import config_flags
-
 from jax_ppo.config import config_files, loading, parsing, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
@@ -21,7 +17,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.migrating.tables import explain_peer_option
 from jax_ppo.storage import remote
 
-OWN_FLAGS = ("workdir", "help")
 EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
 USAGE = """\
 usage: python -m jax_ppo.{command} --config=FILE[:ARG]
@@ -57,43 +52,39 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         print(USAGE.format(command=command, names=textwrap.indent(names, "  "), suffix=suffix))
         reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
-    config_values = []
-    unset: dict[str, None] = {}
-    other_arguments = [arguments[0]]
+    file = ""
+    workdir_value = ""
+    overrides: dict[str, Any] = {}  # the last one of each option counts
     problems = []
-    for argument in arguments[1:]:
+    words = iter(arguments[1:])
+    for word in words:
+        if word in ("--workdir", "-workdir"):  # the value is the next word
+            word = f"--workdir={next(words, '')}"
         try:
-            config_value = _validate_argument(argument)
+            name, value = _read_argument(word)
         except UserError as error:
             problems.append(str(error))
             continue
-        name, _, value = argument.removeprefix("--config.").partition("=")
-        if config_value is not None:
-            config_values.append(config_value)
-        elif value == loading.UNSET and name in loading.OPTIONAL:
-            unset[name] = None
+        if name == "--config":
+            file = value
+        elif name == "--workdir":
+            workdir_value = value
         else:
-            unset.pop(name, None)  # the last one counts, as for flags
-            other_arguments.append(argument)
+            overrides[name] = value
     if problems:
         # All are reported at once, so that one more start is enough.
         details = "\n".join(f"error: {problem}" for problem in problems[1:])
         raise UserError(problems[0], details=details)
-    if not config_values:
+    if not file:
         example = EXAMPLES.get(command, "arithmetic")
         raise UserError(f"--config: must be given, for example --config={example}")
-    values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1], command))
-    with values.config.ignore_type():
-        values.config.update_from_flattened_dict(unset)
-    overridden = [a.removeprefix("--config.").partition("=")[0] for a in other_arguments]
-    loading.replace_epochs(values.config, overridden)
-    config = loading.from_config_dict(values.config, command)
+    values = loading.read_config_file(file, command)
+    config = loading.override_options(values, overrides, command)
     name = config.experiment_name + _SUFFIXES.get(command, "")
-    workdir: str | Path = values.workdir or Path("output") / name
-    if values.workdir and remote.is_address(values.workdir):
-        remote.validate_address(values.workdir, "--workdir", schemes=("gs",))
-    else:
-        workdir = Path(workdir)
+    workdir: str | Path = Path(workdir_value or f"output/{name}")
+    if remote.is_address(workdir_value):
+        remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
+        workdir = workdir_value
     return config, workdir
 
 
@@ -127,51 +118,28 @@ def print_set_options(options: dict[str, Any], workdir: str, computation: str) -
     print(paragraph, flush=True)
 
 
-def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> flags.FlagValues:
-    """Return the values of the flags; `defaults` come from the configuration file."""
-    # A separate object, since absl's global flags would remember an earlier call.
-    values = flags.FlagValues()
-    flags.DEFINE_string(
-        "workdir", None, "folder or gs:// address of everything the run writes", flag_values=values
-    )
-    try:
-        config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=arguments)
-        positional = values(arguments)[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise UserError(
-            f"--{error.flagname}: expected --config, --config.NAME or --workdir"
-        ) from error
-    except (flags.Error, AttributeError, TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " ")) from error
-    if positional:
-        raise UserError(f"{positional[0]}: not an option; options are written --config.NAME=VALUE")
-    return values
-
-
-def _validate_argument(argument: str) -> str | None:
-    """Return the value of an argument `--config=VALUE`; `None` for any other argument.
-
-    Raises:
-      UserError: names the option and the expected value, which the flag parser's errors do not.
-    """
-    name, equals, value = argument.lstrip("-").partition("=")
-    if argument.startswith("-") and name == "config":
+def _read_argument(word: str) -> tuple[str, Any]:
+    """Return "--config", "--workdir" or the name of an option, and its value, which is valid."""
+    name, equals, value = word.lstrip("-").partition("=")
+    option = name.removeprefix("no").removeprefix("config.")
+    if not word.startswith("-"):
+        if equals:  # as in commands of verl
+            written = f"{name.lstrip('+').removeprefix('config.')}={value}"
+            _refuse_misplaced_option(written.partition("=")[0], written, written)
+        raise UserError(f"{word}: not an option; options are written --config.NAME=VALUE")
+    if name == "config":
         if not equals:
             raise UserError("--config: write --config=NAME or --config=FILE, with the =")
         config_files.find_config_file(value)
-        return value
-    if argument.startswith("--config."):
-        _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
-    elif argument.startswith("--") and name not in OWN_FLAGS:
-        # absl also reads --noNAME of a boolean.
-        if not (name.startswith("no") and name[2:].removeprefix("config.") in options_by_name()):
-            _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
-    elif equals and not argument.startswith("-"):
-        # As in commands of verl.
-        name = name.lstrip("+").removeprefix("config.")
-        written = f"{name}={value}"
-        _refuse_misplaced_option(name, written, written)
-    return None
+        return "--config", value
+    if name == "workdir":
+        return "--workdir", value
+    if name.startswith("config."):
+        return option, _read_value(option, value, has_value=bool(equals))
+    if name.startswith("noconfig.") and not equals:
+        return option, not _read_value(option, "", has_value=False)
+    _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
+    raise UserError(f"--{name}: expected --config, --config.NAME or --workdir")
 
 
 def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
@@ -183,7 +151,7 @@ def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
         raise UserError(f"{as_written}: there is no such option. {suggest_option(name)}")
 
 
-def _validate_override(name: str, value: str, *, has_value: bool) -> None:
+def _read_value(name: str, value: str, *, has_value: bool) -> Any:
     option = loading.find_option(name)
     takes_list = option.facts.is_list or option.facts.is_json
     if option.value_type is str and not takes_list and parsing.is_bracketed(value):
@@ -195,6 +163,5 @@ def _validate_override(name: str, value: str, *, has_value: bool) -> None:
     if not has_value:
         if option.value_type is not bool:
             raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
-        return
-    # The flag parser's own errors name neither the option nor the expected type.
-    loading.parse_option(name, value)
+        return True
+    return loading.parse_option(name, value)

@@ -6,12 +6,13 @@ ConfigDict. The command line overrides single options (`--config.actor.clip_rati
 validated in validation.py.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import operator
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
@@ -88,28 +89,29 @@ def load_config(
     values = default_config() if file is None else read_config_file(file, command)
     # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
-    for name, value in {**(overrides or {}), **by_keyword}.items():
+    by_name = {**(overrides or {}), **by_keyword}
+    for name in by_name:
         find_option(name)
-        # Types are validated later, with errors that name the option, unlike ml_collections'.
-        with values.ignore_type():
-            values.update_from_flattened_dict({name: value})
-    replace_epochs(values, {**(overrides or {}), **by_keyword})
+    return override_options(values, by_name, command)
+
+
+def override_options(
+    values: "ml_collections.ConfigDict", overrides: Mapping[str, object], command: str
+) -> Config:
+    """Override options by their dotted names; raise `UserError` unless all are then valid."""
+    # Types are validated below, with errors that name the option, unlike ml_collections'; and so
+    # is a section in whose place the file has something else.
+    with values.ignore_type(), contextlib.suppress(KeyError):
+        values.update_from_flattened_dict(overrides)
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    # Steps that override a file's options replace its epochs, which would have no effect.
+    if overrides.get(steps) and epochs not in overrides:
+        values.trainer.total_epochs = options_by_name()[epochs].default
     return from_config_dict(values, command)
 
 
-def replace_epochs(values: "ml_collections.ConfigDict", overridden: Collection[str]) -> None:
-    """Let steps that override a file's options replace its epochs, which would have no effect."""
-    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
-    if steps in overridden and epochs not in overridden and values.trainer.total_training_steps:
-        values.trainer.total_epochs = options_by_name()[epochs].default
-
-
 def parse_option(name: str, text: str) -> Any:
-    """Parse the value of an option as it is written on the command line.
-
-    Raises:
-      UserError: there is no such option, or the value is invalid by itself.
-    """
+    """Return an option's value as the command line has it; raise `UserError` for a wrong one."""
     option = find_option(name)
     value: Any = text
     if text == UNSET and name in OPTIONAL:
@@ -148,11 +150,7 @@ def read_config_file(value: str, command: str = "train") -> "ml_collections.Conf
 def from_config_dict(
     config: "ml_collections.ConfigDict | Mapping[str, Any]", command: str = "train"
 ) -> Config:
-    """Validate the options of a command, and freeze them; missing ones have their defaults.
-
-    Raises:
-      UserError: the first problem.
-    """
+    """Freeze options, missing ones with their defaults; raise `UserError` unless all are valid."""
     # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
     if command == "critic":

@@ -418,6 +418,7 @@ def test_overrides_and_argument(config_file):
             "--config.rollout.n=2",
             "--config.actor.clip_ratio_high=0.28",
             "--noconfig.data.shuffle",
+            "--config.trainer.show_first_step",
         ]
     )
     assert (
@@ -425,8 +426,10 @@ def test_overrides_and_argument(config_file):
         and options.rollout.n == 2
         and options.actor.clip_ratio_high == 0.28
     )
-    assert options.data.shuffle is False
+    assert options.data.shuffle is False and options.trainer.show_first_step is True
     assert str(workdir) == "output/named"
+    arguments = ["train", f"--config={config_file}", "--workdir", "here"]
+    assert str(command_line.read_command_line(arguments)[1]) == "here"
 
 
 def test_only_what_trains_needs_training_data(config_file):
@@ -451,6 +454,7 @@ def test_only_what_trains_needs_training_data(config_file):
         ("--config.actor.optim.lr=fast", r"config\.actor\.optim\.lr='fast': expected float"),
         ("--config.data.shuffle=maybe", r"config\.data\.shuffle='maybe': expected true or false"),
         ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
+        ("--noconfig.rollout.n", r"write --config\.rollout\.n=VALUE"),
         ("--confg.rollout.n=2", r"--confg\.rollout\.n: .*Did you mean config\.rollout\.n\?"),
         ("--rollout.n=2", r"--rollout\.n: write --config\.rollout\.n=VALUE"),
         ("--learning_rate=1e-5", r"TRL and OpenRLHF's learning_rate: config\.actor\.optim\.lr"),
