@@ -14,20 +14,16 @@ from typing import Any, NamedTuple
 
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import (
+    ENVIRONMENT_IS_SERVER,
+    HAS_PYTHON_TOOL,
     LOGGERS,
     Actor,
     Algorithm,
     Config,
-    Create,
     Critic,
     Data,
-    Distributed,
     LoraOptions,
-    MeshShape,
-    MultiTurn,
-    PackingOptions,
     RolloutOptions,
-    Trainer,
     all_options,
     option_value,
     options_by_name,
@@ -128,6 +124,9 @@ SERVER_RULES = (  # of external engines that are servers
         "servers report log-probs before temperature and filters or after both; set it to 1, unset "
         "top_k, top_p, min_p, min_new_tokens and logit_bias, or use the built-in engine"),
 )
+_WITHIN_TURN = (
+    "expected less than config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which "
+    "bounds all calls of a turn together")
 ENVIRONMENT_RULES = (
     _Rule("rollout.stage_length",
         lambda c, value: value and c.rollout.multi_turn.max_contexts > 1 and (
@@ -140,6 +139,12 @@ ENVIRONMENT_RULES = (
         lambda c, value: value and c.rollout.multi_turn.environment.startswith("tools:"),
         "the prompts in it do not describe the tools of config.rollout.multi_turn.environment="
         "{c.rollout.multi_turn.environment!r}; leave it empty"),
+    _Rule("rollout.multi_turn.python_timeout",
+        lambda c, value: HAS_PYTHON_TOOL.is_met(c) and value >= c.rollout.multi_turn.timeout,
+        _WITHIN_TURN),
+    _Rule("rollout.multi_turn.url_timeout",
+        lambda c, value: ENVIRONMENT_IS_SERVER.is_met(c) and value >= c.rollout.multi_turn.timeout,
+        _WITHIN_TURN),
 )
 # What an estimator, or the selection of prompts, compares.
 COMPARISON_RULES = (
@@ -206,6 +211,10 @@ MODEL_RULES = (
         lambda c, value: not value and not c.data.train_files.startswith("arithmetic:"),
         "must be set to a Hugging Face folder or hub name; a model is created only for the "
         "`arithmetic` data"),
+    _Rule("model.create.num_heads", lambda c, value: c.model.create.hidden_size % value,
+        "must divide config.model.create.hidden_size={c.model.create.hidden_size}"),
+    _Rule("model.create.num_kv_heads", lambda c, value: c.model.create.num_heads % value,
+        "must divide config.model.create.num_heads={c.model.create.num_heads}"),
 )
 # Of `sft` and `reward_model`.
 SUPERVISED_RULES = (
@@ -224,11 +233,24 @@ MESH_RULES = (
     _Rule(("mesh.data", "mesh.fsdp", "mesh.model", "rollout.mesh.data"),
         lambda c, value: value == 0,
         "expected -1 or at least 1"),
+    _Rule(("mesh.model", "mesh.fsdp"),
+        lambda c, value: value == -1 and [c.mesh.model, c.mesh.fsdp, c.mesh.data].count(-1) > 1,
+        "only one axis can be -1, of config.mesh.model={c.mesh.model}, fsdp={c.mesh.fsdp} and "
+        "data={c.mesh.data}; set another, for example to 1"),
+    # Each part of a row has two blocks of columns.
+    _Rule("packing.row_length",
+        lambda c, value: value and c.mesh.context > 1 and value % (2 * c.mesh.context),
+        "expected a multiple of twice config.mesh.context={c.mesh.context}, or leave it unset"),
     # A mean over sequences.
     _Rule(tuple(f"{name}.router_aux_loss_coef" for name in ("actor", "critic", "supervised")),
         lambda c, value: value and c.mesh.context > 1,
         "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set "
         "one of them to its default"),
+    _Rule("distributed.process_id",
+        lambda c, value: c.distributed.coordinator_address and not (
+            0 <= value < c.distributed.num_processes),
+        "expected 0 to config.distributed.num_processes={c.distributed.num_processes} - 1 with "
+        "config.distributed.coordinator_address set"),
 )
 # fmt: on
 
@@ -255,9 +277,8 @@ def validate_config(config: Config, command: str) -> None:
     else:
         _validate_ppo_config(config, command)
         command = "train"
-    _validate_mesh(config.mesh, config.packing)
     _apply(MESH_RULES, config)
-    _validate_processes_and_loggers(config.distributed, config.trainer)
+    _validate_loggers(config.trainer.logger)
     # Requirements come after the rules, whose messages are more specific.
     validate_requirements(config, command)
 
@@ -295,7 +316,9 @@ def _validate_ppo_config(config: Config, command: str) -> None:
         if ROLLOUT_ENGINES.lookup(rollout.engine).is_server:
             _apply(SERVER_RULES, config)
     _apply(ENVIRONMENT_RULES, config)
-    _validate_environment(rollout.multi_turn)
+    if ENVIRONMENT_IS_SERVER.is_met(config):
+        option, url = "config.rollout.multi_turn.environment", rollout.multi_turn.environment
+        _require_address(option, url, "JAX_PPO_ENVIRONMENT_KEY")
     components = config.reward.components
     _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
     _apply(COMPARISON_RULES, config)
@@ -307,7 +330,6 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     targets = config.model.lora.targets
     _parse(f"config.model.lora.targets={targets!r}", targets, parsing.parse_lora_targets)
     _apply(MODEL_RULES, config)
-    _validate_created_model(config.model.create)
 
 
 def _validate_longest_example(row_length: int | None, sample: int, responses: int) -> None:
@@ -423,24 +445,6 @@ def _require_address(option: str, url: str, key_variable: str, has_path: bool = 
         raise UserError(f"{option}{shown}: {problem}")
 
 
-def _validate_environment(options: MultiTurn) -> None:
-    """Validate the address of an environment, and the limit that belongs to its kind."""
-    environment = options.environment
-    limit = ""
-    if environment.startswith("tools:"):
-        limit = "python_timeout"
-    elif environment.startswith(("http://", "https://")):
-        option = "config.rollout.multi_turn.environment"
-        _require_address(option, environment, "JAX_PPO_ENVIRONMENT_KEY")
-        limit = "url_timeout"
-    if limit and getattr(options, limit) >= options.timeout:
-        raise UserError(
-            f"config.rollout.multi_turn.{limit}={getattr(options, limit):g}: expected less than "
-            f"config.rollout.multi_turn.timeout={options.timeout:g}, which bounds all calls of a "
-            "turn together"
-        )
-
-
 def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     """Validate the options, by name, of responses that continue from step to step."""
     setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
@@ -532,43 +536,10 @@ def _validate_external_engine(rollout: RolloutOptions) -> None:
     _parse(f"config.rollout.vllm.arguments={arguments!r}", arguments, shlex.split)
 
 
-def _validate_created_model(create: Create) -> None:
-    """Validate the sizes of a model that is created."""
-    if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
-        raise UserError(
-            f"config.model.create: num_heads={create.num_heads} must divide "
-            f"hidden_size={create.hidden_size}, and num_kv_heads={create.num_kv_heads} must divide "
-            "num_heads"
-        )
-
-
-def _validate_mesh(mesh: MeshShape, packing: PackingOptions) -> None:
-    """Validate that one axis at most is free and that `mesh.context` splits a packed row evenly."""
-    row_length = packing.row_length
-    parts = mesh.context
-    # Each part has two blocks of columns.
-    if row_length is not None and parts > 1 and row_length % (2 * parts):
-        raise UserError(
-            f"config.packing.row_length={row_length}: expected a multiple of {2 * parts}, twice "
-            f"config.mesh.context={parts}, or leave it unset"
-        )
-    free = [axis for axis in ("model", "fsdp", "data") if getattr(mesh, axis) == -1]
-    if len(free) > 1:
-        raise UserError(
-            f"config.mesh.{free[0]}=-1: only one axis can be -1; set config.mesh.{free[1]}, for "
-            "example to 1"
-        )
-
-
-def _validate_processes_and_loggers(options: Distributed, trainer: Trainer) -> None:
-    if options.coordinator_address and not 0 <= options.process_id < options.num_processes:
-        raise UserError(
-            f"config.distributed.process_id={options.process_id}: expected 0 to num_processes - "
-            f"1 = {options.num_processes - 1} with config.distributed.coordinator_address set"
-        )
-    for logger in parsing.parse_names(trainer.logger):
-        if logger not in LOGGERS:
+def _validate_loggers(names: str) -> None:
+    for name in parsing.parse_names(names):
+        if name not in LOGGERS:
             raise UserError(
-                f"config.trainer.logger={trainer.logger!r}: expected some of {', '.join(LOGGERS)}, "
-                f"separated by commas.{did_you_mean(logger, LOGGERS)}"
+                f"config.trainer.logger={names!r}: expected some of {', '.join(LOGGERS)}, "
+                f"separated by commas.{did_you_mean(name, LOGGERS)}"
             )

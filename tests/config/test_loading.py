@@ -59,13 +59,18 @@ def test_every_option_has_a_meaning():
         ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
         (
             {"mesh__data": -1, "mesh__fsdp": -1},
-            r"config\.mesh\.fsdp=-1: only one axis can be -1; set config\.mesh\.data",
+            r"config\.mesh\.fsdp=-1: only one axis can be -1, of config\.mesh\.model=1, fsdp=-1 "
+            r"and data=-1; set another",
         ),
-        ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.*set config\.mesh\.data"),
+        ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.* data=-1; set another"),
+        (
+            {"model__create__num_heads": 3},
+            r"config\.model\.create\.num_heads=3: must divide .*hidden_size=128",
+        ),
         ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
         (
             {"mesh__context": 4, "packing__row_length": 1028},
-            r"config\.packing\.row_length=1028: expected a multiple of 8, twice "
+            r"config\.packing\.row_length=1028: expected a multiple of twice "
             r"config\.mesh\.context=4",
         ),
         (
@@ -306,7 +311,7 @@ def test_every_option_has_a_meaning():
                 "rollout__multi_turn__environment": "http://localhost:1",
                 "rollout__multi_turn__url_timeout": 60.0,
             },
-            r"url_timeout=60: expected less than config\.rollout\.multi_turn\.timeout=60",
+            r"url_timeout=60\.0: expected less than config\.rollout\.multi_turn\.timeout=60\.0, ",
         ),
         (
             {
