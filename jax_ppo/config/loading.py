@@ -174,18 +174,10 @@ def _train_critic_alone(config: Config) -> Config:
     if not config.learns_from_files:
         return config
     # Each row has one response, and rows are taken as they are: none is drawn or selected.
-    values = {
-        "data.train_files": "",
-        "data.cache_dir": "",
-        "data.curriculum": "none",
-        "rollout.n": 1,
-        "rollout.keep": None,
-        "rollout.max_staleness": 0,
-        "rollout.verify_drafts": False,
-        "rollout.exact": False,
-        "algorithm.filter_groups.enable": False,
-    }
-    return replace_options(config, values)
+    names = ("data.train_files", "data.cache_dir", "data.curriculum", "rollout.n", "rollout.keep")
+    further = ("rollout.max_staleness", "rollout.verify_drafts", "rollout.exact")
+    unread = (*names, *further, "algorithm.filter_groups.enable")
+    return replace_options(config, validation.default_values(unread))
 
 
 def find_option(name: str) -> Option:

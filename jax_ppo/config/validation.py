@@ -252,6 +252,22 @@ MESH_RULES = (
         "expected 0 to config.distributed.num_processes={c.distributed.num_processes} - 1 with "
         "config.distributed.coordinator_address set"),
 )
+# Options that must keep their defaults in steps on the responses of other policies.
+GIVEN_RESPONSES = (
+    "data.train_files", "data.cache_dir", "data.curriculum", "score.reward_key",
+    "algorithm.use_kl_in_reward", "algorithm.rollout_is", "algorithm.filter_groups.enable",
+    "rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact_filters",
+    "rollout.multi_turn.environment", "actor.router_replay.mode", "reward.process_rewards")
+# Likewise of responses that continue from step to step or are drafts; and what more there is with
+# rollout.exact, and with drafts of earlier epochs.
+CONTINUED_RESPONSES = (
+    "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas")
+EXACT_RESPONSES = (
+    "rollout.max_staleness", "rollout.keep", "rollout.reuse_logprobs",
+    "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is", "rollout.verify_drafts",
+    "algorithm.filter_groups.enable", "score.file")
+EARLIER_EPOCHS = (
+    "rollout.keep", "algorithm.filter_groups.enable", "score.file", "trainer.local_dir")
 # fmt: on
 
 
@@ -381,34 +397,22 @@ def _require_values(
             raise UserError(f"config.{name}={given!r}: expected {value!r} with {reason}")
 
 
+def default_values(names: Iterable[str]) -> dict[str, Any]:
+    """Return the defaults of options by their dotted names."""
+    return {name: options_by_name()[name].default for name in names}
+
+
 def _require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
     """Validate the options, by name, of steps on the responses of other policies.
 
     A policy gradient would need the log-probs of the policy that wrote them. Both kinds of steps
     run the same compiled programs, so sampled responses have as many and the same arrays.
     """
-    expected = {
-        "data.train_files": "",
-        "data.cache_dir": "",
-        "data.curriculum": "none",
-        "score.reward_key": "",
-        "teacher.reward_coef": 0.0,
-        "teacher.use_task_rewards": False,
-        "algorithm.use_kl_in_reward": False,
-        "algorithm.rollout_is": "none",
-        "algorithm.filter_groups.enable": False,
-        "rollout.n": 1,
-        "rollout.keep": None,
-        "rollout.max_staleness": 0,
-        "rollout.exact_filters": False,
-        "rollout.multi_turn.environment": "",
-        "actor.router_replay.mode": "disabled",
-        "reward.process_rewards": False,
-    }
+    teachers = {"teacher.reward_coef": 0.0, "teacher.use_task_rewards": False}
     fraction = f"config.teacher.on_policy_fraction={value_of('teacher.on_policy_fraction')}"
     _require_values(
         value_of,
-        expected,
+        default_values(GIVEN_RESPONSES) | teachers,
         f"{fraction}, whose other steps have the prompts and responses of config.score.file, and "
         "the teacher's loss alone",
     )
@@ -453,31 +457,17 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     length = value_of("rollout.stage_length")
     longest = value_of("data.max_response_length")
     assert isinstance(longest, int)
-    further: dict[str, object] = {}
+    names: tuple[str, ...] = CONTINUED_RESPONSES
     if value_of("rollout.verify_drafts") or value_of("rollout.exact"):
         name = "exact" if value_of("rollout.exact") else "verify_drafts"
-        further = {"rollout.multi_turn.environment": ""}
+        names = (*names, "rollout.multi_turn.environment")
         setting, remedy = f"config.rollout.{name}=True", f"config.rollout.{name}=False"
         if name == "exact":
             does = "which draws each token again"
-            further |= {
-                "rollout.max_staleness": 0,
-                "rollout.keep": None,
-                "rollout.reuse_logprobs": "auto",
-                "rollout.logprob_micro_batch_size_per_device": None,
-                "algorithm.rollout_is": "none",
-                "rollout.verify_drafts": False,
-                "algorithm.filter_groups.enable": False,
-                "score.file": "",
-            }
+            names = (*names, *EXACT_RESPONSES)
         elif not value_of("rollout.max_staleness"):
             does = "whose drafts are of earlier epochs"
-            further |= {
-                "rollout.keep": None,
-                "algorithm.filter_groups.enable": False,
-                "score.file": "",
-                "trainer.local_dir": "",
-            }
+            names = (*names, *EARLIER_EPOCHS)
         if longest == 1:
             raise UserError(
                 f"{setting}: expected config.data.max_response_length of at least 2, got 1: a "
@@ -489,17 +479,7 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
             f"with {setting}, fewer than config.data.max_response_length={longest}, such as "
             f"{max(1, longest // 8)}"
         )
-    expected = {
-        "rollout.engine": "built-in",
-        "rollout.exact_filters": False,
-        "actor.router_replay.mode": "disabled",
-        "mesh.virtual_replicas": 0,
-    }
-    _require_values(
-        value_of,
-        expected | further,
-        f"{setting}, {does}; or set {remedy}",
-    )
+    _require_values(value_of, default_values(names), f"{setting}, {does}; or set {remedy}")
 
 
 def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
