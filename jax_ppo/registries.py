@@ -12,7 +12,7 @@ them an entry that needs nothing.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 
@@ -23,9 +23,9 @@ def import_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def read_options(section: object, arguments: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Return arguments by name from pairs of an argument and an option in a section."""
-    return {argument: getattr(section, option) for argument, option in arguments}
+def read_options(section: object, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments by name; `arguments` has the option of a section that sets each."""
+    return {argument: getattr(section, option) for argument, option in arguments.items()}
 
 
 def _need(words: str) -> Any:
@@ -33,19 +33,20 @@ def _need(words: str) -> Any:
     return dataclasses.field(default=False, metadata={"need": words})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """A value that an option can have."""
 
     name: str  # the option's value
     path: str  # "module:function" of what computes it
     summary: str  # what it is, in a few words
+    _: dataclasses.KW_ONLY
     when: str = ""  # when to use it, in a few words
     source: str = ""  # paper and equation, or the program that it comes from
     other_names: tuple[str, ...] = ()  # its names in other programs
-    # Pairs of an argument of the function and the option that sets it, which stands in the section
-    # of the registry's first option.
-    arguments: tuple[tuple[str, str], ...] = ()
+    # By the function's arguments, the options that set them, which stand in the section of the
+    # registry's first option.
+    arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -61,7 +62,7 @@ class Entry:
 
     def reads(self, option: str) -> bool:
         """Return whether an option sets one of the function's arguments."""
-        return option in dict(self.arguments).values()
+        return option in self.arguments.values()
 
     def read_arguments(self, section: object) -> dict[str, Any]:
         """Return the function's arguments from a section of the options."""
@@ -137,125 +138,6 @@ class AdvantageEstimator(Entry):
     whitens: bool = False
 
 
-ADVANTAGE_ESTIMATORS = Registry(
-    AdvantageEstimator,
-    "Advantage estimators",
-    ("algorithm.adv_estimator",),
-    AdvantageEstimator(
-        name="gae",
-        path="jax_ppo.kernels.advantages:gae",
-        summary="generalized advantage estimation, with a critic",
-        when="responses are long, or rewards come within them: credit goes to single tokens",
-        source="Schulman et al. 2016, arXiv 1506.02438, eq. 16",
-        needs_critic=True,
-        whitens=True,
-        arguments=(("gamma", "gamma"), ("lam", "lam")),
-    ),
-    AdvantageEstimator(
-        name="turn_gae",
-        path="jax_ppo.kernels.advantages:turn_gae",
-        summary="generalized advantage estimation over the turns of dialogues",
-        when="turns are long and differ in length, and what counts is which of them were good",
-        source="Li et al. 2025, arXiv 2512.17008",
-        other_names=("turn_level_gae", "turn_wise_gae"),
-        needs_critic=True,
-        reads_turns=True,
-        values_turns=True,
-        whitens=True,
-        arguments=(("gamma", "turn_gamma"), ("lam", "turn_lam")),
-    ),
-    AdvantageEstimator(
-        name="bi_level_gae",
-        path="jax_ppo.kernels.advantages:bi_level_gae",
-        summary="generalized advantage estimation over turns, and over tokens within each",
-        when="as turn_gae, and credit should also go to single tokens of a turn",
-        source="Wang et al. 2025, arXiv 2510.16907",
-        needs_critic=True,
-        reads_turns=True,
-        whitens=True,
-        arguments=(
-            ("gamma", "gamma"),
-            ("lam", "lam"),
-            ("turn_gamma", "turn_gamma"),
-            ("turn_lam", "turn_lam"),
-        ),
-    ),
-    AdvantageEstimator(
-        name="grpo",
-        path="jax_ppo.kernels.advantages:grpo",
-        summary="score less the mean of the prompt's responses, divided by their deviation",
-        when="results should compare with published GRPO runs",
-        source="Shao et al. 2024, arXiv 2402.03300",
-        other_names=("group_norm",),
-        needs_groups=True,
-        arguments=(("by_std", "norm_adv_by_std_in_grpo"),),
-    ),
-    AdvantageEstimator(
-        name="dr_grpo",
-        path="jax_ppo.kernels.advantages:group_mean_baseline",
-        summary="score less the mean of the prompt's responses, not divided",
-        when="prompts differ in difficulty; with `seq-mean-token-sum-norm` as in its paper",
-        source="Liu et al. 2025, arXiv 2503.20783",
-        needs_groups=True,
-    ),
-    AdvantageEstimator(
-        name="rloo",
-        path="jax_ppo.kernels.advantages:rloo",
-        summary="score less the mean of the prompt's other responses",
-        when="there is no memory for a critic and the gradient should be unbiased",
-        source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
-        needs_groups=True,
-    ),
-    AdvantageEstimator(
-        name="opo",
-        path="jax_ppo.kernels.advantages:opo",
-        summary="score less the mean of the prompt's responses, weighted by their lengths",
-        when="responses to a prompt differ much in length, with one optimizer step per rollout",
-        source="Hao et al. 2025, arXiv 2505.23585",
-        needs_groups=True,
-        reads_counts=True,
-    ),
-    AdvantageEstimator(
-        name="gdpo",
-        path="jax_ppo.kernels.advantages:gdpo",
-        summary="weighted sum of grpo's advantages of each reward",
-        when="a response has several rewards of different scales, and none should drown another",
-        source="Liu et al. 2026, arXiv 2601.05242",
-        needs_groups=True,
-        needs_components=True,
-        whitens=True,
-    ),
-    AdvantageEstimator(
-        name="remax",
-        path="jax_ppo.kernels.advantages:remax",
-        summary="rewards to go less the score of a greedy response",
-        when="there is one response per prompt, no memory for a critic, and sampling is cheap",
-        source="Li et al. 2023, arXiv 2310.10505",
-        needs_greedy=True,
-    ),
-    AdvantageEstimator(
-        name="reinforce_plus_plus",
-        path="jax_ppo.kernels.advantages:reward_to_go",
-        summary="discounted reward to go",
-        when="there is one response per prompt and no memory for a critic",
-        source="Hu et al. 2025, arXiv 2501.03262",
-        other_names=("reinforce",),
-        whitens=True,
-        arguments=(("gamma", "gamma"),),
-    ),
-    AdvantageEstimator(
-        name="reinforce_plus_plus_baseline",
-        path="jax_ppo.kernels.advantages:group_mean_baseline",
-        summary="score less the mean of the prompt's responses",
-        when="rewards have another scale than advantages should have",
-        source="Hu et al. 2025, arXiv 2501.03262",
-        other_names=("reinforce_baseline",),
-        needs_groups=True,
-        whitens=True,
-    ),
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLossEntry(Entry):
     """A loss of the protocol of kernels/policy_losses.py."""
@@ -269,11 +151,12 @@ class PolicyLossEntry(Entry):
     # before the mini-batch is split: f(old_logprobs_BxT, advantages_BxT, mask_BxT, key,
     # **arguments) -> bool [B, T]; "" if it selects none.
     selection: str = ""
-    selection_arguments: tuple[tuple[str, str], ...] = ()  # as `arguments`, for the selection
+    # As `arguments`, for the selection.
+    selection_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def reads(self, option: str) -> bool:
         """Return whether an option sets an argument of the function or of the selection."""
-        return option in dict((*self.arguments, *self.selection_arguments)).values()
+        return option in (*self.arguments.values(), *self.selection_arguments.values())
 
     @property
     def needs(self) -> Iterator[str]:
@@ -282,107 +165,6 @@ class PolicyLossEntry(Entry):
             low, high = self.authors_clip
             yield f"`actor.clip_ratio_low={low}`, `actor.clip_ratio_high={high}`"
         yield from super().needs
-
-
-POLICY_LOSSES = Registry(
-    PolicyLossEntry,
-    "Policy losses",
-    ("actor.policy_loss",),
-    PolicyLossEntry(
-        name="vanilla",
-        path="jax_ppo.kernels.losses:clipped_surrogate",
-        summary="PPO's clip",
-        when="nothing speaks for another; it is safe for several optimizer steps per rollout",
-        source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
-        other_names=("ppo",),
-    ),
-    PolicyLossEntry(
-        name="importance",
-        path="jax_ppo.kernels.policy_losses:importance",
-        summary="unclipped ratio",
-        when="you want to see what the clip changes",
-        source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477",
-    ),
-    PolicyLossEntry(
-        name="gspo",
-        path="jax_ppo.kernels.policy_losses:gspo",
-        summary="sequence-level ratio",
-        when="the ratios of single tokens are noise, as with mixtures of experts",
-        source="Zheng et al. 2025, arXiv 2507.18071",
-        authors_clip=("3e-4", "4e-4"),
-    ),
-    PolicyLossEntry(
-        name="gmpo",
-        path="jax_ppo.kernels.policy_losses:gmpo",
-        summary="geometric mean of clipped ratios",
-        when="a few tokens with large ratios dominate a response",
-        source="Zhao et al. 2025, arXiv 2507.20673",
-        other_names=("geo_mean",),
-    ),
-    PolicyLossEntry(
-        name="cispo",
-        path="jax_ppo.kernels.policy_losses:cispo",
-        summary="truncated ratio as a weight",
-        when="the clip stops tokens worth learning, such as rare words that turn a proof",
-        source="MiniMax-M1 2025, arXiv 2506.13585",
-    ),
-    PolicyLossEntry(
-        name="reinforce",
-        path="jax_ppo.kernels.policy_losses:reinforce",
-        summary="no ratio",
-        when="each rollout gets one optimizer step",
-        source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
-        other_names=("gpg",),
-        needs_one_update=True,
-    ),
-    PolicyLossEntry(
-        name="sapo",
-        path="jax_ppo.kernels.policy_losses:sapo",
-        summary="a sigmoid of the ratio instead of the clip",
-        when="tokens that moved far should count less and less instead of not at all",
-        source="Gao et al. 2025, arXiv 2511.20347",
-        arguments=(("tau_pos", "tau_pos"), ("tau_neg", "tau_neg")),
-    ),
-    PolicyLossEntry(
-        name="dppo_tv",
-        path="jax_ppo.kernels.policy_losses:dppo_tv",
-        summary="no gradient beyond a change of the token's probability",
-        when="the clip stops rare tokens, whose ratio is large though hardly any probability moved",
-        source="Qi et al. 2026, arXiv 2602.04879",
-        authors_clip=("0.15", "0.15"),
-    ),
-    PolicyLossEntry(
-        name="dppo_kl",
-        path="jax_ppo.kernels.policy_losses:dppo_kl",
-        summary="no gradient beyond a KL between token and rest",
-        when="as dppo_tv, and likely tokens should be held back sooner",
-        source="Qi et al. 2026, arXiv 2602.04879",
-        authors_clip=("0.05", "0.05"),
-    ),
-    PolicyLossEntry(
-        name="clip_cov",
-        path="jax_ppo.kernels.policy_losses:clip_cov",
-        summary="PPO's clip without a few tokens of large covariance of log-prob and advantage",
-        when="the entropy collapses early and an entropy bonus does not help",
-        source="Cui et al. 2025, arXiv 2505.22617",
-        selection="jax_ppo.kernels.policy_losses:clip_cov_tokens",
-        selection_arguments=(
-            ("fraction", "clip_cov_ratio"),
-            ("low", "clip_cov_lb"),
-            ("high", "clip_cov_ub"),
-        ),
-    ),
-    PolicyLossEntry(
-        name="kl_cov",
-        path="jax_ppo.kernels.policy_losses:kl_cov",
-        summary="unclipped ratio; tokens of the largest covariance are held at the old policy",
-        when="the entropy collapses early and clip_cov is not stable enough",
-        source="Cui et al. 2025, arXiv 2505.22617",
-        arguments=(("beta", "ppo_kl_coef"),),
-        selection="jax_ppo.kernels.policy_losses:kl_cov_tokens",
-        selection_arguments=(("fraction", "kl_cov_ratio"),),
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -405,140 +187,11 @@ class KLEstimator(Entry):
             yield "a gradient: only in the loss"
 
 
-SCHULMAN = "http://joschu.net/blog/kl-approx.html"
-# verl's names are accepted beside the names of Schulman's note.
-KL_ESTIMATORS = Registry(
-    KLEstimator,
-    "KL estimators",
-    ("algorithm.kl_penalty", "actor.kl_loss_type"),
-    KLEstimator(
-        name="k1",
-        path="jax_ppo.kernels.kl:k1",
-        summary="d = log actor - log reference, of the sampled token",
-        source=SCHULMAN,
-        other_names=("kl",),
-        unbiased_in_reward=True,
-        restrains_in_loss=False,
-    ),
-    KLEstimator(
-        name="abs", path="jax_ppo.kernels.kl:absolute", summary="absolute value of d", source="verl"
-    ),
-    KLEstimator(
-        name="k2",
-        path="jax_ppo.kernels.kl:k2",
-        summary="d^2 / 2",
-        source=SCHULMAN,
-        other_names=("mse",),
-    ),
-    KLEstimator(
-        name="k3",
-        path="jax_ppo.kernels.kl:k3",
-        summary="exp(-d) - 1 + d",
-        source=SCHULMAN,
-        other_names=("low_var_kl",),
-    ),
-    KLEstimator(
-        name="k3+",
-        path="jax_ppo.kernels.kl:k3_plus",
-        summary="value of k3, gradient of k2",
-        source="verl",
-        other_names=("low_var_kl+",),
-        in_reward=False,
-    ),
-    KLEstimator(
-        name="clamped",
-        path="jax_ppo.kernels.kl:clamped",
-        summary="max(d, 0)",
-        source="Dubois et al. 2023, arXiv 2305.14387",
-    ),
-    KLEstimator(
-        name="full",
-        path="jax_ppo.kernels.vocabulary_kl:full_kl",
-        summary="the exact KL",
-        needs_vocabulary=True,
-    ),
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Aggregation(Entry):
     """How the losses of a mini-batch's tokens are averaged; see `kernels.losses.loss_weights`."""
 
     needs_scale: bool = _need("`actor.loss_scale_factor`")  # a constant that it divides by
-
-
-AGGREGATIONS = Registry(
-    Aggregation,
-    "Aggregations of losses",
-    ("actor.loss_agg_mode", "critic.loss_agg_mode"),
-    Aggregation(
-        name="token-mean",
-        path="jax_ppo.kernels.losses:token_mean",
-        summary="tokens weigh the same",
-        source="DAPO, arXiv 2503.14476",
-        other_names=("bnpo", "dapo"),
-    ),
-    Aggregation(
-        name="seq-mean-token-sum",
-        path="jax_ppo.kernels.losses:seq_mean_token_sum",
-        summary="sum over a response, mean over responses",
-    ),
-    Aggregation(
-        name="seq-mean-token-mean",
-        path="jax_ppo.kernels.losses:seq_mean_token_mean",
-        summary="responses weigh the same",
-        source="GRPO, arXiv 2402.03300",
-        other_names=("grpo",),
-    ),
-    Aggregation(
-        name="seq-mean-token-sum-norm",
-        path="jax_ppo.kernels.losses:seq_mean_token_sum_norm",
-        summary="sum over a response divided by a constant, mean over responses",
-        source="Dr. GRPO, arXiv 2503.20783",
-        other_names=("dr_grpo",),
-        needs_scale=True,
-    ),
-)
-
-IMPORTANCE_WEIGHTS = Registry(
-    Entry,
-    "Importance weights",
-    ("algorithm.rollout_is",),
-    Entry(
-        name="none",
-        path="jax_ppo.kernels.importance:unweighted",
-        summary="all weights are 1",
-        when="sampler and trainer agree: `rollout/logprob_difference` below 0.01",
-    ),
-    Entry(
-        name="token",
-        path="jax_ppo.kernels.importance:token_log_ratio",
-        summary="ratio of each token",
-        when="sampler and trainer round differently; masked from 0.5 to 5 it is IcePop",
-        source="Espeholt et al. 2018, arXiv 1802.01561; IcePop: Ling team 2025, arXiv 2510.18855",
-    ),
-    Entry(
-        name="sequence",
-        path="jax_ppo.kernels.importance:sequence_log_ratio",
-        summary="product over the response, the one without bias where nothing is bounded",
-        when="responses are short, or the sampler's weights are older",
-        source="Hilton et al. 2022, arXiv 2110.00641; masked: https://richardli.xyz/rl-collapse",
-    ),
-    Entry(
-        name="geometric",
-        path="jax_ppo.kernels.importance:sequence_mean_log_ratio",
-        summary="geometric mean over the response",
-        when="whole responses should be rejected, masked with bounds close to 1",
-        source="Liu et al. 2025, https://richardli.xyz/rl-collapse",
-    ),
-    Entry(
-        name="turn",
-        path="jax_ppo.kernels.importance:turn_log_ratio",
-        summary="product over the token's turn",
-        when="an environment interrupts responses",
-        source="Hilton et al. 2022, arXiv 2110.00641, for the actions of one turn",
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -547,47 +200,6 @@ class KLController(Entry):
 
     # It reads the measured KL, and its coefficient continues when a run resumes.
     adapts: bool = False
-
-
-KL_CONTROLLERS = Registry(
-    KLController,
-    "KL controllers",
-    ("algorithm.kl_ctrl.type",),
-    KLController(
-        name="fixed",
-        path="jax_ppo.training.control:keep_coefficient",
-        summary="the coefficient stays at `kl_coef`",
-    ),
-    KLController(
-        name="adaptive",
-        path="jax_ppo.training.control:adapt_coefficient",
-        summary="grows while the KL is above `target_kl`, and falls while it is below",
-        source="Ziegler et al. 2019, arXiv 1909.08593, section 2.2",
-        adapts=True,
-    ),
-)
-
-LEARNING_RATE_SCHEDULES = Registry(
-    Entry,
-    "Learning rate schedules",
-    tuple(f"{section}.optim.lr_schedule" for section in ("actor", "critic", "supervised")),
-    Entry(
-        name="constant",
-        path="jax_ppo.training.optimizer:constant_rate",
-        summary="`lr` after the warm-up",
-    ),
-    Entry(
-        name="linear",
-        path="jax_ppo.training.optimizer:linear_rate",
-        summary="falls in a line to `lr` x `min_lr_ratio` at the end of the run",
-    ),
-    Entry(
-        name="cosine",
-        path="jax_ppo.training.optimizer:cosine_rate",
-        summary="falls along half a cosine to `lr` x `min_lr_ratio` at the end of the run",
-        source="Loshchilov & Hutter 2017, arXiv 1608.03983",
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -614,50 +226,239 @@ class RolloutEngineEntry(Entry):
             yield f"no {' or '.join(f'`rollout.{name}`' for name in self.lacks)}"
 
 
-ROLLOUT_ENGINES = Registry(
-    RolloutEngineEntry,
-    "Rollout engines",
-    ("rollout.engine",),
-    RolloutEngineEntry(
-        name="built-in",
-        path="jax_ppo.sampler.built_in:BuiltInEngine",
-        summary="decodes on the devices of the training",
+# fmt: off
+# Without the formatter, as in config/schema.py: an entry is read as a paragraph of its name and
+# function, its meaning, when to use it, its source and what else is known of it.
+ADVANTAGE_ESTIMATORS = Registry(
+    AdvantageEstimator, "Advantage estimators", ("algorithm.adv_estimator",),
+    AdvantageEstimator("gae", "jax_ppo.kernels.advantages:gae",
+        "generalized advantage estimation, with a critic",
+        when="responses are long, or rewards come within them: credit goes to single tokens",
+        source="Schulman et al. 2016, arXiv 1506.02438, eq. 16",
+        needs_critic=True, whitens=True, arguments={"gamma": "gamma", "lam": "lam"}),
+    AdvantageEstimator("turn_gae", "jax_ppo.kernels.advantages:turn_gae",
+        "generalized advantage estimation over the turns of dialogues",
+        when="turns are long and differ in length, and what counts is which of them were good",
+        source="Li et al. 2025, arXiv 2512.17008",
+        other_names=("turn_level_gae", "turn_wise_gae"), needs_critic=True, reads_turns=True,
+        values_turns=True, whitens=True, arguments={"gamma": "turn_gamma", "lam": "turn_lam"}),
+    AdvantageEstimator("bi_level_gae", "jax_ppo.kernels.advantages:bi_level_gae",
+        "generalized advantage estimation over turns, and over tokens within each",
+        when="as turn_gae, and credit should also go to single tokens of a turn",
+        source="Wang et al. 2025, arXiv 2510.16907",
+        needs_critic=True, reads_turns=True, whitens=True,
+        arguments={name: name for name in ("gamma", "lam", "turn_gamma", "turn_lam")}),
+    AdvantageEstimator("grpo", "jax_ppo.kernels.advantages:grpo",
+        "score less the mean of the prompt's responses, divided by their deviation",
+        when="results should compare with published GRPO runs",
+        source="Shao et al. 2024, arXiv 2402.03300",
+        other_names=("group_norm",), needs_groups=True,
+        arguments={"by_std": "norm_adv_by_std_in_grpo"}),
+    AdvantageEstimator("dr_grpo", "jax_ppo.kernels.advantages:group_mean_baseline",
+        "score less the mean of the prompt's responses, not divided",
+        when="prompts differ in difficulty; with `seq-mean-token-sum-norm` as in its paper",
+        source="Liu et al. 2025, arXiv 2503.20783",
+        needs_groups=True),
+    AdvantageEstimator("rloo", "jax_ppo.kernels.advantages:rloo",
+        "score less the mean of the prompt's other responses",
+        when="there is no memory for a critic and the gradient should be unbiased",
+        source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
+        needs_groups=True),
+    AdvantageEstimator("opo", "jax_ppo.kernels.advantages:opo",
+        "score less the mean of the prompt's responses, weighted by their lengths",
+        when="responses to a prompt differ much in length, with one optimizer step per rollout",
+        source="Hao et al. 2025, arXiv 2505.23585",
+        needs_groups=True, reads_counts=True),
+    AdvantageEstimator("gdpo", "jax_ppo.kernels.advantages:gdpo",
+        "weighted sum of grpo's advantages of each reward",
+        when="a response has several rewards of different scales, and none should drown another",
+        source="Liu et al. 2026, arXiv 2601.05242",
+        needs_groups=True, needs_components=True, whitens=True),
+    AdvantageEstimator("remax", "jax_ppo.kernels.advantages:remax",
+        "rewards to go less the score of a greedy response",
+        when="there is one response per prompt, no memory for a critic, and sampling is cheap",
+        source="Li et al. 2023, arXiv 2310.10505",
+        needs_greedy=True),
+    AdvantageEstimator("reinforce_plus_plus", "jax_ppo.kernels.advantages:reward_to_go",
+        "discounted reward to go",
+        when="there is one response per prompt and no memory for a critic",
+        source="Hu et al. 2025, arXiv 2501.03262",
+        other_names=("reinforce",), whitens=True, arguments={"gamma": "gamma"}),
+    AdvantageEstimator("reinforce_plus_plus_baseline",
+        "jax_ppo.kernels.advantages:group_mean_baseline",
+        "score less the mean of the prompt's responses",
+        when="rewards have another scale than advantages should have",
+        source="Hu et al. 2025, arXiv 2501.03262",
+        other_names=("reinforce_baseline",), needs_groups=True, whitens=True))
+
+POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",),
+    PolicyLossEntry("vanilla", "jax_ppo.kernels.losses:clipped_surrogate",
+        "PPO's clip",
+        when="nothing speaks for another; it is safe for several optimizer steps per rollout",
+        source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
+        other_names=("ppo",)),
+    PolicyLossEntry("importance", "jax_ppo.kernels.policy_losses:importance",
+        "unclipped ratio",
+        when="you want to see what the clip changes",
+        source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477"),
+    PolicyLossEntry("gspo", "jax_ppo.kernels.policy_losses:gspo",
+        "sequence-level ratio",
+        when="the ratios of single tokens are noise, as with mixtures of experts",
+        source="Zheng et al. 2025, arXiv 2507.18071",
+        authors_clip=("3e-4", "4e-4")),
+    PolicyLossEntry("gmpo", "jax_ppo.kernels.policy_losses:gmpo",
+        "geometric mean of clipped ratios",
+        when="a few tokens with large ratios dominate a response",
+        source="Zhao et al. 2025, arXiv 2507.20673",
+        other_names=("geo_mean",)),
+    PolicyLossEntry("cispo", "jax_ppo.kernels.policy_losses:cispo",
+        "truncated ratio as a weight",
+        when="the clip stops tokens worth learning, such as rare words that turn a proof",
+        source="MiniMax-M1 2025, arXiv 2506.13585"),
+    PolicyLossEntry("reinforce", "jax_ppo.kernels.policy_losses:reinforce",
+        "no ratio",
+        when="each rollout gets one optimizer step",
+        source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
+        other_names=("gpg",), needs_one_update=True),
+    PolicyLossEntry("sapo", "jax_ppo.kernels.policy_losses:sapo",
+        "a sigmoid of the ratio instead of the clip",
+        when="tokens that moved far should count less and less instead of not at all",
+        source="Gao et al. 2025, arXiv 2511.20347",
+        arguments={"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    PolicyLossEntry("dppo_tv", "jax_ppo.kernels.policy_losses:dppo_tv",
+        "no gradient beyond a change of the token's probability",
+        when="the clip stops rare tokens, whose ratio is large though hardly any probability moved",
+        source="Qi et al. 2026, arXiv 2602.04879",
+        authors_clip=("0.15", "0.15")),
+    PolicyLossEntry("dppo_kl", "jax_ppo.kernels.policy_losses:dppo_kl",
+        "no gradient beyond a KL between token and rest",
+        when="as dppo_tv, and likely tokens should be held back sooner",
+        source="Qi et al. 2026, arXiv 2602.04879",
+        authors_clip=("0.05", "0.05")),
+    PolicyLossEntry("clip_cov", "jax_ppo.kernels.policy_losses:clip_cov",
+        "PPO's clip without a few tokens of large covariance of log-prob and advantage",
+        when="the entropy collapses early and an entropy bonus does not help",
+        source="Cui et al. 2025, arXiv 2505.22617",
+        selection="jax_ppo.kernels.policy_losses:clip_cov_tokens",
+        selection_arguments={
+            "fraction": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}),
+    PolicyLossEntry("kl_cov", "jax_ppo.kernels.policy_losses:kl_cov",
+        "unclipped ratio; tokens of the largest covariance are held at the old policy",
+        when="the entropy collapses early and clip_cov is not stable enough",
+        source="Cui et al. 2025, arXiv 2505.22617",
+        arguments={"beta": "ppo_kl_coef"},
+        selection="jax_ppo.kernels.policy_losses:kl_cov_tokens",
+        selection_arguments={"fraction": "kl_cov_ratio"}))
+
+SCHULMAN = "http://joschu.net/blog/kl-approx.html"
+# verl's names are accepted beside the names of Schulman's note.
+KL_ESTIMATORS = Registry(
+    KLEstimator, "KL estimators", ("algorithm.kl_penalty", "actor.kl_loss_type"),
+    KLEstimator("k1", "jax_ppo.kernels.kl:k1",
+        "d = log actor - log reference, of the sampled token",
+        source=SCHULMAN,
+        other_names=("kl",), unbiased_in_reward=True, restrains_in_loss=False),
+    KLEstimator("abs", "jax_ppo.kernels.kl:absolute",
+        "absolute value of d",
+        source="verl"),
+    KLEstimator("k2", "jax_ppo.kernels.kl:k2",
+        "d^2 / 2",
+        source=SCHULMAN,
+        other_names=("mse",)),
+    KLEstimator("k3", "jax_ppo.kernels.kl:k3",
+        "exp(-d) - 1 + d",
+        source=SCHULMAN,
+        other_names=("low_var_kl",)),
+    KLEstimator("k3+", "jax_ppo.kernels.kl:k3_plus",
+        "value of k3, gradient of k2",
+        source="verl",
+        other_names=("low_var_kl+",), in_reward=False),
+    KLEstimator("clamped", "jax_ppo.kernels.kl:clamped",
+        "max(d, 0)",
+        source="Dubois et al. 2023, arXiv 2305.14387"),
+    KLEstimator("full", "jax_ppo.kernels.vocabulary_kl:full_kl",
+        "the exact KL",
+        needs_vocabulary=True))
+
+AGGREGATIONS = Registry(
+    Aggregation, "Aggregations of losses", ("actor.loss_agg_mode", "critic.loss_agg_mode"),
+    Aggregation("token-mean", "jax_ppo.kernels.losses:token_mean",
+        "tokens weigh the same",
+        source="DAPO, arXiv 2503.14476",
+        other_names=("bnpo", "dapo")),
+    Aggregation("seq-mean-token-sum", "jax_ppo.kernels.losses:seq_mean_token_sum",
+        "sum over a response, mean over responses"),
+    Aggregation("seq-mean-token-mean", "jax_ppo.kernels.losses:seq_mean_token_mean",
+        "responses weigh the same",
+        source="GRPO, arXiv 2402.03300",
+        other_names=("grpo",)),
+    Aggregation("seq-mean-token-sum-norm", "jax_ppo.kernels.losses:seq_mean_token_sum_norm",
+        "sum over a response divided by a constant, mean over responses",
+        source="Dr. GRPO, arXiv 2503.20783",
+        other_names=("dr_grpo",), needs_scale=True))
+
+IMPORTANCE_WEIGHTS = Registry(Entry, "Importance weights", ("algorithm.rollout_is",),
+    Entry("none", "jax_ppo.kernels.importance:unweighted",
+        "all weights are 1",
+        when="sampler and trainer agree: `rollout/logprob_difference` below 0.01"),
+    Entry("token", "jax_ppo.kernels.importance:token_log_ratio",
+        "ratio of each token",
+        when="sampler and trainer round differently; masked from 0.5 to 5 it is IcePop",
+        source="Espeholt et al. 2018, arXiv 1802.01561; IcePop: Ling team 2025, arXiv 2510.18855"),
+    Entry("sequence", "jax_ppo.kernels.importance:sequence_log_ratio",
+        "product over the response, the one without bias where nothing is bounded",
+        when="responses are short, or the sampler's weights are older",
+        source="Hilton et al. 2022, arXiv 2110.00641; masked: https://richardli.xyz/rl-collapse"),
+    Entry("geometric", "jax_ppo.kernels.importance:sequence_mean_log_ratio",
+        "geometric mean over the response",
+        when="whole responses should be rejected, masked with bounds close to 1",
+        source="Liu et al. 2025, https://richardli.xyz/rl-collapse"),
+    Entry("turn", "jax_ppo.kernels.importance:turn_log_ratio",
+        "product over the token's turn",
+        when="an environment interrupts responses",
+        source="Hilton et al. 2022, arXiv 2110.00641, for the actions of one turn"))
+
+KL_CONTROLLERS = Registry(KLController, "KL controllers", ("algorithm.kl_ctrl.type",),
+    KLController("fixed", "jax_ppo.training.control:keep_coefficient",
+        "the coefficient stays at `kl_coef`"),
+    KLController("adaptive", "jax_ppo.training.control:adapt_coefficient",
+        "grows while the KL is above `target_kl`, and falls while it is below",
+        source="Ziegler et al. 2019, arXiv 1909.08593, section 2.2",
+        adapts=True))
+
+LEARNING_RATE_SCHEDULES = Registry(
+    Entry, "Learning rate schedules",
+    ("actor.optim.lr_schedule", "critic.optim.lr_schedule", "supervised.optim.lr_schedule"),
+    Entry("constant", "jax_ppo.training.optimizer:constant_rate",
+        "`lr` after the warm-up"),
+    Entry("linear", "jax_ppo.training.optimizer:linear_rate",
+        "falls in a line to `lr` x `min_lr_ratio` at the end of the run"),
+    Entry("cosine", "jax_ppo.training.optimizer:cosine_rate",
+        "falls along half a cosine to `lr` x `min_lr_ratio` at the end of the run",
+        source="Loshchilov & Hutter 2017, arXiv 1608.03983"))
+
+ROLLOUT_ENGINES = Registry(RolloutEngineEntry, "Rollout engines", ("rollout.engine",),
+    RolloutEngineEntry("built-in", "jax_ppo.sampler.built_in:BuiltInEngine",
+        "decodes on the devices of the training",
         when="always, unless another engine was measured to be faster; the only one with "
-        "environments, records of draws and a plan of its memory",
-    ),
-    RolloutEngineEntry(
-        name="transformers",
-        path="jax_ppo.sampler.engines.hugging_face:HuggingFaceEngine",
-        summary="`generate` of Hugging Face transformers, on the CPU of this process",
+        "environments, records of draws and a plan of its memory"),
+    RolloutEngineEntry("transformers", "jax_ppo.sampler.engines.hugging_face:HuggingFaceEngine",
+        "`generate` of Hugging Face transformers, on the CPU of this process",
         when="another implementation of the model is to be compared with; draws the tokens that "
         "the built-in engine draws, up to rounding",
-        requirement="torch",
-        other_names=("hf",),
-        is_external=True,
-    ),
-    RolloutEngineEntry(
-        name="vllm",
-        path="jax_ppo.sampler.engines.server:ServerEngine",
-        summary="a vLLM that the run starts, or one at `rollout.url`",
+        requirement="torch", other_names=("hf",), is_external=True),
+    RolloutEngineEntry("vllm", "jax_ppo.sampler.engines.server:ServerEngine",
+        "a vLLM that the run starts, or one at `rollout.url`",
         when="responses are long, or have very different lengths, and GPUs are left for it",
-        requirement="`rollout.vllm.python` or `rollout.url`",
-        lacks=("bad_words",),
-        is_external=True,
-        is_server=True,
-    ),
-    RolloutEngineEntry(
-        name="openai",
-        path="jax_ppo.sampler.engines.server:ServerEngine",
-        summary="a running server that takes and returns token ids: SGLang, vLLM, or completions",
+        requirement="`rollout.vllm.python` or `rollout.url`", lacks=("bad_words",),
+        is_external=True, is_server=True),
+    RolloutEngineEntry("openai", "jax_ppo.sampler.engines.server:ServerEngine",
+        "a running server that takes and returns token ids: SGLang, vLLM, or completions",
         when="such a server runs already, also on another machine",
-        requirement="`rollout.url`",
-        lacks=("bad_words",),
-        other_names=("sglang",),
-        is_external=True,
-        is_server=True,
-    ),
-)
+        requirement="`rollout.url`", lacks=("bad_words",), other_names=("sglang",),
+        is_external=True, is_server=True))
 
+# fmt: on
 REGISTRIES: tuple[Registry[Any], ...] = (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
