@@ -85,6 +85,12 @@ def option_is(name: str, value: object, message: str = "") -> Condition:
     return Condition(lambda c: option_value(c, name) == value, f"`{name}` is {words}", message)
 
 
+def engine_is_built_in(others: str) -> Condition:
+    """Return the condition that the engine is the built-in one; `others` is what others do."""
+    message = f"config.rollout.engine={{config.rollout.engine!r}} {others}"
+    return option_is("rollout.engine", "built-in", message)
+
+
 def is_set(name: str, message: str = "") -> Condition:
     """Return the condition that an option is neither empty nor unset."""
     return Condition(lambda c: bool(option_value(c, name)), f"`{name}` is set", message)
@@ -127,8 +133,7 @@ HAS_ROLLOUT_MESH = Condition(
     lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
     "`rollout.mesh.model` or `rollout.mesh.devices` is set",
     "decoding uses config.mesh; set config.rollout.mesh.model")
-DECODES_ON_DEVICES = option_is("rollout.engine", "built-in",
-    "config.rollout.engine={config.rollout.engine!r} decodes elsewhere; use the built-in engine")
+DECODES_ON_DEVICES = engine_is_built_in("decodes elsewhere; use the built-in engine")
 SAMPLES_AHEAD = Condition(lambda c: c.rollout.max_staleness > 0,
     "`rollout.max_staleness` is at least 1",
     "these devices would decode nothing while the others learn; set config.rollout.max_staleness "
@@ -149,15 +154,11 @@ SUMS_GRADIENTS_IN_FLOAT32 = Condition(
     "gradients are summed in float32",
     "sums in bfloat16 are rounded by chance; set config.actor.optim.gradient_dtype and "
     "config.critic.optim.gradient_dtype to float32")
-SAMPLES_WITH_BUILT_IN_ENGINE = option_is("rollout.engine", "built-in",
-    "log-probs of config.rollout.engine={config.rollout.engine!r} depend on its batches; set it to "
-    "'built-in'")
-HAS_BUILT_IN_ENGINE = option_is("rollout.engine", "built-in",
-    "config.rollout.engine={config.rollout.engine!r} stores its weights itself")
-ENGINE_RECORDS_DRAWS = option_is("rollout.engine", "built-in",
-    "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine")
-ENVIRONMENT_HAS_ENGINE = option_is("rollout.engine", "built-in",
-    "config.rollout.engine={config.rollout.engine!r} has no environment; use the built-in engine")
+SAMPLES_WITH_BUILT_IN_ENGINE = engine_is_built_in(
+    "has log-probs that depend on its batches; set it to 'built-in'")
+HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
+ENGINE_RECORDS_DRAWS = engine_is_built_in("does not record it; use the built-in engine")
+ENVIRONMENT_HAS_ENGINE = engine_is_built_in("has no environment; use the built-in engine")
 ENGINE_IS_EXTERNAL = Condition(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
     f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_external))}")
