@@ -72,12 +72,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line into `data_set`, `source`, `out` (a path), `split` and `instruction`.
-
-    Raises:
-      UserError: an argument is invalid.
-      SystemExit: after `--help`.
-    """
+    """Parse a command line into `data_set`, `source`, `out` (a path), `split` and `instruction`."""
     parser = _Parser(prog="python -m jax_ppo.prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("data_set", help=", ".join(DATA_SETS))
     parser.add_argument(
@@ -150,11 +145,7 @@ def to_messages(prompt: str | tuple[dict[str, str], ...]) -> list[dict[str, str]
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write rows to a Parquet file, which appears only when it is complete.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Write a Parquet file, which appears only when complete; raise `UserError` if that fails."""
     import pyarrow
     import pyarrow.parquet
 

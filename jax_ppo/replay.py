@@ -40,11 +40,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_replay_arguments(arguments: list[str]) -> tuple[Path, int, bool, dict[str, Any]]:
-    """Return a run's folder, the step, whether it is verified, and options of mesh and processes.
-
-    Raises:
-      UserError: an argument is wrong.
-    """
+    """Return a run's folder, the step, whether to verify it, and options of where it runs."""
     values, where = {}, {}
     for word in arguments[1:]:
         name, equals, value = word.partition("=")

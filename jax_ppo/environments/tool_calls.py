@@ -160,11 +160,7 @@ class ToolEnvironment:
         return ToolDialogue(self._tools)
 
     def describe(self, examples: Sequence[Example], option: str) -> list[Example]:
-        """Return examples whose prompts describe the tools, or the tools that a row itself has.
-
-        Raises:
-          UserError: a prompt is not a chat.
-        """
+        """Return examples with the tools, or a row's own; raise `UserError` for a plain prompt."""
         described = []
         for example in examples:
             if isinstance(example.prompt, str):

@@ -27,11 +27,7 @@ _TRAIN_FILES = "config.data.train_files"
 
 
 def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example], list[Example]]:
-    """Return training and held-out examples; of training data in a cache one per `data_source`.
-
-    Raises:
-      UserError: a source does not exist, or has rows of an unknown form.
-    """
+    """Return training and held-out examples; of training data in a cache one per `data_source`."""
     if trains and not data.cache_dir:
         return load_examples(data, seed)
     _, held_out = load_examples(dataclasses.replace(data, train_files=""), seed)

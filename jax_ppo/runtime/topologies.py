@@ -149,11 +149,7 @@ class Topology:
 
 
 def _gpu_memory_share() -> float:
-    """Return the share of a GPU's memory that JAX takes.
-
-    Raises:
-      UserError: the environment sets no share.
-    """
+    """Return the share of a GPU's memory that JAX takes; raise `UserError` for a wrong one."""
     text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
     try:
         share = float(text)
@@ -165,11 +161,7 @@ def _gpu_memory_share() -> float:
 
 
 def parse_topology(text: str) -> Topology:
-    """Return the machine that a name describes.
-
-    Raises:
-      UserError: the type is unknown, or has no machines of this shape.
-    """
+    """Return the machine of this name; raise `UserError` for an unknown type, or a wrong shape."""
     kind, _, shape_text = text.partition(":")
     if kind not in DEVICE_TYPES:
         hint = did_you_mean(kind.lower(), DEVICE_TYPES)
@@ -285,11 +277,7 @@ def _describe_gpus(topology: Topology) -> dict[str, Any]:
 
 
 def cpu_devices(topology: Topology) -> list[jax.Device]:
-    """Return as many CPU devices as the machine has devices.
-
-    Raises:
-      UserError: this process has fewer.
-    """
+    """Return as many CPU devices as the machine has; raise `UserError` if there are fewer."""
     devices = jax.devices("cpu")
     if len(devices) < topology.num_devices:
         raise UserError(

@@ -114,11 +114,7 @@ class BucketLock:
         _own_tokens.add(self._token)
 
     def renew(self) -> None:
-        """Show that the holder is alive.
-
-        Raises:
-          UserError: another run has taken the lock.
-        """
+        """Show that the holder is alive; raise `UserError` if another run has taken the lock."""
         if self._write(replaces=self._generation):
             return
         self._require_own(self._read())

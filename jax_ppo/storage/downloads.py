@@ -58,12 +58,7 @@ def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
 
 
 def download_file(address: str, option: str) -> Path:
-    """Return a local copy of a file.
-
-    Raises:
-      UserError: the address is invalid or not accessible, there is no such file, or the local disk
-        is full.
-    """
+    """Return a local copy of a file; raise `UserError` as `download_folder` does."""
     remote.validate_address(address, option)
     files = remote.list_files(address, option)
     folder, _, name = address.rpartition("/")

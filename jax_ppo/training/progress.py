@@ -199,11 +199,7 @@ def former_values(saved: dict[str, Any]) -> dict[str, object]:
 
 
 def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:
-    """Return lines about the options that differ from the checkpoint's.
-
-    Raises:
-      UserError: an option has changed that is fixed for the length of a run.
-    """
+    """Return lines about the options that have changed; raise `UserError` for one that is fixed."""
     values = former_values(saved)
     changes = []
     for option in all_options():
