@@ -91,15 +91,7 @@ class Journal:
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
             lost_run += f", after step {rows[-1].get('step')}"
         self._versions = collect_versions()  # slow: it reads files
-        self._log = MetricsLog(
-            workdir=workdir,
-            options=trainer,
-            experiment_name=self._experiment_name,
-            config_dict=options,
-            first_step=progress.step,
-            is_main=distributed.is_main(),
-            warn=self.warn,
-        )
+        self._log = MetricsLog(workdir, trainer, options, progress.step, self.warn)
         self._report = HTMLReport(workdir, options, layout.panels)
         # On one process only: others would read files while this one deletes them.
         if distributed.is_main():

@@ -16,6 +16,7 @@ from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError
 from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
+from jax_ppo.runtime import distributed
 
 
 class CurveFile:
@@ -109,31 +110,27 @@ class MetricsLog(contextlib.ExitStack):
         self,
         workdir: Path,
         options: Trainer,
-        experiment_name: str,
         config_dict: dict[str, Any],
         first_step: int,
-        is_main: bool,
         warn: Callable[[str], None] = print,
     ) -> None:
         """Open the files of the loggers in `options`; continue the files of an interrupted run.
 
-        Takes the same arguments as `open_tracker`. Only the main process (`is_main`) writes.
+        Takes the same arguments as `open_tracker`. Only the main process writes.
 
         Raises:
           UserError: a tracker is requested but not installed, or cannot be opened.
         """
         super().__init__()
         self._sinks: list[MetricSink] = []
-        if not is_main:
+        if not distributed.is_main():
             return
         workdir.mkdir(parents=True, exist_ok=True)
         self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
         loggers = parse_names(options.logger)
         for name in TRACKERS:
             if name in loggers:
-                tracker = open_tracker(
-                    name, options, workdir, experiment_name, config_dict, first_step, warn
-                )
+                tracker = open_tracker(name, options, workdir, config_dict, first_step, warn)
                 self._sinks.append(tracker.write)
                 self.callback(tracker.close)
         # What is opened last is closed first: a tracker may wait for its server.

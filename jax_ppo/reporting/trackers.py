@@ -43,13 +43,13 @@ def open_tracker(
     name: str,
     options: Trainer,
     workdir: Path,
-    experiment_name: str,
     config_dict: dict[str, Any],
     first_step: int,
     warn: Callable[[str], None],
 ) -> Tracker:
     """Open a record that does not end the run if its server fails later.
 
+    The options of the record are in `options`, all of the run, by section, in `config_dict`.
     `workdir` holds the id of the record, which a `first_step` of 0 begins anew. `warn` shows what
     has failed, once. After that the record gets no more metrics until the run is resumed: each
     attempt may wait for the server for minutes.
@@ -58,7 +58,7 @@ def open_tracker(
       UserError: the tracker is not installed, or it or its server cannot be used.
     """
     try:
-        tracker = TRACKERS[name](options, workdir, experiment_name, config_dict, first_step)
+        tracker = TRACKERS[name](options, workdir, config_dict, first_step)
     # Each tracker raises its own errors, and errors of the libraries that it uses.
     except Exception as error:
         if isinstance(error, ImportError) and (error.name or "").split(".")[0] == name:
@@ -96,7 +96,7 @@ def _first_line(error: Exception) -> str:
 
 
 def open_wandb(
-    options: Trainer, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
+    options: Trainer, workdir: Path, config_dict: dict[str, Any], first_step: int
 ) -> Tracker:
     """Open a run of Weights & Biases, whose own files are in the work directory."""
     import wandb
@@ -108,7 +108,7 @@ def open_wandb(
     run = wandb.init(
         project=options.project_name,
         entity=options.wandb_entity or None,
-        name=name,
+        name=config_dict["experiment_name"],
         tags=list(parse_names(options.tags)),
         id=id_file.read_text(),
         resume="allow",
@@ -123,7 +123,7 @@ def open_wandb(
 
 
 def open_mlflow(
-    options: Trainer, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
+    options: Trainer, workdir: Path, config_dict: dict[str, Any], first_step: int
 ) -> Tracker:
     """Open a run of MLflow, on the server that MLFLOW_TRACKING_URI names or in WORKDIR/mlruns."""
     # Since MLflow 3, its file store requires this consent.
@@ -144,6 +144,7 @@ def open_mlflow(
         else:
             experiment_id = experiment.experiment_id
         tags = {tag: "true" for tag in parse_names(options.tags)}
+        name = config_dict["experiment_name"]
         run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
         id_file.write_text(run_id)
         for option, value in flatten_options(config_dict).items():

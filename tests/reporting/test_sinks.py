@@ -10,6 +10,7 @@ import pytest
 
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError
+from jax_ppo.reporting import sinks
 from jax_ppo.reporting.curves import plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
@@ -24,9 +25,9 @@ TRAINING = {
 EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
 
 
-def open_log(folder, first_step=0, loggers=(), is_main=True):
+def open_log(folder, first_step=0, loggers=()):
     options = Trainer(logger=",".join(loggers))
-    return MetricsLog(folder, options, "name", {"seed": 0}, first_step, is_main)
+    return MetricsLog(folder, options, {"experiment_name": "name", "seed": 0}, first_step)
 
 
 def rows(folder):
@@ -129,10 +130,9 @@ class TestCurveFile:
             log.callback(closed.append, 2)
         assert closed == [2, 1]
 
-    def test_other_processes_write_nothing(self, tmp_path):
-        with open_log(
-            tmp_path / "other", loggers=("tensorboard", "wandb"), is_main=False
-        ) as writer:
+    def test_other_processes_write_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sinks.distributed, "is_main", lambda: False)
+        with open_log(tmp_path / "other", loggers=("tensorboard", "wandb")) as writer:
             writer.write(1, TRAINING)
         assert not (tmp_path / "other").exists()
 

@@ -10,12 +10,17 @@ from jax_ppo.errors import UserError
 from jax_ppo.reporting import trackers
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 
-CONFIG = {"seed": 0, "actor": {"optim": {"lr": 1e-6}}, "note": "n" * 9000}
+CONFIG = {
+    "experiment_name": "my run",
+    "seed": 0,
+    "actor": {"optim": {"lr": 1e-6}},
+    "note": "n" * 9000,
+}
 
 
 def write_steps(folder, logger, first_step, last_step, value):
     options = Trainer(logger=logger, project_name="maths", wandb_entity="us", tags="ppo, gsm8k")
-    with MetricsLog(folder, options, "my run", CONFIG, first_step, is_main=True) as log:
+    with MetricsLog(folder, options, CONFIG, first_step) as log:
         for step in range(first_step + 1, last_step + 1):
             log.write(step, {"reward/mean": value * step, "seconds/step": 1.0})
 
@@ -96,9 +101,7 @@ def test_a_server_that_fails_later_costs_its_record_alone(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
     warnings = []
     options = Trainer(logger="wandb")
-    with MetricsLog(
-        tmp_path, options, "name", CONFIG, 0, is_main=True, warn=warnings.append
-    ) as log:
+    with MetricsLog(tmp_path, options, CONFIG, 0, warn=warnings.append) as log:
         for step in (1, 2, 3):
             log.write(step, {"reward/mean": 0.5})
     (warning,) = warnings
