@@ -30,8 +30,8 @@ from jax_ppo.training.progress import Progress
 from jax_ppo.training.step_hashes import HashLog, hash_options
 
 SPEED_COLUMNS = (
-    console.Column(metric="seconds/step", width=5, format=".2f", unit=" s"),
-    console.Column(metric="tokens_per_second", width=7, format=",.0f", unit=" tok/s"),
+    console.Column("seconds/step", 5, ".2f", unit=" s"),
+    console.Column("tokens_per_second", 7, ",.0f", unit=" tok/s"),
 )
 # Phases in which the host does little but wait for the devices.
 WAITING_PHASES = ("rollout", "forward", "update")

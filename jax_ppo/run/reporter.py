@@ -25,58 +25,40 @@ from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.step_hashes import take_hashes
 
+# fmt: off
 COLUMNS = (
-    console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
-    console.Column(metric="reward/accuracy", width=5, format=".3f", label="acc ", optional=True),
-    console.Column(metric="kl/reference", width=6, format=".4f", label="kl "),
-    console.Column(metric="actor/entropy", width=5, format=".3f", label="ent "),
-    console.Column(metric="response_length/mean", width=4, format=".0f", label="len "),
-    console.Column(metric="actor/clip_fraction", width=5, format=".3f", label="clip "),
-    console.Column(metric="actor/grad_norm", width=5, format=".3g", label="grads "),
-    console.Column(metric="critic/grad_norm", width=5, format=".3g"),
+    console.Column("reward/mean", 6, ".3f", "reward "),
+    console.Column("reward/accuracy", 5, ".3f", "acc ", optional=True),
+    console.Column("kl/reference", 6, ".4f", "kl "),
+    console.Column("actor/entropy", 5, ".3f", "ent "),
+    console.Column("response_length/mean", 4, ".0f", "len "),
+    console.Column("actor/clip_fraction", 5, ".3f", "clip "),
+    console.Column("actor/grad_norm", 5, ".3g", "grads "),
+    console.Column("critic/grad_norm", 5, ".3g"),
     *journal.SPEED_COLUMNS,
 )
 PANELS = (
-    Panel(
-        "reward",
-        "score",
-        {
-            "mean": "reward/mean",
-            "evaluation": "eval/reward_mean",
-            "greedy evaluation": "eval/greedy/reward_mean",
-        },
-    ),
-    Panel(
-        "accuracy",
-        "share of responses",
-        {
-            "training": "reward/accuracy",
-            "evaluation": "eval/accuracy",
-            "greedy evaluation": "eval/greedy/accuracy",
-        },
-    ),
+    Panel("reward", "score", {
+        "mean": "reward/mean",
+        "evaluation": "eval/reward_mean",
+        "greedy evaluation": "eval/greedy/reward_mean"}),
+    Panel("accuracy", "share of responses", {
+        "training": "reward/accuracy",
+        "evaluation": "eval/accuracy",
+        "greedy evaluation": "eval/greedy/accuracy"}),
     Panel("KL to the reference", "nats per token", {"KL": "kl/reference"}),
-    Panel(
-        "KL to the teacher",
-        "nats per token",
-        {"sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"},
-    ),
+    Panel("KL to the teacher", "nats per token", {
+        "sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"}),
     Panel("entropy", "nats per token", {"entropy": "actor/entropy"}),
-    Panel(
-        "response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}
-    ),
-    Panel(
-        "clip fraction",
-        "share of tokens",
-        {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
-    ),
-    Panel(
-        "explained variance",
-        "share",
-        {"critic": "critic/explained_variance", "evaluation": "eval/critic/explained_variance"},
-    ),
+    Panel("response length", "tokens", {
+        "mean": "response_length/mean", "max": "response_length/max"}),
+    Panel("clip fraction", "share of tokens", {
+        "actor": "actor/clip_fraction", "critic": "critic/clip_fraction"}),
+    Panel("explained variance", "share", {
+        "critic": "critic/explained_variance", "evaluation": "eval/critic/explained_variance"}),
     Panel("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
 )
+# fmt: on
 LAYOUT = journal.ReportLayout(
     columns=COLUMNS,
     panels=PANELS,

@@ -21,67 +21,43 @@ class Task:
     layout: journal.ReportLayout  # how its metrics are shown
 
 
-_LOSS = console.Column(metric="train/loss", width=6, format=".3f", label="loss ")
-_GRADIENT = console.Column(metric="train/grad_norm", width=5, format=".3g", label="grads ")
-_GRADIENT_PANEL = Panel("gradient", "norm before clipping", {"norm": "train/grad_norm"})
-_LEARNING_RATE = "supervised.optim.lr"
-SFT = Task(
-    command="sft",
-    objective=LANGUAGE,
-    response_fields=responses.DEMONSTRATION_FIELDS,
-    unit="examples",
-    output="actor",
-    next_option="model.path",
-    layout=journal.ReportLayout(
-        columns=(_LOSS, _GRADIENT, *journal.SPEED_COLUMNS),
-        panels=(
-            Panel("loss", "nats per token", {"training": "train/loss", "evaluation": "eval/loss"}),
-            _GRADIENT_PANEL,
-        ),
-        learning_rate_option=_LEARNING_RATE,
+def _layout(figures: tuple[console.Column, ...], panels: tuple[Panel, ...]) -> journal.ReportLayout:
+    """Return the presentation of a task, which has these figures besides the loss and gradient."""
+    loss = console.Column("train/loss", 6, ".3f", "loss ")
+    gradient = console.Column("train/grad_norm", 5, ".3g", "grads ")
+    return journal.ReportLayout(
+        columns=(loss, *figures, gradient, *journal.SPEED_COLUMNS),
+        panels=(*panels, Panel("gradient", "norm before clipping", {"norm": "train/grad_norm"})),
+        learning_rate_option="supervised.optim.lr",
         best_metric="train/loss",
         best_value=min,
-    ),
+    )
+
+
+# fmt: off
+_LOSSES = {"training": "train/loss", "evaluation": "eval/loss"}
+SFT = Task(
+    command="sft", objective=LANGUAGE, response_fields=responses.DEMONSTRATION_FIELDS,
+    unit="examples", output="actor", next_option="model.path",
+    layout=_layout(figures=(), panels=(Panel("loss", "nats per token", _LOSSES),)),
 )
 REWARD_MODEL = Task(
-    command="reward_model",
-    objective=PREFERENCE,
-    response_fields=responses.PREFERENCE_FIELDS,
-    unit="pairs",
-    output="reward_model",
-    next_option="reward.model_path",
-    layout=journal.ReportLayout(
-        columns=(
-            _LOSS,
-            console.Column(metric="train/accuracy", width=5, format=".3f", label="acc "),
-            console.Column(metric="train/margin", width=6, format=".3f", label="margin "),
-            _GRADIENT,
-            *journal.SPEED_COLUMNS,
+    command="reward_model", objective=PREFERENCE, response_fields=responses.PREFERENCE_FIELDS,
+    unit="pairs", output="reward_model", next_option="reward.model_path",
+    layout=_layout(
+        figures=(
+            console.Column("train/accuracy", 5, ".3f", "acc "),
+            console.Column("train/margin", 6, ".3f", "margin "),
         ),
         panels=(
-            Panel(
-                "loss",
-                "per pair, center_coef included",
-                {"training": "train/loss", "evaluation": "eval/loss"},
-            ),
-            Panel(
-                "accuracy",
-                "share of pairs",
-                {"training": "train/accuracy", "evaluation": "eval/accuracy"},
-            ),
-            Panel(
-                "scores",
-                "score",
-                {
-                    "margin": "train/margin",
-                    "mean": "train/score",
-                    "margin, evaluation": "eval/margin",
-                },
-            ),
-            _GRADIENT_PANEL,
+            Panel("loss", "per pair, center_coef included", _LOSSES),
+            Panel("accuracy", "share of pairs", {
+                "training": "train/accuracy", "evaluation": "eval/accuracy"}),
+            Panel("scores", "score", {
+                "margin": "train/margin",
+                "mean": "train/score",
+                "margin, evaluation": "eval/margin"}),
         ),
-        learning_rate_option=_LEARNING_RATE,
-        best_metric="train/loss",
-        best_value=min,
     ),
 )
+# fmt: on
