@@ -1,4 +1,7 @@
-"""Parse text-valued options: sets of projections, loggers, strings and biases."""
+"""Parse text-valued options: sets of projections, loggers, strings and biases.
+
+Each function raises `ValueError`, which names the part and what is wrong with it.
+"""
 
 import json
 import math
@@ -8,11 +11,7 @@ from jax_ppo.errors import did_you_mean
 
 
 def parse_lora_targets(text: str) -> tuple[str, ...]:
-    """Return the projections that `model.lora.targets` names, in the order of LORA_TARGETS.
-
-    Raises:
-      ValueError: A name is not a projection.
-    """
+    """Return the projections that `model.lora.targets` names, in the order of LORA_TARGETS."""
     names = {name.strip() for name in text.split(",")}
     if names == {"all-linear"}:
         return LORA_TARGETS
@@ -43,11 +42,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Return the weights by name of `NAME:WEIGHT,...`; a weight that is left out is 1.
-
-    Raises:
-      ValueError: a name is empty or occurs twice, or a weight is no number.
-    """
+    """Return the weights by name of `NAME:WEIGHT,...`; a weight that is left out is 1."""
     weights: dict[str, float] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = item.partition(":")
@@ -58,11 +53,7 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def parse_strings(text: str) -> tuple[str, ...]:
-    """Return the strings of a JSON list such as `["END", "Question:"]`; other text is one string.
-
-    Raises:
-      ValueError: the list is not JSON, or an item is empty or not text.
-    """
+    """Return the strings of a JSON list such as `["END", "Stop:"]`; other text is one string."""
     if not text:
         return ()
     if not text.startswith("["):
@@ -78,11 +69,7 @@ def parse_strings(text: str) -> tuple[str, ...]:
 
 
 def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the (token, bias) pairs of a text such as "198:-100,25:2.5".
-
-    Raises:
-      ValueError: the message names the part and the problem.
-    """
+    """Return the (token, bias) pairs of a text such as "198:-100,25:2.5"."""
     pairs = []
     for part in filter(None, text.split(",")):
         token, _, bias = part.partition(":")

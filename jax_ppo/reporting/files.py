@@ -89,11 +89,7 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 
 
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
-    """Yield kind, step and records of each file, see `write_samples`, in the order of the steps.
-
-    Raises:
-      UserError: a file does not hold JSON lines.
-    """
+    """Yield kind, step and records of each file in the order of the steps; see `write_samples`."""
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
         try:

@@ -53,9 +53,6 @@ def tokenize_run_prompts(
 
     Worker processes load the tokenizer again from `tokenizer_path`, for what the cache lacks;
     `validate` raises `UserError` for examples that the reward cannot score.
-
-    Raises:
-      UserError: a row cannot be used or scored, or no prompt is left.
     """
     training = PromptDataset((), (), data.max_prompt_length)
     encoding = make_encoding(data)
