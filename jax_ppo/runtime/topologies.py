@@ -23,12 +23,16 @@ class DeviceType:
     platform: str  # "tpu", "cuda" or "cpu"
     memory: float | None  # bytes that each device of JAX has for programs; `None` if unknown
     jax_kind: str = ""  # JAX's name of the device (devices.py)
-    dimensions: int = 1  # how many numbers describe the shape of a machine
-    devices_per_chip: int = 1  # devices of JAX on each chip
     # Shape of the smallest TPU host with several chips, to which a shape is a multiple; a single
     # chip is one host.
     chips_per_host: tuple[int, ...] = ()
     most_chips: int | None = None  # chips of the largest slice, which a fast network connects
+    devices_per_chip: int = 1  # devices of JAX on each chip
+
+    @property
+    def dimensions(self) -> int:
+        """Return how many numbers describe the shape of a machine."""
+        return len(self.chips_per_host) or 1
 
 
 # TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are
@@ -37,24 +41,10 @@ class DeviceType:
 # 0.75 GiB of the memory are the system's, as the compiler's errors state ("... of 15.75G hbm").
 # GPU: https://www.nvidia.com/en-us/data-center/h100 (80 GB) and .../h200 (141 GB).
 DEVICE_TYPES = {
-    "v5e": DeviceType(
-        "tpu", 15.75 * GIB, "TPU v5e", dimensions=2, chips_per_host=(2, 2), most_chips=256
-    ),
-    "v5p": DeviceType(
-        "tpu", 95 * GIB, "TPU v5p", dimensions=3, chips_per_host=(2, 2, 1), most_chips=6144
-    ),
-    "v6e": DeviceType(
-        "tpu", 31.25 * GIB, "TPU v6e", dimensions=2, chips_per_host=(2, 2), most_chips=256
-    ),
-    "tpu7x": DeviceType(
-        "tpu",
-        96 * GIB,
-        "TPU7x",
-        dimensions=3,
-        devices_per_chip=2,
-        chips_per_host=(2, 2, 1),
-        most_chips=9216,
-    ),
+    "v5e": DeviceType("tpu", 15.75 * GIB, "TPU v5e", (2, 2), most_chips=256),
+    "v5p": DeviceType("tpu", 95 * GIB, "TPU v5p", (2, 2, 1), most_chips=6144),
+    "v6e": DeviceType("tpu", 31.25 * GIB, "TPU v6e", (2, 2), most_chips=256),
+    "tpu7x": DeviceType("tpu", 96 * GIB, "TPU7x", (2, 2, 1), most_chips=9216, devices_per_chip=2),
     "h100": DeviceType("cuda", 84942979072, "NVIDIA H100 80GB HBM3"),
     "h200": DeviceType("cuda", 150754820096, "NVIDIA H200"),
     "cpu": DeviceType("cpu", None),

@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_said_with_remedies(folder, monkeypatch):
     text = step_plan.format_plan(plan)
     assert re.search(r"of 15\.75 GiB per device: fits\.", text) and "saves" not in text
     assert "A prediction, not a measurement" in text
-    small = {"v5e": topologies.DeviceType("tpu", plan.peak - 1, dimensions=2)}
+    small = {"v5e": topologies.DeviceType("tpu", plan.peak - 1, chips_per_host=(2, 2))}
     monkeypatch.setattr(topologies, "DEVICE_TYPES", topologies.DEVICE_TYPES | small)
     refused = estimate(folder)
     text = step_plan.format_plan(refused)
