@@ -32,7 +32,8 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["environments"] = {
-    *("errors", "types", "config", "data", "runtime", "sampler", "processes", "json_server")
+    *("errors", "types", "config", "data", "rewards", "runtime", "sampler", "processes"),
+    "json_server",
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
 MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}

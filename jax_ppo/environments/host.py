@@ -6,12 +6,10 @@ services; this does not affect the answers, unless a step exceeds the time limit
 """
 
 import concurrent.futures
-import contextlib
 import copy
 import dataclasses
 import functools
 import logging
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -37,6 +35,7 @@ from jax_ppo.environments.recorded_turns import OpenTurns
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.json_server import RequestFault
+from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import watchdog
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
@@ -256,7 +255,8 @@ class HostEnvironment:
                 self._close(replaced[b])
                 made.result().reset(examples[b], int(seeds[b]))
             observation, reward, ends, *reported = made.result().step(text)
-            _validate_answer(observation, reward, ends, takes_several=self._frame is not None)
+            _validate_answer(observation, ends, takes_several=self._frame is not None)
+            reward = _read_number(reward, "the reward of a turn")
             if ends:
                 self._close(dialogue)
             last = int(turns[b, lengths[b] - 1])
@@ -265,7 +265,7 @@ class HostEnvironment:
                 continued = self._continue(dialogue, observation, last, int(rows[b]))
             return _Answer(
                 *continued,
-                float(reward),
+                reward,
                 bool(ends),
                 read_figures(*reported, names=self._metric_names[:-1]),
             )
@@ -390,7 +390,7 @@ class HostEnvironment:
             )
 
 
-def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bool) -> None:
+def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
     """Raise `WrongAnswer` for an answer that would be read as something else.
 
     With `takes_several` the observation may be a tuple of several messages.
@@ -407,9 +407,8 @@ def _validate_answer(observation: Any, reward: Any, ends: Any, takes_several: bo
         "".join(contents).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer takes
         raise WrongAnswer(f"the observation of a turn: {error}") from None
-    _read_number(reward, "the reward of a turn")
     # Python would read every text but "" as true.
-    if ends not in (0, 1):
+    if as_float(ends) not in (0, 1):
         raise WrongAnswer(
             f"whether the dialogue has ended is {_quote(ends)}; expected True or False"
         )
@@ -468,20 +467,15 @@ def read_figures(
 
 def _read_number(value: Any, what: str) -> float:
     """Return a number; raise `WrongAnswer` unless it is a finite float32."""
-    # Python would read a number in text.
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise WrongAnswer(f"{what} is {_quote(value)}; expected a number")
-    number = math.inf
-    with contextlib.suppress(OverflowError):  # of an integer beyond all floats
-        number = float(value)
+    number = as_float(value)
     # Written so that NaN fails too.
-    if not abs(number) <= np.finfo(np.float32).max:
-        raise WrongAnswer(f"{what} is {number}; expected a finite float32")
+    if number is None or not abs(number) <= np.finfo(np.float32).max:
+        raise WrongAnswer(f"{what} is {_quote(value)}; expected a finite float32")
     return number
 
 
 def _quote(value: Any) -> str:
-    return f"{shorten(repr(value))} of type {type(value).__name__}"
+    return f"{describe_value(value)} of type {type(value).__name__}"
 
 
 def _describe_failure(error: BaseException) -> str:

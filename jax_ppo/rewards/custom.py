@@ -49,6 +49,25 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def as_float(value: Any) -> float | None:
+    """Return a real number, or the only element of an array or tensor; `None` for others."""
+    with contextlib.suppress(Exception):  # such as OverflowError of an integer
+        if math.prod(getattr(value, "shape", ())) == 1 and not np.ma.is_masked(value):
+            if hasattr(value, "item"):
+                value = value.item()
+            if hasattr(value, "__float__"):  # unlike text, which `float` would convert
+                return float(value)
+    return None
+
+
+def describe_value(value: Any) -> str:
+    """Return a value as text for an error message, cut to one line."""
+    try:
+        return shorten(" ".join(repr(value).split()), _MAX_QUOTED)
+    except Exception:  # of an integer of thousands of digits, or a function's own class
+        return f"a value of the type {type(value).__name__}"
+
+
 def parse_reward_output(value: Any) -> RewardResult:
     """Convert the return value of a reward function to a RewardResult.
 
@@ -74,7 +93,7 @@ def parse_reward_output(value: Any) -> RewardResult:
         pairs = (step_rewards,)
     answer = value.get("pred")
     others = {str(name): item for name, item in value.items() if name not in _RESERVED_KEYS}
-    numbers = {name: _as_float(item) for name, item in others.items()}
+    numbers = {name: as_float(item) for name, item in others.items()}
     return RewardResult(
         score=_require_number(value["score"], "the score"),
         correct=None if math.isnan(accuracy) else accuracy >= 0.5,
@@ -96,43 +115,25 @@ def read_reward_output(value: Any, response: str, source: str) -> RewardResult:
     try:
         return validate_result(parse_reward_output(value), response)
     except UserError as error:
-        raise UserError(f"{source} returned {_quote(value)}: {error}") from None
-
-
-def _quote(value: Any) -> str:
-    try:
-        return shorten(" ".join(repr(value).split()), _MAX_QUOTED)
-    except Exception:  # of an integer of thousands of digits, or a function's own class
-        return f"a value of the type {type(value).__name__}"
+        raise UserError(f"{source} returned {describe_value(value)}: {error}") from None
 
 
 def _parse_step_reward(pair: Any) -> tuple[int, float]:
     with contextlib.suppress(TypeError, ValueError):  # not two numbers
-        end, reward = map(_as_float, pair)
+        end, reward = map(as_float, pair)
         if end is not None and end.is_integer() and reward is not None:
             return int(end), reward
-    raise UserError(f"step_rewards has {_quote(pair)}; expected (characters, reward)")
+    raise UserError(f"step_rewards has {describe_value(pair)}; expected (characters, reward)")
 
 
 def _require_number(value: Any, name: str) -> float:
-    number = _as_float(value)
+    number = as_float(value)
     if number is None:
         raise UserError(
             f"{name} is of the type {type(value).__name__}; expected a number that a float32 can "
             "hold"
         )
     return number
-
-
-def _as_float(value: Any) -> float | None:
-    """Return a real number, or the only element of an array or tensor; `None` for others."""
-    with contextlib.suppress(Exception):  # such as OverflowError of an integer
-        if math.prod(getattr(value, "shape", ())) == 1 and not np.ma.is_masked(value):
-            if hasattr(value, "item"):
-                value = value.item()
-            if hasattr(value, "__float__"):  # unlike text, which `float` would convert
-                return float(value)
-    return None
 
 
 def assign_step_rewards(
@@ -247,7 +248,7 @@ def score_whole_batch(
         is_list = isinstance(returned, Iterable) and getattr(returned, "shape", None) != ()
         if not is_list or isinstance(returned, (Mapping, Set, str, bytes)):
             raise UserError(
-                f"{function.name} returned {_quote(returned)}; expected a list of "
+                f"{function.name} returned {describe_value(returned)}; expected a list of "
                 f"{len(responses)} rewards"
             )
         values = list(returned)

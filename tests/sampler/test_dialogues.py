@@ -335,7 +335,7 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
     """Regression: NaN spread to the gradients; a log line sent the text to the terminal."""
     examples = [Example("4", "mine", extra_info={"seen": []})]
     environment = HostEnvironment(Odd, Numbers(), examples, LONGEST, timeout=60.0)
-    Odd.rewards = iter([1.0, reward])
+    Odd.rewards = iter([np.array([1.0]), reward])
     for expected in (1.0, 0.0):
         one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
         answers = environment._answer(*one, np.array([[5]]), np.array([1]))
@@ -347,15 +347,17 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (("", "1_000", True), "the reward of a turn is '1_000' of type str; expected a number"),
-        (("", 10**400, True), "the reward of a turn is inf; expected a finite float32"),
+        (("", "1_000", True), "the reward of a turn is '1_000' of type str; expected a fin"),
+        (("", -(10**400), True), f"turn is -1{'0' * 198}... of type int; expected a finite float"),
+        (("", np.ones(2), True), "is array([1., 1.]) of type ndarray; expected a finite float32"),
+        (("", 1.0, np.ones(2)), "has ended is array([1., 1.]) of type ndarray; expected True or F"),
         (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
         (("", 1.0, None), "has ended is None of type NoneType; expected True or False"),
         ((5, 1.0, True), "the observation of a turn is 5 of type int; expected text"),
         (("a\ud800", 1.0, True), "can't encode character '\\ud800'"),
         (("", 1.0, True, {"move": 1}), "metric 'move'; metric_names declares moves. Did you mean"),
         (("", 1.0, True, {"moves": "1"}), "the metric 'moves' of a turn is '1' of type str"),
-        (("", 1.0, True, {"moves": math.nan}), "'moves' of a turn is nan; expected a finite"),
+        (("", 1.0, True, {"moves": math.nan}), "'moves' of a turn is nan of type float; expected"),
         (("", 1.0, True, ["moves"]), "the metrics of a turn are ['moves'] of type list"),
     ],
 )
