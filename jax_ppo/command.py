@@ -12,6 +12,7 @@ import os
 import pkgutil
 import shlex
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,16 @@ def _run(job: Job) -> None:
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     prepared = prepared_run(options, job.workdir, job.evaluates)
     with exit_on_user_error(), watched, prepared as (resolved, folder):
-        pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
+        try:
+            pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
+        # A user's function raised it: as the end of a run, the others would wait for this process.
+        except (KeyboardInterrupt, SystemExit) as error:
+            if signals.received_signal() is not None:
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{error!r} was raised at {frame.filename}:{frame.lineno}, not by a signal"
+            ) from error
         console.print_on_main(f"report: {job.workdir}/report.html")
         loggers = parsing.parse_names(options.trainer.logger)
         if job.draws_curves and "tensorboard" in loggers:

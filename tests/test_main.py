@@ -148,3 +148,16 @@ def test_a_warning_names_no_module(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="no row is left"):
         command.run_job(read_job)
     assert capsys.readouterr().err == "warning: a row is dropped\n"
+
+
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt('gone')", "SystemExit(0)"])
+def test_an_end_of_python_that_no_signal_asked_for_is_an_error(raised, tmp_path, monkeypatch):
+    """Regression: the process ended as after a signal, and those beside it waited for ever."""
+    (tmp_path / "ends.py").write_text(f"def run(options, folder):\n    raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends", raising=False)
+    job = command.Job(tiny.config(), tmp_path / "work", runner="ends:run")
+    with pytest.raises(SystemExit) as ended:
+        command.run_job(lambda: job)
+    line = f"error: {raised} was raised at {tmp_path / 'ends.py'}:2, not by a signal"
+    assert ended.value.code == line

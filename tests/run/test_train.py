@@ -1238,7 +1238,13 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
     output = (
         process.stdout + process.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
     )
-    assert "reward service is gone" in output
+    error = f"KeyboardInterrupt('reward service is gone') was raised at {tmp_path}/bad.py:3, not by"
+    for line in (
+        f"process 1 of 2 ends the run: error: {error}",
+        f"process 0 of 2 ends the run: process 1: error: {error}",
+    ):
+        assert line in output
+    assert "Traceback" not in output
 
 
 @dataclasses.dataclass
