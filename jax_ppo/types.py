@@ -42,6 +42,12 @@ class Example:
     source: int = 0  # which of the sources of `data.train_files` the row is from, counted from 0
     # Functions that the chat template describes, JSON schemas.
     tools: tuple[dict[str, Any], ...] = ()
+    # "FILE:LINE" or "FILE, row N", for messages; "" of a generated row.
+    location: str = dataclasses.field(default="", compare=False)
+
+    def describe_location(self, number: int, origin: str = "") -> str:
+        """Return where the row is: in its file, or which one of all rows of an origin."""
+        return self.location or f"{origin}, example {number}".removeprefix(", ")
 
 
 @pytree

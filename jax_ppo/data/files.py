@@ -33,8 +33,9 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return an iterator over the (location, row) pairs of the file that an option names.
 
-    A location is "FILE:LINE" or "FILE, row N", counted from 1. A JSON file holds a list of objects,
-    or an object whose only entry is such a list. All values of a CSV file are text.
+    A location is "FILE:LINE", or "FILE, row N" of JSON and Parquet, counted from 1. A JSON file
+    holds a list of objects, or an object whose only entry is such a list. All values of a CSV file
+    are text.
 
     Raises:
       UserError: the file does not exist, does not have the format of its suffix, or contains a line
@@ -168,29 +169,38 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
+    names: list[str] = []
+    end = 0  # the last line of the row before
     # A long prompt is not an error.
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines, strict=True)
-            names = reader.fieldnames or []
-            if len(set(names)) < len(names):
-                raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
-            if len(names) == 1 and (found := re.search("[;\t|]", names[0])):
-                raise UserError(f"{path}: expected commas between columns, found {found[0]!r}")
-            for number, row in enumerate(reader, 1):
-                location = f"{path}, row {number}"
-                # DictReader stores surplus values under the key None, and None for missing values.
-                if None in row or None in row.values():
+            reader = csv.reader(lines, strict=True)
+            for values in reader:
+                # A value may have several lines.
+                location, end = f"{path}:{end + 1}", reader.line_num
+                if not values:  # a blank line
+                    continue
+                if not names:
+                    names = _require_column_names(values, path)
+                    continue
+                if len(values) != len(names):
                     raise UserError(
                         f"{location}: expected {len(names)} values, one for each column of the "
                         f"first line, {shorten(', '.join(names))!r}"
                     )
                 # What has no value elsewhere is an empty text here.
-                yield location, {name: value or None for name, value in row.items()}
+                yield location, {n: value or None for n, value in zip(names, values, strict=True)}
     except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{path}, after row {number}: cannot be read as CSV: {error}") from error
+        raise UserError(f"{path}, after line {end}: cannot be read as CSV: {error}") from error
+
+
+def _require_column_names(names: list[str], path: Path) -> list[str]:
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
+    if len(names) == 1 and (found := re.search("[;\t|]", names[0])):
+        raise UserError(f"{path}: expected commas between columns, found {found[0]!r}")
+    return names
 
 
 def _parse_json(text: str, location: str) -> Any:

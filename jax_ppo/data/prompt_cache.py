@@ -419,14 +419,11 @@ def _encode_part(job: _Job, part: _Part) -> Iterator["pyarrow.Table"]:
             job.parser.parse(columns, f"{part.path}, row {number}")
             for number, columns in enumerate(rows.to_pylist(), first)
         ]
-        location = f"{part.path}, from row {first}"
-        try:
-            job.validate(examples)
-        except UserError as error:
-            raise UserError(f"{location}: {error}") from error
+        job.validate(examples)
         tokenizer = _load_tokenizer(job.tokenizer_path)
         ids = pa.array(
-            list(encode_prompts(examples, tokenizer, job.encoding, location)), pa.list_(pa.int32())
+            list(encode_prompts(examples, tokenizer, job.encoding, str(part.path))),
+            pa.list_(pa.int32()),
         )
         yield rows.append_column(_TOKENS, ids).filter(ids.is_valid())
 

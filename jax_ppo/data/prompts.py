@@ -58,7 +58,8 @@ class PromptDataset:
         digest = hashlib.sha256()
         # Not the tokens: a chat template may write today's date.
         for example in self.examples:
-            digest.update(json.dumps(vars(example), sort_keys=True, default=str).encode())
+            facts = {name: x for name, x in vars(example).items() if name != "location"}
+            digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
         return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
 
@@ -116,8 +117,7 @@ def encode_prompts(
     validate_chat_template(tokenizer, encoding.chat_template)
     _report_unread_parts(examples, tokenizer, encoding.chat_template, name)
     for row, example in enumerate(examples, 1):
-        # Every error names the example, counted from 1.
-        location = f"{name}, example {row}"
+        location = example.describe_location(row, name)
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
         # The exact length matters only for a prompt that is truncated.
         longest = None if encoding.truncates else limit

@@ -162,6 +162,6 @@ def validate_responses(
             hint = did_you_mean(response_key, example.extra_info)
         source = _FIELD_SOURCES[fields].format(response_key=response_key)
         raise UserError(
-            f"{name}, example {row} (data_source {example.data_source!r}) has no "
+            f"{example.describe_location(row, name)} (data_source {example.data_source!r}) has no "
             f"{' and no '.join(missing)}. {source}{hint}"
         )

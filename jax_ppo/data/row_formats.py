@@ -97,6 +97,7 @@ def parse_row(
         response=response,
         rejected=rejected,
         tools=_read_tools(values.get("tools"), location),
+        location=location,
     )
 
 

@@ -33,6 +33,10 @@ class _Call:
         self.has_started.set()
         try:
             self.result.set_result(self.function())
+        except KeyboardInterrupt as error:  # its own: that of Ctrl-C reaches only the main thread
+            failure = RuntimeError(repr(error))
+            failure.__cause__ = error
+            self.result.set_exception(failure)
         except BaseException as error:
             self.result.set_exception(error)
 

@@ -92,11 +92,15 @@ def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]
     """Yield kind, step and records of each file in the order of the steps; see `write_samples`."""
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
-        try:
-            with path.open(encoding="utf-8") as file:
-                records = [json.loads(line) for line in file]
-        except ValueError as error:
-            raise UserError(f"{path}: expected JSON lines: {error}; remove the file") from None
+        records = []
+        # The bytes of a line at a time: its number is that of an error.
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise UserError(
+                    f"{path}:{number}: expected JSON: {error}; remove the file"
+                ) from None
         yield kind, step, records
 
 

@@ -7,7 +7,7 @@ full precision, and the same file whether or not the run was interrupted (except
 import contextlib
 import csv
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +75,26 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
 
     A last line without a line break was truncated by a crash and is skipped.
     """
-    if not path.exists():
-        return []
+    return [row for _, row in _read_lines(path)] if path.exists() else []
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the number of the line and the values of each row; blank lines are no rows."""
     # A damaged byte is replaced: `_validate_rows` names its line.
     complete_lines, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
-    return list(csv.DictReader(complete_lines.splitlines()))
+    reader = csv.DictReader(complete_lines.split("\n"))
+    for row in reader:
+        yield reader.line_num, row
 
 
 def _validate_rows(path: Path) -> None:
-    rows = read_metrics_csv(path)
-    if rows and "step" not in rows[0]:
+    rows = list(_read_lines(path)) if path.exists() else []
+    if rows and "step" not in rows[0][1]:
         raise UserError(
             f"{path}: line 1 does not name the columns; expected step and metrics, separated by "
             "commas; restore the line, or remove the file"
         )
-    for line, row in enumerate(rows, 2):
+    for line, row in rows:
         try:
             int(row["step"])
             for value in row.values():

@@ -34,13 +34,14 @@ def find_obstacles(
         return
     parsed_terms = parse_terms(terms)
     for row, example in enumerate(examples, 1):
+        location = example.describe_location(row)
         source = example.data_source
         for name, rule in rules_of_source(source, parsed_terms):
             if rule is None:
-                yield f"example {row}: {_describe_missing_rule(source)}"
+                yield f"{location}: {_describe_missing_rule(source)}"
             elif obstacle := rule.find_obstacle(example.ground_truth):
                 yield (
-                    f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
+                    f"{location}: ground_truth={example.ground_truth!r} {obstacle}, as "
                     f"{_describe_rule(name, source)} requires; correct the data, or set "
                     "config.reward.function=module:function"
                 )

@@ -253,9 +253,13 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
             f"the reward failed on each of {trial['tried']} responses: "
             f"{trial['first_failure'].rstrip().splitlines()[-1]} (all of it is logged)"
         )
-    empty = [row for row, e in enumerate(training, 1) if not join_contents(e.prompt).strip()]
+    empty = [
+        example.describe_location(row)
+        for row, example in enumerate(training, 1)
+        if not join_contents(example.prompt).strip()
+    ]
     if empty:
-        problems.append(f"{len(empty)} prompts are empty, the first is example {empty[0]}")
+        problems.append(f"{len(empty)} prompts are empty, the first is {empty[0]}")
     usable = part["rows"]
     tokens = part["prompt_tokens"]
     if tokens and tokens["too_long"]:

@@ -70,4 +70,4 @@ def _find_obstacle(options: Reward | None, example: Example) -> str:
     if options is None:
         return ""
     obstacles = row_validation.find_obstacles([example], options.function, options.terms)
-    return next(obstacles, "").removeprefix("example 1: ")
+    return next(obstacles, "").removeprefix(f"{example.describe_location(1)}: ")

@@ -36,9 +36,10 @@ def dataset(rows, max_prompt_length=64):
 )
 def test_other_rows_have_another_fingerprint(change):
     rows = examples("a", "b", "c")
+    moved = [dataclasses.replace(row, location="b.jsonl:1") for row in rows]
     fingerprints = [
         PromptDataset(tuple(data), [], max_prompt_length=4).fingerprint
-        for data in (rows, list(rows), change(rows))
+        for data in (rows, moved, change(rows))
     ]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 

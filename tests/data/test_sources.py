@@ -12,6 +12,8 @@ import pytest
 
 from jax_ppo.data import sources
 from jax_ppo.data.columns import Columns
+from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
+from jax_ppo.data.responses import validate_responses
 from jax_ppo.data.sources import read_examples
 from jax_ppo.errors import UserError
 
@@ -301,6 +303,25 @@ def test_an_uneven_prompt_is_refused(tmp_path, prompt):
     path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError, match=r"^\S*a\.jsonl:2: .*prompt.* got \{.*\}$"):
         read_examples(path)
+
+
+def test_an_example_has_the_place_of_its_row_in_its_file(tmp_path):
+    """Regression: a row was told by its number among all rows, of other files and dropped ones."""
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    (tmp_path / "b.csv").write_text('prompt,answer\n\n"c\nc",1\nd,2\ne,3\n')
+    (tmp_path / "c.json").write_text('[{"prompt": "f"}, {"prompt": " "}]')
+    write_parquet(tmp_path / "d.parquet", [{"prompt": "g"}, {"prompt": "h"}])
+    names = ("a.jsonl", "b.csv[1:]", "c.json", "d.parquet[1:]", "arithmetic:1")
+    spec = ",".join(str(tmp_path / name) for name in names[:-1]) + f",{names[-1]}"
+    examples = read_examples(spec)
+    assert [example.location.removeprefix(f"{tmp_path}/") for example in examples] == [
+        *("a.jsonl:2", "a.jsonl:4", "b.csv:5", "b.csv:6", "c.json, row 1", "c.json, row 2"),
+        *("d.parquet, row 2", ""),
+    ]
+    with pytest.raises(UserError, match=r"^\S*/c.json, row 2: the prompt is empty"):
+        tokenize_prompts(examples[5:], None, PromptEncoding(8, chat_template=False))
+    with pytest.raises(UserError, match=r"^\S*/c.json, row 1 \(data_source ''\) has no response"):
+        validate_responses(examples[2:], ("response",), "config.data.train_files", "")
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):

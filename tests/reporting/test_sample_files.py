@@ -35,9 +35,9 @@ def test_a_new_folder_has_no_samples(tmp_path):
     assert list(read_samples(tmp_path)) == []
 
 
-@pytest.mark.parametrize("content", [b"{\n", b"\xff\n"])
+@pytest.mark.parametrize("content", [b"{}\n{\n", b"{}\n\xff\n"])
 def test_a_damaged_file_is_named(tmp_path, content):
     write_samples(tmp_path, "training", 1, [{}])
     (tmp_path / "rollouts" / "training_000001.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="training_000001.jsonl: expected JSON lines.*remove"):
+    with pytest.raises(UserError, match="training_000001.jsonl:2: expected JSON: .*remove"):
         list(read_samples(tmp_path))

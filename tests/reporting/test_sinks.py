@@ -101,8 +101,8 @@ class TestCurveFile:
     def test_a_damaged_line_is_named_before_the_run_continues(self, tmp_path, line):
         write_run(tmp_path, 0, 3)
         path = tmp_path / "training_metrics.csv"
-        path.write_bytes(path.read_bytes() + line + b"\n")
-        with pytest.raises(UserError, match=r"metrics.csv: line 6 does not .* remove the line"):
+        path.write_bytes(path.read_bytes() + b"\n\r\n" + line + b"\n")  # blank lines count, too
+        with pytest.raises(UserError, match=r"metrics.csv: line 8 does not .* remove the line"):
             open_log(tmp_path, 3)
 
     def test_a_damaged_header_is_named_instead_of_the_lines_below_it(self, tmp_path):

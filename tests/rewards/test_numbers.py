@@ -166,5 +166,5 @@ def test_the_answer_of_a_gsm8k_row_is_read_whole(gold, right, wrong):
 def test_an_answer_that_is_not_a_number_is_refused_by_its_row():
     rows = [{"question": "q", "answer": f"so\n#### {gold}"} for gold in ("4", "4 or 5")]
     examples = [parse_row(row, f"a:{number}") for number, row in enumerate(rows, 1)]
-    with pytest.raises(UserError, match="example 2: ground_truth='4 or 5' is not a number"):
+    with pytest.raises(UserError, match="^a:2: ground_truth='4 or 5' is not a number"):
         validate_data_sources(examples)

@@ -213,14 +213,14 @@ def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([{"prompt": "p"}], "example 1: data_source='' (the rows have no such column) has no"),
+        ([{"prompt": "p"}], "a.jsonl:1: data_source='' (the rows have no such column) has no"),
         ([{"prompt": "p", "data_source": "gsm8k"}] * 9, "9 examples in all cannot be scored"),
-        ([ROW, ROW | {"question": " "}], "1 prompts are empty, the first is example 2"),
+        ([ROW, ROW | {"question": " "}], "1 prompts are empty, the first is /"),
     ],
 )
 def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):
     report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
-    assert code == 1 and any(line.startswith(problem) for line in report["problems"])
+    assert code == 1 and any(problem in line for line in report["problems"])
 
 
 def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):

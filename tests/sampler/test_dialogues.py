@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import itertools
 import math
 import subprocess
 import sys
@@ -374,8 +375,16 @@ def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
     assert message in caplog.text and "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
-@pytest.mark.parametrize("method", ["__init__", "reset", "step", "close"])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        *itertools.product(
+            ("__init__", "reset", "step", "close"), (asyncio.CancelledError, SystemExit)
+        ),
+        # A user's Ctrl-C does not reach the threads in which turns are answered.
+        *itertools.product(("reset", "step"), (KeyboardInterrupt,)),
+    ],
+)
 def test_awaited_code_that_is_cancelled_is_a_failure(method, error, caplog):
     """Regression: `asyncio.CancelledError` is no `Exception`, and ended the run."""
 
