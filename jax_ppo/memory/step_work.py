@@ -26,7 +26,7 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import PeakRates, bytes_per_device
 from jax_ppo.runtime.parallelism import pipeline
 from jax_ppo.sampler.slots import PREFILL_TOKENS
-from jax_ppo.sampler.stages import stage_limits
+from jax_ppo.sampler.stages import cache_bytes_per_device, stage_limits
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import ModelRole, find_role
 from jax_ppo.types import MiniBatches, Packing, Params
@@ -183,7 +183,7 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
     passes = program.passes(step.step_options, step.nets)
     match program.kind:
         case "resharding":
-            return _prepare_weights(step)
+            return _prepare_weights(step) * passes
         case "sampling":
             return _sample(step) * (passes / step.sampling.n)
         case "verification":
@@ -251,6 +251,8 @@ def _sample(step: AbstractStep) -> PhaseWork:
         longest = sampling.max_response_length
         limits = (*range(sampling.stage_length, longest, sampling.stage_length), longest)
         queue //= BATCHES_IN_POOL  # what one batch of prompts takes, in whichever steps
+    # A further one continues drafts.
+    cache = max(cache_bytes_per_device(stage, mesh) for stage in step.caches[: len(limits)])
     role = step.role("actor")
     total = PhaseWork()
     start = 0
@@ -270,7 +272,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
         total += PhaseWork(
             flops=flops / step.rollout_mesh.size,
             # Each step reads all weights and the whole cache; cuDNN reads only its used part.
-            memory_bytes=steps * float(weights + step.cache_bytes),
+            memory_bytes=steps * float(weights + cache),
             link_bytes=(
                 _tensor_parallel_bytes(role, tokens, mesh.shape["model"])
                 + exchanged_bytes(architecture, tokens, role.itemsize, mesh)

@@ -63,8 +63,8 @@ class StepProgram:
       label: as the tables of a plan show it; empty for a program that is too small to be planned.
       kind: which formulas estimate its memory and its work.
       role: the role whose model runs, or is laid out; empty if none does.
-      passes: returns its forward passes, the epochs of an update, or how many responses to a
-        prompt are sampled; 0 if a step does not run the program.
+      passes: returns its forward passes, the epochs of an update, how often weights are laid out,
+        or how many responses to a prompt are sampled; 0 if a step does not run the program.
       compile: compiles its function for shapes, and records the shapes of its results; `None` for
         the programs that the engine compiles.
       reads: returns the other roles whose parameters it reads.
@@ -221,7 +221,11 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        passes=lambda options, nets: int(not options.reads_responses),
+        # Of drafts one step ahead, each step verifies its own and samples the next ones.
+        passes=lambda options, nets: (
+            (not options.reads_responses)
+            * (1 + (options.rollout.verify_drafts and options.rollout.max_staleness == 1))
+        ),
     ),
     StepProgram(
         name="sample",

@@ -125,6 +125,32 @@ def test_drafts_are_verified_in_the_memory_that_continues_them(folder):
     assert next(x.work.flops for x in plan.phases if x.name == "verify") == pytest.approx(read)
 
 
+def test_a_step_takes_the_time_of_what_it_does_with_its_drafts(folder):
+    direct, ahead, epochs = (
+        estimate(folder, "v5e:1x1", **options)
+        for options in ({}, DRAFTED, {"rollout__verify_drafts": True})
+    )
+    first, seconds, later = (
+        {phase.name: phase.seconds for phase in plan.phases} for plan in (direct, ahead, epochs)
+    )
+    # One step ahead, each step verifies its drafts and samples the next ones, with one copy of the
+    # weights for each.
+    copied = first.pop("prepare_weights")
+    assert ahead.seconds == pytest.approx(2 * copied + seconds["verify"] + sum(first.values()))
+    # Of earlier epochs, a step either has no drafts, or samples what is rejected.
+    assert later["prepare_weights"] == copied
+    assert epochs.seconds == pytest.approx(direct.seconds)
+    kept = direct.seconds - first["sample"] + later["verify"]
+    assert epochs.kept_seconds == pytest.approx(kept)
+    assert direct.kept_seconds is None and ahead.kept_seconds is None
+    text = step_plan.format_plan(epochs)
+    assert re.search(rf"\nstep of the first epoch +{epochs.seconds:.3g}\n", text)
+    assert re.search(rf"\nstep of a later one +{kept:.3g}\n", text)
+    for plan in (ahead, epochs):
+        assert step_plan.format_plan(plan).count("Drafts count as kept whole") == 1
+    assert "rafts" not in step_plan.format_plan(direct)
+
+
 @pytest.mark.parametrize(
     ("changes", "per_device"),
     [
