@@ -83,7 +83,7 @@ def sample_batch(
         responses, lengths = map(placement.to_host, (rollout.responses, rollout.lengths))
         earlier.replace(batch.indices, responses, lengths, addresses)
     named = dict(zip(("step", "sample"), addresses.T, strict=True))
-    return sampled._replace(addresses=named, pool=earlier)
+    return sampled._replace(addresses=named, earlier=earlier)
 
 
 def _complete_drafts(

@@ -102,7 +102,7 @@ def take_ppo_step(
     # With max_staleness = 1, the samples of the next step, or drafts of them, come from the weights
     # before this step's update; devices that only decode begin now. With more, unfinished responses
     # continue. Validation forbids selecting samples by reward in such runs.
-    to_next_step: CarriedOver | None = sampled.pool
+    to_next_step: CarriedOver | None = sampled.pool or sampled.earlier
     samples_ahead = options.rollout.max_staleness == 1 and step + 1 < parts.total_steps
     is_separate = isinstance(parts.engine, SeparateEngine)
     if samples_ahead and is_separate:

@@ -195,8 +195,8 @@ class SampledBatch(NamedTuple):
       greedy: a greedy response to each prompt, if the advantage estimator compares with it.
       weights_step: the step that began with the weights that sampled the responses; `None` if these
         are given, or if `rollout.versions` says it.
-      pool: what the next step continues, if responses continue from step to step, or takes drafts
-        from, if these are of earlier epochs.
+      pool: the unfinished responses that the next step continues; `None` if it continues none.
+      earlier: what the next step takes drafts from, if these are of earlier epochs.
       accepted: int32 [B], the tokens of each response that its draft had; `None` without drafts.
     """
 
@@ -208,7 +208,8 @@ class SampledBatch(NamedTuple):
     addresses: Mapping[str, np.ndarray] | None = None
     greedy: Rollout | None = None
     weights_step: int | None = None
-    pool: ResponsePool | Future[ResponsePool] | EarlierResponses | None = None
+    pool: ResponsePool | Future[ResponsePool] | None = None
+    earlier: EarlierResponses | None = None
     accepted: jax.Array | None = None
 
 
