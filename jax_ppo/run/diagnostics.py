@@ -331,12 +331,14 @@ def _diagnose_runaway_length(run: LastSteps) -> Iterator[str]:
 @_diagnostic(steps=10)
 def _diagnose_idle_slots(run: LastSteps) -> Iterator[str]:
     use = run["rollout/slot_use"].mean()
-    # With drafts, slots are idle because most tokens are kept.
-    if use < 0.25 and not run.options.rollout.verify_drafts:
+    # A draft that is kept whole leaves a slot nothing to draw.
+    kept = np.mean([row.get("rollout/accepted_drafts", 0.0) for row in run.metrics])
+    if use < 0.25 * (1 - kept):
+        fills = ", and config.rollout.max_staleness=1 fills the time"
         yield (
             f"only {use:.0%} of the decoding slots drew a token over the {run.span}: a "
             "few long responses occupy a device. A smaller config.rollout.max_num_seqs refills "
-            "slots earlier, and config.rollout.max_staleness=1 fills the time"
+            f"slots earlier{'' if run.options.rollout.max_staleness else fills}"
         )
 
 

@@ -217,9 +217,17 @@ def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
         assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
 
 
-def test_slots_that_drafts_leave_idle_are_no_problem():
+@pytest.mark.parametrize(("accepted", "is_problem"), [(0.8, False), (0.5, True), (None, True)])
+def test_slots_that_drafts_leave_idle_are_no_problem(accepted, is_problem):
+    """With `None`, no prompt of the steps has a draft yet."""
     drafts = {"rollout__verify_drafts": True, "rollout__max_staleness": 1}
-    assert observe([PROBLEMS["idle_slots"]] * STEPS, **drafts) == []
+    row = PROBLEMS["idle_slots"]
+    if accepted is not None:
+        row = row | {"rollout/accepted_drafts": accepted}
+    observed = observe([row] * STEPS, **drafts)
+    assert [name for name, _ in observed] == ["idle_slots"] * is_problem
+    # Sampling ahead already fills the time.
+    assert not any("max_staleness" in message for _, message in observed)
 
 
 def test_metrics_that_a_run_does_not_have_are_no_problem():
