@@ -83,11 +83,9 @@ class BuiltInEngine:
         first_sample_index: int | None = None,
     ) -> Rollout:
         """Dispatch the decode loop and return its rollout. See `RolloutEngine.generate`."""
-        if self._weights is None:
-            raise RuntimeError("generate was called before update_weights")
         # Without an index, 0 is a constant of the program: nothing is sent from the host.
         index = () if first_sample_index is None else (first_sample_index,)
-        return self._program(sampler_program, options)(self._weights, prompts, key, *index)
+        return self._dispatch(sampler_program, options, prompts, key, *index)
 
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
@@ -99,10 +97,7 @@ class BuiltInEngine:
         Returns:
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
         """
-        if self._weights is None:
-            raise RuntimeError("continue_responses was called before update_weights")
-        program = self._program(continuation_program, options)
-        continued, draws = program(self._weights, rollout, draws, version)
+        continued, draws = self._dispatch(continuation_program, options, rollout, draws, version)
         assert continued.slot_steps is not None
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
 
@@ -118,10 +113,8 @@ class BuiltInEngine:
           (what `generate` would return for these keys; int32 [B], the tokens of each that its draft
           had).
         """
-        if self._weights is None:
-            raise RuntimeError("complete_drafts was called before update_weights")
         drafts = dataclasses.replace(drafts, slot_steps=None)
-        return self._program(draft_program, options)(self._weights, drafts, keys)
+        return self._dispatch(draft_program, options, drafts, keys)
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
@@ -163,6 +156,12 @@ class BuiltInEngine:
         program = self._program(draft_program, options)
         rollout, _ = compilation.compile_ahead(program, weights, drafts, keys)
         return rollout
+
+    def _dispatch(self, build: Callable[..., Any], options: SamplingOptions, *rest: Any) -> Any:
+        """Dispatch the program that `build` makes, with the weights of the last update."""
+        if self._weights is None:
+            raise RuntimeError("update_weights comes before anything is sampled")
+        return self._program(build, options)(self._weights, *rest)
 
     def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:
         """Return what `build` makes for these options, the same program to every caller."""
