@@ -1,7 +1,7 @@
 """What an entry of the table of model families says."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ class Family:
 
     # Fields of config.json, by the family's own names: here those that differ, by Llama's name.
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    absent: frozenset[str] = frozenset()  # fields of Llama that the family lacks
+    absent: Set[str] = frozenset()  # fields of Llama that the family lacks
     # Fields of `Architecture` that are the same in all models of the family.
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Further fields, and the only value of each that is supported.
@@ -34,7 +34,7 @@ class Family:
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # Values that transformers uses for missing fields.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    nullable: frozenset[str] = frozenset()  # sizes and numbers that transformers accepts as null
+    nullable: Set[str] = frozenset()  # sizes and numbers that transformers accepts as null
     # Refused unless null, and the reason.
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
