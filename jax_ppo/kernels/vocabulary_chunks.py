@@ -69,13 +69,9 @@ def default_chunk_size(vocabulary: int) -> int:
 
 
 class MaskedChunks:
-    """The positions that a mask [G, N] selects, moved to the front of each group, in chunks of C.
+    """The positions that a mask [G, N] selects, moved to each group's front, in chunks of C."""
 
-    Attributes:
-      count: number of chunks that the fullest group needs.
-    """
-
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # number of chunks that the fullest group needs
 
     def __init__(self, mask_GxN: Bool[Array, " G N"], size: int) -> None:
         self._size = size

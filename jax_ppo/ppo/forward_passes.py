@@ -35,32 +35,19 @@ Part = Literal["policy", "critic", "teacher"]
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOptions:
-    """Options of the forward passes; a static argument of compiled functions.
+    """Options of the forward passes; a static argument of compiled functions."""
 
-    Attributes:
-      temperature: divides the logits, as in sampling.
-      max_response_length: T.
-      old_logprobs: compute the policy's log-probs; False reuses the sampler's.
-      entropy: compute the policy's entropy, with its log-probs.
-      reference: compute the reference's log-probs.
-      full_kl: compute the KL to the reference over the whole vocabulary.
-      values: compute the critic's values.
-      last_values: compute the values of final states, for bootstrapping.
-      teacher: compute the teacher's log-probs.
-      shared_trunk: the critic is a head of the actor's.
-      sampling: draw each token again, as these options say; `None`: draw none.
-    """
-
-    temperature: float
-    max_response_length: int
-    old_logprobs: bool
-    reference: bool
-    full_kl: bool
-    values: bool
-    last_values: bool
-    teacher: bool
-    shared_trunk: bool
-    entropy: bool = False
+    temperature: float  # divides the logits, as in sampling
+    max_response_length: int  # T
+    old_logprobs: bool  # compute the policy's log-probs; False reuses the sampler's
+    reference: bool  # compute the reference's log-probs
+    full_kl: bool  # compute the KL to the reference over the whole vocabulary
+    values: bool  # compute the critic's values
+    last_values: bool  # compute the values of final states, for bootstrapping
+    teacher: bool  # compute the teacher's log-probs
+    shared_trunk: bool  # the critic is a head of the actor's
+    entropy: bool = False  # compute the policy's entropy, with its log-probs
+    # Draw each token again, as these options say; `None`: draw none.
     sampling: SamplingOptions | None = None
 
     @classmethod
@@ -126,28 +113,24 @@ class ForwardOptions:
 
 @pytree
 class ForwardOutputs:
-    """Results of the forward passes; arrays of [B, T] are 0 where the action mask is False.
+    """Results of the forward passes; arrays of [B, T] are 0 where the action mask is False."""
 
-    Attributes:
-      old_logprobs: log-probs under the policy that the update starts from; `None` if the sampler's
-        are reused.
-      ref_logprobs: log-probs under the reference; `None` without a reference.
-      kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
-      values: the critic's output for the state before each token; `None` without a critic.
-      last_values: the critic's output for the final state; `None` without bootstrapping.
-      teacher_logprobs: log-probs under the teacher; `None` if it gives no rewards.
-      entropy: the policy's, at the sampling temperature; `None` unless it is asked for.
-      drawn: the tokens that the policy's logits and the tokens' addressed random numbers give;
-        `None` unless they are asked for.
-    """
-
+    # Log-probs under the policy that the update starts from; `None` if the sampler's are reused.
     old_logprobs: Float32[Array, "B T"] | None = None
+    # Log-probs under the reference; `None` without a reference.
     ref_logprobs: Float32[Array, "B T"] | None = None
+    # KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
     kl: Float32[Array, "B T"] | None = None
+    # The critic's output for the state before each token; `None` without a critic.
     values: Float32[Array, "B T"] | None = None
+    # The critic's output for the final state; `None` without bootstrapping.
     last_values: Float32[Array, " B"] | None = None
+    # Log-probs under the teacher; `None` if it gives no rewards.
     teacher_logprobs: Float32[Array, "B T"] | None = None
+    # The policy's, at the sampling temperature; `None` unless it is asked for.
     entropy: Float32[Array, "B T"] | None = None
+    # The tokens that the policy's logits and the tokens' addressed random numbers give; `None`
+    # unless they are asked for.
     drawn: Int32[Array, "B T"] | None = None
 
 

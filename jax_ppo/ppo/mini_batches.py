@@ -22,24 +22,17 @@ PackedRows = tuple[Packing, jax.Array]  # rows, and how many of their micro-batc
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPacking:
-    """Packed rows for one rollout, on the mesh.
+    """Packed rows for one rollout, on the mesh."""
 
-    Attributes:
-      forward: rows of all samples, for the passes that only read.
-      whole: rows of all samples that share nothing, for a reward model; `forward` if those do not
-        share either, or if nothing reads them.
-      mini_batches: the actor's and a separate critic's, by role.
-      padding: share of the places in the actor's rows that hold no token, 0..1.
-      lengths: int [B] on the host, tokens of each sample's prompt and response.
-      whole_prompts: where samples share prompts, for "forward" and each trained role: int [B] on
-        the host, how often the rows hold a sample's whole prompt, not its last token alone.
-    """
-
-    forward: PackedRows
+    forward: PackedRows  # rows of all samples, for the passes that only read
+    # Rows of all samples that share nothing, for a reward model; `forward` if those do not share
+    # either, or if nothing reads them.
     whole: PackedRows
-    mini_batches: dict[str, MiniBatches]
-    padding: float
-    lengths: np.ndarray
+    mini_batches: dict[str, MiniBatches]  # the actor's and a separate critic's, by role
+    padding: float  # share of the places in the actor's rows that hold no token, 0..1
+    lengths: np.ndarray  # int [B] on the host, tokens of each sample's prompt and response
+    # Where samples share prompts, for "forward" and each trained role: int [B] on the host, how
+    # often the rows hold a sample's whole prompt, not its last token alone.
     whole_prompts: dict[str, np.ndarray] | None = None
 
     def read_by(self, role: str) -> PackedRows:
@@ -49,53 +42,41 @@ class RolloutPacking:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Division of a rollout into a role's optimizer steps.
+    """Division of a rollout into a role's optimizer steps."""
 
-    Attributes:
-      epochs: passes over the rollout.
-      prompts_per_mini_batch: size of an optimizer step in prompts; it takes as many samples as
-        these have, drawn one by one from the whole rollout.
-      rows_per_device: packed rows of a micro-batch on each device; `None` chooses automatically.
-    """
-
-    epochs: int
+    epochs: int  # passes over the rollout
+    # Size of an optimizer step in prompts; it takes as many samples as these have, drawn one by one
+    # from the whole rollout.
     prompts_per_mini_batch: int
+    # Packed rows of a micro-batch on each device; `None` chooses automatically.
     rows_per_device: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPacker:
-    """Chooses how rollouts are packed. All processes make the same packing.
+    """Chooses how rollouts are packed. All processes make the same packing."""
 
-    Attributes:
-      mesh: the mesh that packings are placed on.
-      seed: seed of the shuffling.
-      prompts_per_step: prompts of a rollout.
-      row_length: L, tokens of a packed row.
-      packed: False gives each sample a separate row.
-      forward_rows_per_device: packed rows of a forward pass on each device; `None` chooses.
-      partitions: how a rollout is divided for the actor and for a separate critic, by role.
-      replicas: virtual replicas, among which the rows of each micro-batch are divided as among
-        devices; 0 without any.
-      responses_per_row: number of responses to a prompt that share it and always fit a row; 0 if
-        each sample has its own copy of its prompt.
-      has_reward_model: whether a reward model reads the sampled tokens, where nothing is shared.
-      reads_as_updated: whether forward passes read the rows of the actor's first epoch, in the
-        micro-batches of its update.
-      place: puts the host arrays of a packing on the mesh, or returns their shapes and shardings.
-    """
-
-    mesh: Mesh
-    seed: int
-    prompts_per_step: int
-    row_length: int
-    packed: bool
+    mesh: Mesh  # the mesh that packings are placed on
+    seed: int  # seed of the shuffling
+    prompts_per_step: int  # prompts of a rollout
+    row_length: int  # L, tokens of a packed row
+    packed: bool  # False gives each sample a separate row
+    # Packed rows of a forward pass on each device; `None` chooses.
     forward_rows_per_device: int | None
+    # How a rollout is divided for the actor and for a separate critic, by role.
     partitions: dict[str, Partition]
+    # Virtual replicas, among which the rows of each micro-batch are divided as among devices; 0
+    # without any.
     replicas: int = 0
+    # Number of responses to a prompt that share it and always fit a row; 0 if each sample has its
+    # own copy of its prompt.
     responses_per_row: int = 0
+    # Whether a reward model reads the sampled tokens, where nothing is shared.
     has_reward_model: bool = False
+    # Whether forward passes read the rows of the actor's first epoch, in the micro-batches of its
+    # update.
     reads_as_updated: bool = False
+    # Puts the host arrays of a packing on the mesh, or returns their shapes and shardings.
     place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
         default_factory=lambda: placement.place
     )

@@ -64,36 +64,26 @@ CRITIC_METRICS: Mapping[str, Metric] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """Options of the update of actor and critic; a static argument of compiled functions.
-
-    Attributes:
-      actor: the section of the config.
-      critic: the section of the config.
-      temperature: divides the logits, as in sampling.
-      teacher_coef: the coefficient of the KL to the teacher over the vocabulary; 0 without one.
-      is_on_policy: whether the log-probs being differentiated are also the old ones. This is the
-        case if the rollout gets one optimizer step and its log-probs were not computed again.
-      shares_trunk: whether the critic's head shares the actor's trunk: the value loss is then
-        added, from the same pass.
-      warmup_steps: first steps of the run, in which only the critic learns.
-      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm", so that both roles' losses have
-        the same scale.
-      rounding_seed: the run's seed if either role rounds to bfloat16, else 0.
-      logs_optimizer_steps: see `Learner`.
-      is_exact: whether to count log-probs whose bits differ from the rollout's.
-    """
+    """Options of the update of actor and critic; a static argument of compiled functions."""
 
     actor: Actor
     critic: Critic
-    temperature: float
+    temperature: float  # divides the logits, as in sampling
+    # The coefficient of the KL to the teacher over the vocabulary; 0 without one.
     teacher_coef: float
+    # Whether the log-probs being differentiated are also the old ones. This is the case if the
+    # rollout gets one optimizer step and its log-probs were not computed again.
     is_on_policy: bool
+    # Whether the critic's head shares the actor's trunk: the value loss is then added, from the
+    # same pass.
     shares_trunk: bool
-    warmup_steps: int
+    warmup_steps: int  # first steps of the run, in which only the critic learns
+    # Tokens, the divisor of "seq-mean-token-sum-norm", so that both roles' losses have the same
+    # scale.
     loss_scale: float
-    rounding_seed: int
-    logs_optimizer_steps: bool
-    is_exact: bool = False
+    rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
+    logs_optimizer_steps: bool  # see `Learner`
+    is_exact: bool = False  # whether to count log-probs whose bits differ from the rollout's
 
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
@@ -118,37 +108,25 @@ class UpdateOptions:
 
 @pytree
 class Weights:
-    """Weights of the tokens of a mini-batch, [R, L], or of any token of each sample, [B].
+    """Weights of the tokens of a mini-batch, [R, L], or of any token of each sample, [B]."""
 
-    Attributes:
-      loss: weights in the loss, according to `loss_agg_mode`; 0 where the rows' mask is False.
-      mean: weights in means over the mini-batch's tokens; likewise.
-      sequence: weights of all tokens, prompts included, in means over tokens and then over the
-        mini-batch's sequences; of a sample, its own weight.
-    """
-
+    # Weights in the loss, according to `loss_agg_mode`; 0 where the rows' mask is False.
     loss: Float32[Array, "..."]
-    mean: Float32[Array, "..."]
+    mean: Float32[Array, "..."]  # weights in means over the mini-batch's tokens; likewise
+    # Weights of all tokens, prompts included, in means over tokens and then over the mini-batch's
+    # sequences; of a sample, its own weight.
     sequence: Float32[Array, "..."]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutObjective:
-    """The common part of actor's and critic's objectives on one rollout; see `learner.Objective`.
+    """The common part of both roles' objectives on one rollout; see `learner.Objective`."""
 
-    Attributes:
-      metrics: how each metric of the loss is reduced.
-      options: see `UpdateOptions`.
-      aggregation: see `registries.AGGREGATIONS`.
-      net: the role's model.
-      base: the frozen parameters that adapters are joined with; not read without adapters.
-      experience: the rollout's experience.
-    """
-
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, Metric]  # how each metric of the loss is reduced
     options: UpdateOptions
-    aggregation: str
-    net: Transformer
+    aggregation: str  # see `registries.AGGREGATIONS`
+    net: Transformer  # the role's model
+    # The frozen parameters that adapters are joined with; not read without adapters.
     base: Params | None
     experience: Experience
 
@@ -192,14 +170,11 @@ class RolloutObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorObjective(RolloutObjective):
-    """The policy loss, plus the KL to the reference, minus the entropy bonus.
+    """The policy loss, plus the KL to the reference, minus the entropy bonus."""
 
-    Attributes:
-      reference: the reference's model and parameters; read only by a KL over the vocabulary.
-      teacher: the teacher's model and parameters; `None` if the loss has no KL to it.
-    """
-
+    # The reference's model and parameters; read only by a KL over the vocabulary.
     reference: tuple[Transformer, Params | None] | None = None
+    # The teacher's model and parameters; `None` if the loss has no KL to it.
     teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[Any, ...]:

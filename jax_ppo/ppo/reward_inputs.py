@@ -178,23 +178,16 @@ def _max_length(options: Reward, architecture: Architecture | DebertaArchitectur
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RewardInputs:
-    """Makes the reward model's input from the responses of all processes.
-
-    Attributes:
-      mesh: the run's mesh.
-      reader: turns prompts and responses into the reward model's tokens.
-      actor_tokenizer: the tokenizer of the samples.
-      rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
-      packed: whether several inputs share a row.
-      row_parts: number of devices that a row is split over.
-    """
+    """Makes the reward model's input from the responses of all processes."""
 
     mesh: Mesh
+    # Turns prompts and responses into the reward model's tokens.
     reader: model_inputs.RewardInputEncoder
-    actor_tokenizer: Any
+    actor_tokenizer: Any  # the tokenizer of the samples
+    # Packed rows that a device scores at once; `None` chooses automatically.
     rows_per_device: int | None
-    packed: bool
-    row_parts: int
+    packed: bool  # whether several inputs share a row
+    row_parts: int  # number of devices that a row is split over
     _warned: bool = False
 
     def __call__(

@@ -29,27 +29,16 @@ Mask = Bool[Array, "B T"]
 
 @dataclasses.dataclass(frozen=True)
 class ExperienceOptions:
-    """Options of `estimate_experience`; a static argument of the compiled function.
-
-    Attributes:
-      algorithm: the section of the config.
-      reward: the section of the config.
-      teacher: the section of the config.
-      max_response_length: T, the length beyond which responses are cut off.
-      responses_per_prompt: n, the size of the groups that are compared without a critic.
-      has_critic: advantages come from a critic.
-      whitens_advantages: advantages are whitened over the rollout.
-      normalizes_values: the critic learns normalized returns.
-    """
+    """Options of `estimate_experience`; a static argument of the compiled function."""
 
     algorithm: Algorithm
     reward: Reward
     teacher: Teacher
-    max_response_length: int
-    responses_per_prompt: int
-    has_critic: bool
-    whitens_advantages: bool
-    normalizes_values: bool
+    max_response_length: int  # T, the length beyond which responses are cut off
+    responses_per_prompt: int  # n, the size of the groups that are compared without a critic
+    has_critic: bool  # advantages come from a critic
+    whitens_advantages: bool  # advantages are whitened over the rollout
+    normalizes_values: bool  # the critic learns normalized returns
 
     @classmethod
     def from_config(cls, config: Config) -> "ExperienceOptions":
@@ -67,21 +56,13 @@ class ExperienceOptions:
 
 
 class Masks(NamedTuple):
-    """Masks over the tokens and samples of a rollout.
+    """Masks over the tokens and samples of a rollout."""
 
-    Attributes:
-      actions: the response tokens that the policy chose.
-      samples: False for samples that are excluded from all losses.
-      loss: the action tokens of the samples that are not excluded.
-      starts: the first action token of each turn.
-      values: the tokens in `loss` whose values the critic learns.
-    """
-
-    actions: Mask
-    samples: Bool[Array, " B"]
-    loss: Mask
-    starts: Mask
-    values: Mask
+    actions: Mask  # the response tokens that the policy chose
+    samples: Bool[Array, " B"]  # False for samples that are excluded from all losses
+    loss: Mask  # the action tokens of the samples that are not excluded
+    starts: Mask  # the first action token of each turn
+    values: Mask  # the tokens in `loss` whose values the critic learns
 
 
 class Estimates(NamedTuple):

@@ -34,36 +34,30 @@ from jax_ppo.types import Example, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class RuleRewards:
-    """Rewards of a rollout by rules; arrays on the mesh.
+    """Rewards of a rollout by rules; arrays on the mesh."""
 
-    Attributes:
-      scores: float32 [B].
-      steps: float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns
-        by an environment; `None` without either.
-      correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
-      failures: number of samples whose rule failed, without those that fill up the batch.
-      scored: number of samples that were scored, without these; more than B if the batch was
-        selected from them.
-      extra: metrics of rules and environment, means over the samples that have them; and
-        `reward/model_inputs_cut`, how many inputs were too long for the reward model.
-      first_failure: the first sample of this process whose rule failed and why; "" if none did.
-      model_inputs: the input of a reward model with its own tokenizer, as
-        `reward_model_scores` takes it; `None` if the model reads the samples themselves.
-      answers: the answers that the rules read, by row; rows without one are left out.
-      misses: wrong responses of this process, as `describe_misses` returns them.
-      extra_scores: what else the advantage estimator reads, see `estimate_experience`.
-    """
-
-    scores: jax.Array
+    scores: jax.Array  # float32 [B]
+    # float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns by an
+    # environment; `None` without either.
     steps: jax.Array | None
-    correct: jax.Array
-    failures: int
+    correct: jax.Array  # float32 [B], 1 or 0; NaN if the rules do not define correctness
+    failures: int  # number of samples whose rule failed, without those that fill up the batch
+    # Number of samples that were scored, without these; more than B if the batch was selected from
+    # them.
     scored: int
+    # Metrics of rules and environment, means over the samples that have them; and
+    # `reward/model_inputs_cut`, how many inputs were too long for the reward model.
     extra: dict[str, float]
+    # The first sample of this process whose rule failed and why; "" if none did.
     first_failure: str = ""
+    # The input of a reward model with its own tokenizer, as `reward_model_scores` takes it; `None`
+    # if the model reads the samples themselves.
     model_inputs: ModelInputs | None = None
+    # The answers that the rules read, by row; rows without one are left out.
     answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    # Wrong responses of this process, as `describe_misses` returns them.
     misses: tuple[str, ...] = ()
+    # What else the advantage estimator reads, see `estimate_experience`.
     extra_scores: jax.Array | None = None
 
 
@@ -84,21 +78,14 @@ def given_rewards(
 
 
 class LocalResponses(NamedTuple):
-    """The responses of this process, b of all B.
+    """The responses of this process, b of all B."""
 
-    Attributes:
-      indices: int [b], their rows among all samples.
-      examples: the example of each response.
-      tokens: int [length] each.
-      texts: the decoded responses.
-      policy_texts: what the policy wrote of the texts, without observations: rules read these, a
-        reward model the whole texts.
-    """
-
-    indices: np.ndarray
-    examples: list[Example]
-    tokens: list[np.ndarray]
-    texts: list[str]
+    indices: np.ndarray  # int [b], their rows among all samples
+    examples: list[Example]  # the example of each response
+    tokens: list[np.ndarray]  # int [length] each
+    texts: list[str]  # the decoded responses
+    # What the policy wrote of the texts, without observations: rules read these, a reward model the
+    # whole texts.
     policy_texts: list[str]
 
 
@@ -119,27 +106,20 @@ def policy_text(
 
 @dataclasses.dataclass(frozen=True)
 class RuleScorer:
-    """Scores responses by rules, each response in one process.
-
-    Attributes:
-      mesh: the run's mesh.
-      tokenizer: the actor's.
-      options: `config.reward`.
-      rule: the reward function, or the worker processes that apply it; `None` if a reward model
-        is the only reward.
-      model_weight: the weight of the reward model's score.
-      reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
-      environment: answers the policy's turns; `None` if responses are one turn.
-      vocab_size: number of the policy's tokens, which bounds those of an environment in JAX.
-    """
+    """Scores responses by rules, each response in one process."""
 
     mesh: Mesh
-    tokenizer: Any
-    options: Reward
+    tokenizer: Any  # the actor's
+    options: Reward  # `config.reward`
+    # The reward function, or the worker processes that apply it; `None` if a reward model is the
+    # only reward.
     rule: RewardFunction | BatchFunction | RewardWorkers | None
-    model_weight: float
+    model_weight: float  # the weight of the reward model's score
+    # Makes the input of a reward model with its own tokenizer; `None` otherwise.
     reward_inputs: RewardInputs | None
+    # Answers the policy's turns; `None` if responses are one turn.
     environment: Environment | None = None
+    # Number of the policy's tokens, which bounds those of an environment in JAX.
     vocab_size: int = 0
 
     def running(self) -> contextlib.AbstractContextManager[object]:

@@ -49,27 +49,18 @@ from jax_ppo.types import Experience
 
 
 class StepResult(NamedTuple):
-    """The results of a step besides the new state.
+    """The results of a step besides the new state."""
 
-    Attributes:
-      sampled: the samples that the step learned from.
-      carried_over: what the next step starts from: with `rollout.max_staleness` its samples, drafts
-        of them, or unfinished responses; with drafts of earlier epochs the last responses to each
-        prompt; `None` without.
-      packed: the packed rows and mini-batches of the samples.
-      experience: what the update learned from each token.
-      rule_rewards: the rewards of the rules.
-      rewards: float32 [B], the rules' scores plus the weighted ones of the reward model.
-      metrics: the metrics of experience and update, on the mesh.
-    """
-
-    sampled: SampledBatch
+    sampled: SampledBatch  # the samples that the step learned from
+    # What the next step starts from: with `rollout.max_staleness` its samples, drafts of them, or
+    # unfinished responses; with drafts of earlier epochs the last responses to each prompt; `None`
+    # without.
     carried_over: CarriedOver | None
-    packed: RolloutPacking
-    experience: Experience
+    packed: RolloutPacking  # the packed rows and mini-batches of the samples
+    experience: Experience  # what the update learned from each token
     rule_rewards: RuleRewards
-    rewards: jax.Array
-    metrics: dict[str, jax.Array]
+    rewards: jax.Array  # float32 [B], the rules' scores plus the weighted ones of the reward model
+    metrics: dict[str, jax.Array]  # the metrics of experience and update, on the mesh
 
 
 def take_ppo_step(

@@ -34,39 +34,22 @@ TrainingBatches = PromptBatches | CurriculumBatches
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """Options of a step.
-
-    Attributes:
-      forward: see `ForwardOptions`.
-      experience: see `ExperienceOptions`.
-      update: see `UpdateOptions`.
-      prompts_per_step: how many prompts a step takes.
-      sequence_length: S, tokens of the longest prompt and response together.
-      rollout: the section of the config.
-      responses_per_prompt: how many responses to each prompt the update learns from.
-      selects_samples: whether rewards decide which samples the update learns from.
-      needs_greedy: the advantage estimator compares with a greedy response to each prompt.
-      has_step_rewards: rewards are also earned within responses.
-      reads_responses: responses are read from files, and none is sampled for training.
-      trains_actor: False trains the critic alone.
-      on_policy_fraction: the share of steps that sample, if responses are given.
-      seed: decides which steps these are.
-    """
+    """Options of a step."""
 
     forward: ForwardOptions
     experience: ExperienceOptions
     update: UpdateOptions
-    prompts_per_step: int
-    sequence_length: int
+    prompts_per_step: int  # how many prompts a step takes
+    sequence_length: int  # S, tokens of the longest prompt and response together
     rollout: RolloutOptions
-    responses_per_prompt: int
-    selects_samples: bool
-    needs_greedy: bool
-    has_step_rewards: bool
-    reads_responses: bool
-    trains_actor: bool
-    on_policy_fraction: float
-    seed: int
+    responses_per_prompt: int  # how many responses to each prompt the update learns from
+    selects_samples: bool  # whether rewards decide which samples the update learns from
+    needs_greedy: bool  # the advantage estimator compares with a greedy response to each prompt
+    has_step_rewards: bool  # rewards are also earned within responses
+    reads_responses: bool  # responses are read from files, and none is sampled for training
+    trains_actor: bool  # False trains the critic alone
+    on_policy_fraction: float  # the share of steps that sample, if responses are given
+    seed: int  # decides which steps these are
 
     @classmethod
     def from_config(cls, config: Config) -> "StepOptions":
@@ -99,25 +82,16 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramInputs:
-    """The inputs that determine the programs of a step: no data, tokenizer or weights.
-
-    Attributes:
-      step_options: the options of a step.
-      mesh: the run's mesh.
-      nets: each role's model.
-      engine: generates responses, with the parameters that `policy_params` returns.
-      sampling: how it samples for training (`rollout`).
-      total_steps: number of steps of the whole run; 0 where nothing is trained.
-      reads_rollout: whether the reward model, if there is one, reads the sampled tokens; the shapes
-        of its own tokens depend on the texts.
-    """
+    """The inputs that determine the programs of a step: no data, tokenizer or weights."""
 
     step_options: StepOptions
     mesh: Mesh
-    nets: Networks
-    engine: RolloutEngine
-    sampling: SamplingOptions
-    total_steps: int
+    nets: Networks  # each role's model
+    engine: RolloutEngine  # generates responses, with the parameters that `policy_params` returns
+    sampling: SamplingOptions  # how it samples for training (`rollout`)
+    total_steps: int  # number of steps of the whole run; 0 where nothing is trained
+    # Whether the reward model, if there is one, reads the sampled tokens; the shapes of its own
+    # tokens depend on the texts.
     reads_rollout: bool
 
     @property
@@ -128,17 +102,10 @@ class ProgramInputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParts(ProgramInputs):
-    """The parts of a step that stay the same from step to step; what changes is in `TrainState`.
+    """The parts of a step that stay the same from step to step; what changes is in `TrainState`."""
 
-    Attributes:
-      training: the prompts that the actor is trained on.
-      sample_keys: the random keys of samples.
-      packer: packs rollouts.
-      rules: scores responses.
-    """
-
-    training: PromptDataset
-    sample_keys: SampleKeys
+    training: PromptDataset  # the prompts that the actor is trained on
+    sample_keys: SampleKeys  # the random keys of samples
     packer: RolloutPacker
     rules: RuleScorer
 
@@ -162,17 +129,12 @@ class StepObserver(Protocol):
 
 
 class ResponsePool(NamedTuple):
-    """Prompts whose responses continue from step to step (`partial_rollouts.py`).
+    """Prompts whose responses continue from step to step (`partial_rollouts.py`)."""
 
-    Attributes:
-      rollout: the responses so far to all prompts, n to each, on the mesh.
-      draws: the states of their draws.
-      prompts: int [prompts, 3]: the row of the data, the number of the batch that the prompt came
-        with, -1 if it has left the pool, and its first sample's index in that batch.
-    """
-
-    rollout: Rollout
-    draws: DrawStates
+    rollout: Rollout  # the responses so far to all prompts, n to each, on the mesh
+    draws: DrawStates  # the states of their draws
+    # int [prompts, 3]: the row of the data, the number of the batch that the prompt came with, -1
+    # if it has left the pool, and its first sample's index in that batch.
     prompts: np.ndarray
 
     @property
@@ -182,34 +144,26 @@ class ResponsePool(NamedTuple):
 
 
 class SampledBatch(NamedTuple):
-    """Prompts with their responses, which may still be being sampled.
-
-    Attributes:
-      batch: the prompts.
-      rollout: the responses.
-      position: training examples consumed with this batch.
-      rule_rewards: the rewards of the rules, if they are known already.
-      metrics: how the samples were selected.
-      addresses: int [B] each, what identifies the samples' random numbers by name, such as the
-        "draw" of the step and the "sample" in it; `None` if the step has a single draw.
-      greedy: a greedy response to each prompt, if the advantage estimator compares with it.
-      weights_step: the step that began with the weights that sampled the responses; `None` if these
-        are given, or if `rollout.versions` says it.
-      pool: the unfinished responses that the next step continues; `None` if it continues none.
-      earlier: what the next step takes drafts from, if these are of earlier epochs.
-      accepted: int32 [B], the tokens of each response that its draft had; `None` without drafts.
-    """
+    """Prompts with their responses, which may still be being sampled."""
 
     batch: PromptBatch
     rollout: Rollout
-    position: int
-    rule_rewards: RuleRewards | None = None
-    metrics: Mapping[str, float] = {}
+    position: int  # training examples consumed with this batch
+    rule_rewards: RuleRewards | None = None  # the rewards of the rules, if they are known already
+    metrics: Mapping[str, float] = {}  # how the samples were selected
+    # int [B] each, what identifies the samples' random numbers by name, such as the "draw" of the
+    # step and the "sample" in it; `None` if the step has a single draw.
     addresses: Mapping[str, np.ndarray] | None = None
+    # A greedy response to each prompt, if the advantage estimator compares with it.
     greedy: Rollout | None = None
+    # The step that began with the weights that sampled the responses; `None` if these are given, or
+    # if `rollout.versions` says it.
     weights_step: int | None = None
+    # The unfinished responses that the next step continues; `None` if it continues none.
     pool: ResponsePool | Future[ResponsePool] | None = None
+    # What the next step takes drafts from, if these are of earlier epochs.
     earlier: EarlierResponses | None = None
+    # int32 [B], the tokens of each response that its draft had; `None` without drafts.
     accepted: jax.Array | None = None
 
 
