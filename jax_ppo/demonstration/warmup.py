@@ -56,9 +56,7 @@ def describe_model(create: Create, seed: int, folder: Path) -> None:
     """Write the tokenizer and config.json of a small model, to which `train_weights` adds weights.
 
     Does nothing if the folder already holds a complete model. The problems depend on the seed.
-
-    Raises:
-      UserError: the vocabulary is too small for the characters of the problems.
+    Raise `UserError` if the vocabulary is too small for their characters.
     """
     if has_weights(folder):
         return

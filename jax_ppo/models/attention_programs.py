@@ -23,13 +23,10 @@ PLATFORM_PROGRAMS = {"cuda": "cudnn", "tpu": "splash"}
 def select_attention_program(
     wanted: str, platform: str, dtype: DTypeLike, head_dim: int, length: int, **facts: Any
 ) -> str:
-    """Return the program for whole sequences.
+    """Return the program for whole sequences; raise `ValueError` with the reason if it cannot run.
 
     `wanted` is "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
     xla. The other arguments are as for `program_obstacle`.
-
-    Raises:
-      ValueError: `wanted` cannot run; the message says why.
     """
     program = _preferred_program(wanted, platform)
     reason = program_obstacle(program, platform, dtype, head_dim, length, **facts)

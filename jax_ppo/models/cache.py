@@ -59,7 +59,7 @@ def select_cache_program(
     max_columns: int,
     is_split: bool = False,
 ) -> str:
-    """Return the program for one new token per row.
+    """Return the program for one new token per row; raise `ValueError` if it cannot run.
 
     Args:
       wanted: "xla", "cudnn", or "auto": cudnn if it can run, else xla.
@@ -68,9 +68,6 @@ def select_cache_program(
       architecture: of the decoder.
       max_columns: maximum of S.
       is_split: whether devices hold parts of the columns (split_cache.py).
-
-    Raises:
-      ValueError: `wanted` cannot run; the message says why.
     """
     obstacle = None
     # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.

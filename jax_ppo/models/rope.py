@@ -25,9 +25,6 @@ def inverse_frequencies(
     In Hugging Face's code, `dynamic` and `longrope` change with the length of the sequence. Here
     they hold for sequences no longer than `max_sequence_length`, which the caller must
     enforce, so that cached keys stay valid.
-
-    Raises:
-      ValueError: the kind of rotary embedding is not supported.
     """
     scaling = dict(architecture.rope_scaling)
     kind = scaling["rope_type"]

@@ -149,11 +149,7 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
 
 
 def load_estimator(name: str) -> Callable[..., jax.Array] | None:
-    """Return the user's function that `algorithm.adv_estimator` names, `None` for a built-in one.
-
-    Raises:
-      UserError: it cannot be loaded.
-    """
+    """Load the user's function that `algorithm.adv_estimator` names, `None` for a built-in one."""
     if ":" not in name:
         return None
     arguments = ("rewards", "mask", "n")
@@ -165,9 +161,7 @@ def plugin_advantages(
 ) -> tuple[Tokens, Metrics]:
     """Return the advantages of a user's function, 0 where mask is 0, and its metrics.
 
-    Raises:
-      UserError: it returns neither one number per response nor one per token, or a metric that is
-        no scalar.
+    Raise `UserError` unless there is one number per response or per token, and metrics are scalars.
     """
     result = estimator(masked.zero_outside(token_rewards, actions), actions, n)
     metrics: Metrics = {}

@@ -380,11 +380,7 @@ def policy_batch(
 
 
 def compute_policy_loss(options: Actor, batch: PolicyBatch) -> tuple[PolicyLoss, Metrics]:
-    """Compute the configured policy loss, and with it a user-defined loss's metrics, of each token.
-
-    Raises:
-      UserError: a user-defined loss cannot be loaded, or returns something of another form.
-    """
+    """Compute the configured policy loss of each token, and a user-defined loss's metrics."""
     clip = Clip(
         low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
         high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,

@@ -25,11 +25,7 @@ _LIBRARIES = (f"{Path(jax.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
 def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
-    """Load and try the functions of losses and estimators that the options name.
-
-    Raises:
-      UserError: one cannot be loaded, fails, or returns something of another form.
-    """
+    """Try the user's losses and estimators that options name; raise `UserError` if one fails."""
     policy_loss_metrics(actor)
     estimator = advantages.load_estimator(algorithm.adv_estimator)
     if estimator is not None:
@@ -55,11 +51,7 @@ def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
 
 @functools.cache
 def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
-    """Return the names of the metrics that a user-defined policy loss adds, after trying it.
-
-    Raises:
-      UserError: it cannot be loaded, fails, or returns something of another form.
-    """
+    """Return the names of a user-defined policy loss's metrics; raise `UserError` if it fails."""
     names: tuple[str, ...] = ()
     if ":" not in options.policy_loss:
         return names
@@ -85,11 +77,7 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
 def try_environment(
     option: str, name: str, environment: Environment, max_turn_length: int, max_contexts: int = 1
 ) -> None:
-    """Try an environment that is traced into the decode loop.
-
-    Raises:
-      UserError: it fails, or returns something of another form.
-    """
+    """Try an environment that is traced into the decode loop; raise `UserError` if it fails."""
 
     def answer(rows: jax.Array, turns: jax.Array) -> None:
         keys = jax.random.split(jax.random.key(0), _SAMPLES)

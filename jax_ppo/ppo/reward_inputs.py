@@ -49,10 +49,8 @@ def make_reward_inputs(
     """Return the maker of the reward model's input, or `None` if it reads the sampled tokens.
 
     A decoder reads prompts that are text (`prompts_are_chats` is False) as text, even if its
-    tokenizer has a chat template. `report` is called with lines for the user.
-
-    Raises:
-      UserError: the model cannot read its input in the form that the options ask for.
+    tokenizer has a chat template. `report` is called with lines for the user. Raise `UserError` if
+    the model cannot read its input in the form that the options ask for.
     """
     if holds_critic(folder):
         report(

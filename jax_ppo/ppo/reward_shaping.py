@@ -235,11 +235,7 @@ def get_kl_estimator(name: str, option: str) -> str | KLFunction:
 
     A user-defined function gets d = log actor(token) - log reference(token), of any shape and
     0 at tokens that do not count, and returns one number per token. In the loss it is
-    differentiated through d.
-
-    Raises:
-      UserError: a `module:function` that cannot be loaded; when it is called, a result of another
-        shape.
+    differentiated through d. A result of another shape raises `UserError`.
     """
     if ":" not in name:
         return name

@@ -207,8 +207,7 @@ class RuleScorer:
     ) -> jax.Array | None:
         """Return the figures that `reward.components` names, [B, K]; `None` without them.
 
-        Raises:
-          UserError: the reward function does not return one of them for a response.
+        Raise `UserError` if the reward function does not return one of them for a response.
         """
         names = tuple(parsing.parse_weights(self.options.components))
         if not names:
@@ -320,11 +319,7 @@ def _refuse_unknown_tokens(rollout: Rollout, known: int) -> None:
 
 
 def _read_environment_metrics(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Return the figures of this process's dialogues by metric, NaN where there is none.
-
-    Raises:
-      UserError: a figure is infinite.
-    """
+    """Return the figures of local dialogues by metric, NaN for none; refuse infinite ones."""
     metrics = {}
     for name, array in (rollout.environment_metrics or {}).items():
         indices, values = placement.local_rows(array)
@@ -353,11 +348,7 @@ class FailedSteps:
         self._count = 0
 
     def count(self, step: int, rewards: RuleRewards) -> None:
-        """Count a step, numbered from 0, if the rule failed on every response.
-
-        Raises:
-          UserError: there were `reward.max_failed_steps` such steps in a row.
-        """
+        """Count a step, from 0, that failed throughout; raise `UserError` for too many in a row."""
         if rewards.failures < rewards.scored:
             self._count = 0
             return

@@ -44,8 +44,7 @@ def make_searches(
 ) -> tuple[TextSearch | None, TextSearch | None]:
     """Return the searches for `rollout.stop` and for `rollout.bad_words`, `None` where unset.
 
-    Raises:
-      UserError: strings cannot be searched for with this tokenizer.
+    Raise `UserError` if strings cannot be searched for with this tokenizer.
     """
 
     def search(name: str) -> TextSearch | None:

@@ -80,10 +80,9 @@ class BucketLock:
         }
 
     def acquire(self, report: Callable[[str], None]) -> None:
-        """Take the lock; wait for up to STALE_SECONDS to see whether its holder is alive.
+        """Take the lock, or raise `UserError` if another run holds it.
 
-        Raises:
-          UserError: another run holds the lock.
+        Wait for up to STALE_SECONDS to see whether its holder is alive.
         """
         # Orbax queries the bucket when it deletes a checkpoint; a missing permission fails now.
         self._bucket.reload()

@@ -74,11 +74,7 @@ class StagedFolder:
             self._uploaded |= {path: _state(self.folder / path) for path in files}
 
     def upload(self) -> None:
-        """Upload the files that have changed, and delete those that the run has removed.
-
-        Raises:
-          UserError: the bucket cannot be written to, or the local folder is gone.
-        """
+        """Upload changed files, delete removed ones; raise `UserError` if the folder is gone."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             # Before `fetch` the folder may have files of another run.
             if self._inode is None:

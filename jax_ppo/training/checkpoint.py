@@ -180,8 +180,7 @@ class Checkpointer:
     def keep_local(self, directory: str, mesh: Mesh) -> None:
         """Add local checkpoints; the newest that all processes have counts as one of this run's.
 
-        Raises:
-          UserError: the directory cannot be used.
+        Raise `UserError` if the directory cannot be used.
         """
         # In the directory of the checkpoints: removing that directory begins another run.
         path = self._manager.directory / RUN_ID

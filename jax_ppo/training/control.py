@@ -37,8 +37,7 @@ def first_control(
 def read_value_unit(critic: Critic, folder: Path) -> moments.Moments | None:
     """Return the moments by which the values of the critic in a folder are normalized, if any.
 
-    Raises:
-      UserError: `critic.normalize_values` would read its values in another unit.
+    Raise `UserError` if `critic.normalize_values` would read its values in another unit.
     """
     path = folder / VALUE_UNIT
     setting = f"config.critic.normalize_values={critic.normalize_values}: the critic in "

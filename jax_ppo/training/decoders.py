@@ -31,9 +31,8 @@ def build_decoder(
 ) -> Transformer:
     """Return the decoder for packed rows of `row_length` tokens, which may share prompts.
 
-    Raises:
-      UserError: the attention program of `options` cannot run on this machine, or the layers have
-        recurrent states, which no samples can share.
+    Raise `UserError` if the attention program of `options` cannot run on this machine, or if layers
+    with recurrent states would share prompts.
     """
     if shares_prompts and architecture.linear_layers:
         raise UserError(

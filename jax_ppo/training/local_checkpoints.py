@@ -51,10 +51,7 @@ class LocalCheckpoints:
         `run_id` distinguishes the runs that use the directory, which is on a disk of this machine.
         Checkpoints of another mesh are not used, nor those until `shared_step`, the step of the
         newest in the work directory. `report` is called with a line if there are checkpoints, but
-        none that all processes can use.
-
-        Raises:
-          UserError: the directory cannot be used.
+        none that all processes can use. Raise `UserError` if the directory cannot be used.
         """
         if remote.is_address(directory):
             raise UserError(f"config.trainer.local_dir={directory!r}: expected a local folder")
@@ -78,10 +75,8 @@ class LocalCheckpoints:
     def save(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
         """Copy this process's shards and return; they are written in the background.
 
-        The trees of `arrays` may hold typed PRNG keys; `meta` is what JSON can hold.
-
-        Raises:
-          UserError: the disk has too little space, or the previous save failed.
+        The trees of `arrays` may hold typed PRNG keys; `meta` is what JSON can hold. Raise
+        `UserError` if the disk has too little space, or the previous save failed.
         """
         self.wait()
         # Only once every process has the previous checkpoint may any remove the one before.
@@ -119,10 +114,7 @@ class LocalCheckpoints:
         """Return the arrays of the checkpoint of `step`, and its `meta`.
 
         `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, with the checkpoint's names
-        and shapes.
-
-        Raises:
-          UserError: the arrays have another layout than the checkpoint's.
+        and shapes; raise `UserError` if they have another layout than the checkpoint's.
         """
         manifest = self._read_manifest(self.step)
 

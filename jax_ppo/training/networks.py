@@ -235,11 +235,7 @@ class NetworkReader:
         return self.actor.clone(lora=self._read_lora(role, option, head, self.actor.architecture))
 
     def _read_lora(self, role: str, option: str, head: str, architecture: Architecture) -> Lora:
-        """Return the shape of the adapters in a role's folder, which come with a head.
-
-        Raises:
-          UserError: the folder does not hold adapters on the actor's base.
-        """
+        """Return the shape of a role's adapters; raise `UserError` if they have another base."""
         folder, base = self.folders[role], self.config.model.path
         # Weights of a full model would need a second base on the devices.
         if not holds_adapters(folder):
@@ -337,10 +333,8 @@ def _read_architecture_with_head(
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
     """Return the projections that `model.lora.targets` names; all-linear names all of the model's.
 
-    As in PEFT, all-linear does not include experts.
-
-    Raises:
-      UserError: the model lacks a projection that is named, or it is one of experts.
+    As in PEFT, all-linear does not include experts. Raise `UserError` for the name of one that the
+    model lacks, or that is of experts.
     """
     targets = parsing.parse_lora_targets(text)
     existing = architecture.projections

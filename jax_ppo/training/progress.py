@@ -93,12 +93,11 @@ def find_progress(
 ) -> Progress:
     """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
+    Raise `UserError` if the run cannot be resumed from it.
+
     `data` and `frozen` are the fingerprints of the training data and, by the options that name
     them, of frozen models. Options that `command` does not read may change. `report` is called with
     lines for the user.
-
-    Raises:
-      UserError: the run cannot be resumed from the checkpoint.
     """
     latest = checkpoints.latest_step()
     if latest is None:
@@ -157,10 +156,7 @@ def progress_to_repeat(
     """Return the progress of a checkpoint, to compute the steps after it again.
 
     `meta` is what the checkpoint holds besides arrays; `data` and `frozen` are fingerprints as for
-    `find_progress`.
-
-    Raises:
-      UserError: the data or the frozen models have changed.
+    `find_progress`; raise `UserError` if they have changed.
     """
     for option in _changed_models(meta, frozen):
         raise UserError(f"config.{option}: its files have changed since the run; restore them")

@@ -305,13 +305,9 @@ def fingerprint_frozen(roles: Sequence[RunRole], folders: Folders) -> dict[str, 
 
 
 def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:
-    """Read every role's config.json and build its model.
+    """Read every role's config.json and build its model; raise `UserError` if it cannot be used.
 
     Without `needs_weights`, folders without weights do, to plan a run from config.json.
-
-    Raises:
-      UserError: an architecture is not supported, the reward model is not a reward model, adapters
-        do not fit their base, or an attention program cannot run on this machine.
     """
     reader = NetworkReader(config, folders, needs_weights)
     nets: dict[str, Transformer | Deberta] = {"actor": reader.actor}

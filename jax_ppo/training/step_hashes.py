@@ -136,10 +136,9 @@ class HashLog:
 
 
 def read_hashes(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what `HashLog` wrote, by step; a last line that was cut off by a crash is skipped.
+    """Return what `HashLog` wrote, by step; raise `UserError` for a damaged line.
 
-    Raises:
-      UserError: another line is damaged.
+    A last line that was cut off by a crash is skipped.
     """
     path = folder / HASHES_FILE
     if not path.exists():

@@ -53,11 +53,7 @@ class DebertaArchitecture:
 
 
 def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
-    """Return the architecture that config.json describes.
-
-    Raises:
-      UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
-    """
+    """Return the architecture that config.json describes; raise `UserError` if unsupported."""
     reader = ConfigReader(config)
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")

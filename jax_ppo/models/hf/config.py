@@ -20,8 +20,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def from_hf_config(config: Config) -> Architecture:
     """Return the architecture that config.json describes.
 
-    Raises:
-      UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
+    Raise `UserError` for a field that is missing, unsupported or unknown.
     """
     kind, family = _read_family(config)
     reader = ConfigReader(config, family.defaults, names=family.field_names)
@@ -78,10 +77,7 @@ def from_hf_config(config: Config) -> Architecture:
 def text_config(config: Config) -> Config:
     """Return the description of the decoder in the config.json of a multimodal model.
 
-    Any other config.json is returned as it is.
-
-    Raises:
-      UserError: `text_config` is not an object.
+    Any other config.json is returned as it is. Raise `UserError` if `text_config` is no object.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:

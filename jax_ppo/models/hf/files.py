@@ -72,10 +72,7 @@ class SafetensorsCheckpoint:
         """Open `files` of a folder; `None`: those that `find_weight_files` returns.
 
         `rename` maps a tensor's name in the files to its name here; "" leaves the tensor out.
-
-        Raises:
-          UserError: the folder has no complete safetensors files, or two of them hold different
-            tensors of the same name.
+        Raise `UserError` if files are incomplete, or hold different tensors of the same name.
         """
         self.folder = Path(folder)
         self._tensors: dict[str, StoredTensor] = {}
@@ -196,11 +193,10 @@ def _slices_are_equal(one: Any, other: Any) -> bool:
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights of a checkpoint.
+    """Return the files that hold a checkpoint's weights.
 
-    Raises:
-      UserError: there are none, only pickles, or some are missing; or the index names something
-        other than files of this folder.
+    Raise `UserError` if there are none, only pickles, or some are missing, or if the index names
+    something other than files of this folder.
     """
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
@@ -263,8 +259,7 @@ def _missing_weights_error(folder: Path) -> UserError:
 def without_quantization(config: dict[str, Any], folder: Path, reads_mxfp4: bool) -> dict[str, Any]:
     """Return config.json without `quantization_config` if the weights are read as if it had none.
 
-    Raises:
-      UserError: they are not; the message has the lines that dequantize them if any do.
+    Raise `UserError` otherwise, with the lines that dequantize them if any do.
     """
     quantization = config.get("quantization_config")
     if not quantization:

@@ -11,11 +11,7 @@ MAX_QUOTED = 80
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file that holds an object.
-
-    Raises:
-      UserError: the file cannot be read, is not JSON, or holds something other than an object.
-    """
+    """Return the object in a JSON file; raise `UserError` if there is none, or no such file."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

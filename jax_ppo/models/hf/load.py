@@ -43,15 +43,11 @@ ReadingProgress = Callable[[int, int], None]  # takes the tensors read so far, a
 
 
 def read_architecture(folder: str | Path, needs_weights: bool = True) -> Architecture:
-    """Return the architecture of a checkpoint.
+    """Return the architecture of a checkpoint; raise `UserError` if none is usable.
 
     The EOS ids of config.json are followed by the further ones of generation_config.json. As in
     transformers 5, a checkpoint that stores a separate output embedding has it, even if
     config.json calls the model tied. `needs_weights=False` also accepts a folder without weights.
-
-    Raises:
-      UserError: the folder has no config.json or no safetensors weights, or the model is not
-        supported.
     """
     architecture = from_hf_config(text_config(_read_config(folder)))
     if needs_weights or has_weights(folder):
@@ -110,11 +106,8 @@ def read_reward_architecture(
 ) -> Architecture | DebertaArchitecture:
     """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
-    The headers of the weights are read, too; see `read_architecture`.
-
-    Raises:
-      UserError: as in `read_architecture`, or the weights do not belong to a sequence
-        classifier with one label.
+    The headers of the weights are read, too; see `read_architecture`. Raise `UserError` unless they
+    belong to a sequence classifier with one label.
     """
     config = _read_config(folder)
     kind = str(config.get("model_type"))

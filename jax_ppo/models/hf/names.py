@@ -39,9 +39,6 @@ def tensor_table(
 
     Returns:
       Tensors by our paths, for example `("layers", "mlp", "up_proj", "kernel")`.
-
-    Raises:
-      ValueError: `head` is unknown.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")

@@ -89,10 +89,8 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
 def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple[Lora, str]:
     """Return the shape of the adapters in a folder and the name of their base model.
 
-    The shape follows from adapter_config.json and the names of the tensors.
-
-    Raises:
-      UserError: the folder holds no adapters, or unsupported ones.
+    The shape follows from adapter_config.json and the names of the tensors. Raise `UserError` if
+    there are no adapters, or unsupported ones.
     """
     folder = Path(folder)
     if not holds_adapters(folder):
@@ -158,10 +156,7 @@ def load_adapters(
 
     They have the layout that lora.py describes, and the shape that `read_adapter_config` returned.
     With head "scalar" or "both" a scalar head starts at zero, with "reward" it is read.
-
-    Raises:
-      UserError: A tensor is missing, has another shape or type, or would not be used. The message
-        names it.
+    Raise the errors of `load_checkpoint`.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open_adapters(Path(folder)) as checkpoint:

@@ -163,10 +163,8 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
     Every process of a run must call it, and waits on exit until `folder` exists. It may hold an
-    earlier export of the same kind, each of which has the files `members`, or nothing.
-
-    Raises:
-      UserError: `folder` holds something else.
+    earlier export of the same kind, each of which has the files `members`, or nothing; raise
+    `UserError` otherwise.
     """
     refuse_foreign_folder(folder, members)
     temporary = temporary_folder(folder)

@@ -139,10 +139,7 @@ TensorTable = dict[Path, TensorMapping]
 def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> dict[Path, Any]:
     """Return the leaves of a nested dict by path, which must be the paths of a tensor table.
 
-    `what` is the name of the tree in error messages.
-
-    Raises:
-      ValueError: the paths differ from the table's.
+    `what` is the name of the tree in the `ValueError` if they differ.
     """
     flat = traverse_util.flatten_dict(tree)
     missing = sorted(rows.keys() - flat.keys())
