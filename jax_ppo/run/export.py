@@ -60,11 +60,11 @@ def _export_role(
     )
     if net.lora is None:
         save(trained)
-        journal.report_model(folder / role.name, export.option)
+        journal.report_model(folder / role.name, role.path_option)
         return
     if export.merges_adapters:
         save(state.reference, adapters=trained, lora=net.lora)
-        journal.report_model(folder / role.name, export.option)
+        journal.report_model(folder / role.name, role.path_option)
     if obstacle := peft_obstacle(architecture, net.lora):
         console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
         return
@@ -85,7 +85,7 @@ def _export_role(
         shown = work_directory.shown_path(adapter_folder)
         console.print_on_main(
             f"trained {role.title}: {shown} (for PEFT on {base_model}, or "
-            f"--config.{export.option}={shown} with the same config.model.path and lora.rank)"
+            f"--config.{role.path_option}={shown} with the same config.model.path and lora.rank)"
         )
 
 

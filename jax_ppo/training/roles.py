@@ -27,7 +27,6 @@ _DIGESTED_BYTES = 1 << 16
 class Export:
     """How the end of a run exports a role, to the folder of its name in the work directory."""
 
-    option: str  # that reads the folder
     adapter_folder: str
     is_wanted: Callable[[Config], bool] = lambda config: True  # of a run that exports its models
     left_out: str  # the head that a shared trunk has for another role
@@ -87,90 +86,42 @@ class ModelRole:
         return nets.actor if self.has_actors_net else nets[self.name]
 
 
+# fmt: off
+# Without the formatter, as in config/schema.py: a role is read as a paragraph.
 # All roles, in the order in which they are created. What lists roles reads this table.
 ROLES: tuple[ModelRole, ...] = (
-    ModelRole(
-        name="actor",
-        title="actor",
-        is_used=lambda config: True,
-        path_option="model.path",
-        head="lm",
-        shared_head="both",
-        param_offload="actor.param_offload",
-        section="actor",
-        is_trained=lambda config: not config.trainer.critic_only,
-        adapter_stream=Stream.ACTOR_ADAPTERS,
-        export=Export(
-            option="model.path",
-            adapter_folder="adapter",
-            # A critic's head on a shared trunk is not part of the policy.
-            left_out="score",
-            merges_adapters=True,
-        ),
-    ),
-    ModelRole(
-        name="critic",
-        title="critic",
+    ModelRole(name="actor", title="actor", path_option="model.path",
+        is_used=lambda config: True, head="lm", shared_head="both",
+        section="actor", is_trained=lambda config: not config.trainer.critic_only,
+        param_offload="actor.param_offload", adapter_stream=Stream.ACTOR_ADAPTERS,
+        # A critic's head on a shared trunk is not part of the policy.
+        export=Export(adapter_folder="adapter", left_out="score", merges_adapters=True)),
+    ModelRole(name="critic", title="critic", path_option="critic.path",
         is_used=lambda config: config.has_critic and not config.shares_trunk,
-        path_option="critic.path",
-        read_net=NetworkReader.read_critic,
-        head="scalar",
-        loaded_head=critic_head,
-        reads_actors_tokens=True,
-        param_offload="critic.param_offload",
-        section="critic",
-        is_trained=lambda config: True,
-        adapter_stream=Stream.CRITIC_ADAPTERS,
-        export=Export(
-            option="critic.path",
-            adapter_folder="critic",
-            is_wanted=lambda config: config.has_critic and config.trainer.export_critic,
-            left_out="lm_head",
-            per_token=True,
-        ),
-    ),
-    ModelRole(
-        name="reference",
-        title="reference",
+        read_net=NetworkReader.read_critic, head="scalar", loaded_head=critic_head,
+        reads_actors_tokens=True, section="critic", is_trained=lambda config: True,
+        param_offload="critic.param_offload", adapter_stream=Stream.CRITIC_ADAPTERS,
+        export=Export(adapter_folder="critic", left_out="lm_head", per_token=True,
+            is_wanted=lambda config: config.has_critic and config.trainer.export_critic)),
+    ModelRole(name="reference", title="reference", path_option="reference.path",
         is_used=lambda config: config.algorithm.use_reference or config.has_adapters,
-        path_option="reference.path",
-        read_net=NetworkReader.validate_reference,
-        has_actors_net=True,
-        head="lm",
-        holds_base=True,
-        param_offload="algorithm.reference_offload",
-    ),
+        read_net=NetworkReader.validate_reference, has_actors_net=True, head="lm", holds_base=True,
+        param_offload="algorithm.reference_offload"),
     # With `model.lora` the reference above is the base of all adapters, these included.
-    ModelRole(
-        name="reference_adapters",
-        title="reference",
+    ModelRole(name="reference_adapters", title="reference", path_option="reference.path",
         is_used=lambda config: (
-            config.has_adapters and config.algorithm.use_reference and bool(config.reference.path)
-        ),
-        path_option="reference.path",
-        read_net=NetworkReader.read_reference_adapters,
-        head="lm",
-    ),
-    ModelRole(
-        name="reward",
-        title="reward model",
+            config.has_adapters and config.algorithm.use_reference and bool(config.reference.path)),
+        read_net=NetworkReader.read_reference_adapters, head="lm"),
+    ModelRole(name="reward", title="reward model", path_option="reward.model_path",
         is_used=lambda config: bool(config.reward.model_path),
-        path_option="reward.model_path",
-        read_net=NetworkReader.read_reward_model,
-        head="reward",
-        param_offload="reward.param_offload",
-    ),
-    ModelRole(
-        name="teacher",
-        title="teacher",
+        read_net=NetworkReader.read_reward_model, head="reward",
+        param_offload="reward.param_offload"),
+    ModelRole(name="teacher", title="teacher", path_option="teacher.path",
         is_used=lambda config: bool(config.teacher.path),
-        path_option="teacher.path",
-        read_net=NetworkReader.read_teacher,
-        head="lm",
-        reads_actors_tokens=True,
-        param_offload="teacher.param_offload",
-    ),
+        read_net=NetworkReader.read_teacher, head="lm", reads_actors_tokens=True,
+        param_offload="teacher.param_offload"),
 )
+# fmt: on
 
 
 def find_role(name: str) -> ModelRole:

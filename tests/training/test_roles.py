@@ -50,7 +50,7 @@ TRAINED = ModelRole(
     head="lm",
     section="critic",
     is_trained=lambda config: True,
-    export=Export(option="model.tokenizer_path", adapter_folder="adviser", left_out="score"),
+    export=Export(adapter_folder="adviser", left_out="score"),
 )
 
 
