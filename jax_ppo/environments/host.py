@@ -220,6 +220,18 @@ class HostEnvironment:
                 details=cause,
             )
 
+    def raise_if_given_up(self) -> None:
+        """Raise as `raise_if_all_failed` does if this process tries no further turns.
+
+        Called before dialogues are saved that a later step learns from: those that ended as nothing
+        was tried did not fail by the policy's doing, and a resumed run could not tell them apart.
+
+        Raises:
+          UserError: as there.
+        """
+        if self._lost or self._has_none_answered():
+            self.raise_if_all_failed()
+
     def _answer(self, *arrays: jax.Array | np.ndarray) -> tuple[np.ndarray, ...]:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
@@ -368,8 +380,11 @@ class HostEnvironment:
     def _give_up_if_none_answers(self) -> None:
         if self._lost:
             raise EnvironmentLost(self._lost)
-        if MAX_UNANSWERED_TURNS <= self._timeouts == self._steps:
+        if self._has_none_answered():
             raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
+
+    def _has_none_answered(self) -> bool:
+        return MAX_UNANSWERED_TURNS <= self._timeouts == self._steps
 
     def _count_failure(self, error: BaseException, row: int) -> None:
         self._failures += 1

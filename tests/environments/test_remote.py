@@ -184,8 +184,9 @@ def test_a_server_that_keeps_failing_ends_the_run_after_some_calls(server, monke
     # Two dialogues cannot begin, one is answered, and three more fail: each after three resets.
     assert answers[4][:, -1].tolist() == [1, 1, 0] + [1] * 16
     assert len(server.requests) == 6 + 2 + 9
-    with pytest.raises(UserError, match=r"3 consecutive calls of the server failed") as error:
-        environment.raise_if_all_failed()
+    for ends in (environment.raise_if_given_up, environment.raise_if_all_failed):
+        with pytest.raises(UserError, match=r"3 consecutive calls of the server failed") as error:
+            ends()
     assert "reset: config.rollout.multi_turn.environment=http://127" in str(error.value)
     assert "HTTP 500" in str(error.value)
 

@@ -10,6 +10,8 @@ import pytest
 
 import tiny
 from jax_ppo.demonstration import arithmetic
+from jax_ppo.environments.protocol import EnvironmentLost
+from jax_ppo.errors import UserError
 from jax_ppo.ppo import step
 from jax_ppo.run import ppo_training
 from jax_ppo.runtime import signals
@@ -43,6 +45,18 @@ class Dice:
         self.turns += 1
         thrown = self.random.randint(1, 6)
         return str(thrown), thrown / 6 + len(text) / 10, self.turns == 3
+
+
+GONE = "JAX_PPO_TEST_SERVER_IS_GONE"
+
+
+class Served(Dice):
+    """Throws for as long as its server is there."""
+
+    def step(self, text):
+        if GONE in os.environ:
+            raise EnvironmentLost("the server is gone")
+        return super().step(text)
 
 
 class Overlap:
@@ -84,6 +98,13 @@ class Overlap:
         monkeypatch.setattr(step, "update_state", update_beside_decoding)
 
 
+def write_model(folder):
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
+    ]
+    write_llama(folder, texts, 192)
+
+
 def train(monkeypatch, devices, folder, workdir, **changes):
     """Train in this process on its first devices; return the hashes of each step."""
     config = tiny.config(
@@ -119,10 +140,7 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     changes, tmp_path, monkeypatch
 ):
     """Two devices learn and two decode; then two do both. A resumed run has the same results."""
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
-    ]
-    write_llama(tmp_path, texts, 192)
+    write_model(tmp_path)
     shared = train(monkeypatch, 2, tmp_path, tmp_path / "shared", **changes)
     separate = changes | {"rollout__mesh__devices": 2}
     overlap = Overlap(monkeypatch)
@@ -141,3 +159,43 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
             signals.raise_if_stopped(lines.append)
     assert lines == ["stopped by SIGTERM, saved step 3"]
     assert train(monkeypatch, 4, tmp_path, stopped, **separate) == shared
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ahead", [AHEAD, CONTINUED], ids=["one step ahead", "partial rollouts"])
+def test_dialogues_that_ended_as_their_server_was_lost_are_not_saved(ahead, tmp_path, monkeypatch):
+    """It is lost after the second step's rewards, while responses of the third are decoded."""
+    write_model(tmp_path)
+    changes = ahead | {
+        "rollout__multi_turn__environment": f"{__file__}:Served",
+        "rollout__multi_turn__max_turn_length": 2,
+        "rollout__mesh__devices": 1,
+    }
+    undisturbed = train(monkeypatch, 2, tmp_path, tmp_path / "undisturbed", **changes)
+    assert list(undisturbed) == [1, 2, 3, 4]
+    disturbed, updates = tmp_path / "disturbed", threading.Semaphore(0)
+    decode_ahead, update_state = SeparateEngine.decode_ahead, step.update_state
+    decodings = iter(range(1, 3))
+
+    def decode_after_rewards(engine, decode):
+        number = next(decodings)
+
+        def decode_then():
+            assert updates.acquire(timeout=HANG_SECONDS), "no update begins"
+            if number == 2:
+                patch.setenv(GONE, "")
+            return decode()
+
+        return decode_ahead(engine, decode_then)
+
+    def update_after_rewards(*arguments):
+        updates.release()
+        return update_state(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SeparateEngine, "decode_ahead", decode_after_rewards)
+        patch.setattr(step, "update_state", update_after_rewards)
+        with pytest.raises(UserError, match="environment: the server is gone"):
+            train(patch, 2, tmp_path, disturbed, **changes)
+    assert [path.name for path in (disturbed / "checkpoints").iterdir()] == ["1"]
+    assert train(monkeypatch, 2, tmp_path, disturbed, **changes) == undisturbed

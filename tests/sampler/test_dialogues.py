@@ -306,6 +306,7 @@ def test_an_environment_that_raises_ends_its_own_dialogue():
     environment.raise_if_all_failed()
     Broken.spares = set()
     environment._answer(*arguments, turns, lengths)
+    environment.raise_if_given_up()  # a further turn would be tried
     with pytest.raises(UserError, match="Broken failed at every turn of a batch, 2 times") as error:
         environment.raise_if_all_failed()
     assert "prompt '4': \nTraceback" in str(error.value) and "RuntimeError: row 4" in str(
@@ -498,7 +499,7 @@ def test_a_batch_of_which_nothing_is_answered_is_given_up(hanging, monkeypatch):
     with pytest.raises(
         UserError, match=r"Hanging failed at every turn of a batch, 20 times.*\n.*0'"
     ):
-        environment.raise_if_all_failed()
+        environment.raise_if_given_up()
 
 
 def test_each_turn_that_ends_keeps_the_watchdog_from_ending_a_long_rollout(hanging, monkeypatch):
