@@ -1080,6 +1080,75 @@ def test_devices_of_two_processes_that_only_decode_change_no_bit(files, tmp_path
     assert_equal_runs(tmp_path / "separate", tmp_path / "shared")
 
 
+UNEVEN = """
+
+class Uneven(Dice):
+    def reset(self, example, seed):
+        super().reset(example, seed)
+        self.last = 1 + seed % 6
+
+    def step(self, text):
+        observation, reward, _, figures = super().step(text)
+        return observation, reward, self.turns == self.last, figures
+"""
+FEW_PROGRAMS = (
+    "--config.algorithm.adv_estimator=rloo",
+    "--config.algorithm.use_kl_in_reward=False",
+    "--config.algorithm.kl_ctrl.type=fixed",
+    "--config.critic.normalize_values=False",
+    "--config.trainer.critic_warmup=0",
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ahead", [SAMPLED_AHEAD, CONTINUED], ids=["ahead", "partial rollouts"])
+def test_devices_of_two_processes_hold_the_dialogues_of_shared_ones(files, tmp_path, ahead):
+    """The threads that decode ask each process's host, also in a run that repeats open dialogues.
+
+    One process with as many devices holds the same dialogues and writes the same hashes.
+    """
+    (tmp_path / "dice.py").write_text(DICE + UNEVEN)
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        KILLED_IN_PROCESS_1.format(
+            folder=str(tmp_path), call=8 + 5, saved="separate/checkpoints/1", count=1
+        )
+    )
+    options = (
+        *ahead,
+        *FEW_PROGRAMS,
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Uneven",
+        "--config.rollout.multi_turn.max_turn_length=3",
+        "--config.data.max_response_length=24",
+        f"--config.reward.function={reward}:reward",
+        "--config.trainer.total_training_steps=3",
+        "--config.trainer.save_freq=1",
+        "--config.trainer.log_rollouts_freq=1",
+        "--config.data.val_files=",
+    )
+    separate = *options, "--config.rollout.mesh.devices=2"
+
+    def start(name, devices, *more):
+        arguments = command(files, tmp_path / name, *more)[3:]
+        return run_two_processes(arguments, tmp_path, devices)
+
+    killed = start("separate", 2, *separate)
+    assert killed.returncode != 0 and (tmp_path / "was_killed").exists(), killed.stderr
+    resumed = start("separate", 2, *separate)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming after step 1" in resumed.stdout
+    is_repeated = re.search(r"repeating \d+ turns of \d+ open dialogues", resumed.stdout)
+    assert (is_repeated is not None) == (ahead is CONTINUED)
+    shared = start("shared", 1, *options)
+    assert shared.returncode == 0, shared.stdout + shared.stderr
+    assert_equal_runs(tmp_path / "separate", tmp_path / "shared")
+    run(files, tmp_path / "one", *separate, devices=4)
+    assert_equal_runs(tmp_path / "separate", tmp_path / "one")
+    rows = read_step_rows(tmp_path / "separate")
+    assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
+    assert all(float(row["rollout/turns"]) > 2 for row in rows)
+
+
 @pytest.mark.exhaustive
 def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
     """Each process steps the environments of its own samples, with the same random numbers."""
