@@ -60,7 +60,8 @@ def has_suffix(name: str) -> bool:
 
 def find_matching_files(pattern: Path, option: str) -> list[Path]:
     """Return the readable files of a pattern, sorted by path; raise `UserError` without any."""
-    matches = [Path(name) for name in sorted(glob.glob(str(pattern))) if has_suffix(name)]
+    found = sorted(set(glob.glob(str(pattern), recursive=True)))
+    matches = [Path(name) for name in found if has_suffix(name)]
     if not matches:
         raise UserError(
             f"{option}: no file matches {pattern} and ends in {', '.join(SUFFIXES)} (looked from "
@@ -81,12 +82,17 @@ def require_file(path: Path, option: str) -> None:
             f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
         )
     # Only files that could be read are suggested.
-    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name)]
+    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name) and file.is_file()]
     raise UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
 def folder_error(path: Path, option: str) -> UserError:
     """Return the error of a folder in the place of a file, with a pattern of its files."""
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        return UserError(
+            f"{option}: {path} is a folder of datasets' save_to_disk, which is not read; write "
+            "Parquet: datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)"
+        )
     readable = sorted(file.name for file in path.iterdir() if has_suffix(file.name))
     if not readable:
         return UserError(

@@ -50,7 +50,9 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     if by_environment or any(getattr(config.reward, name) for name in _REWARDS):
         command = command or "train"
     response_key = config.supervised.response_key
-    command, training, held_out = _load_for_command(config.data, config.seed, response_key, command)
+    command, training, held_out, refusal = _load_for_command(
+        config.data, config.seed, response_key, command
+    )
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
@@ -64,6 +66,8 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
     obstacles: list[str] = []
     if command == "train" and not by_environment:
         obstacles = _find_obstacles([*training, *held_out], config.reward)
+    if obstacles and refusal:
+        other_readings.append(f"told from the rows, since other commands refuse them: {refusal}")
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
@@ -102,10 +106,14 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
 
 def _load_for_command(
     data: Data, seed: int, response_key: str, command: str
-) -> tuple[str, list[Example], list[Example]]:
-    """Return the command, told from the rows if it is "", and the examples that it reads."""
+) -> tuple[str, list[Example], list[Example], UserError | None]:
+    """Return the command, told from the rows if it is "", and the examples that it reads.
+
+    Then why commands that read responses refuse the rows, if they were tried and do.
+    """
     if command:
-        return command, *load_examples(data, seed, None if command == "train" else response_key)
+        key = None if command == "train" else response_key
+        return command, *load_examples(data, seed, key), None
     refusal = None
     try:
         training, held_out = load_examples(data, seed, response_key)
@@ -118,7 +126,7 @@ def _load_for_command(
     if command == "train" and any(find_label(e.extra_info, Columns()) for e in training):
         # Rows that only `sft` leaves out are missing.
         training, held_out = load_examples(data, seed)
-    return command, training, held_out
+    return command, training, held_out, refusal
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -530,10 +530,24 @@ def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
     for spec in (str(tmp_path), f"{tmp_path}/"):
         with pytest.raises(UserError, match=r"is a folder, with a.jsonl; .*/\*\.jsonl for all"):
             read_examples(spec)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    write_lines(tmp_path / "a" / "b" / "c.jsonl", VERL)
+    assert len(read_examples(f"{tmp_path}/**/*.jsonl")) == len(GSM8K) + len(VERL), "all levels"
+    (tmp_path / "unreachable.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"there is no file \S*/unreachable.jsonl\.$"):
+        read_examples(f"{tmp_path}/unreachable.jsonl")
     with pytest.raises(UserError, match="no file matches .*/z.*.jsonl"):
         read_examples(f"{tmp_path}/z*.jsonl")
     with pytest.raises(UserError, match="patterns match local files only"):
         read_examples("gs://bucket/*.jsonl")
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_folder_of_save_to_disk_is_told_apart(tmp_path, name):
+    """Regression: its files that describe the data were named as those to read."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="is a folder of datasets' save_to_disk.*to_parquet"):
+        read_examples(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["label", "kto_tag"])

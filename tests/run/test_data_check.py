@@ -223,6 +223,18 @@ def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):
     assert code == 1 and any(problem in line for line in report["problems"])
 
 
+def test_rows_that_no_command_takes_are_told_what_others_lack(tmp_path, capsys):
+    """Regression: pairs of which one is incomplete were said to lack only a rule of `train`."""
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    path = write_rows(tmp_path / "a.jsonl", [pair, pair | {"rejected": None}])
+    report, code = run_check(capsys, path)
+    assert code == 1 and report["command"] == "train"
+    assert report["warnings"] == [
+        "told from the rows, since other commands refuse them: "
+        f"{path}:2: chosen and rejected must both be set"
+    ]
+
+
 def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
     path = write_rows(tmp_path / "a.jsonl", [ROW, ROW | {"question": "1 + " * 99 + "1?"}])
     options = ("--config=gsm8k", f"--config.model.path={model}", "--config.data.val_files=")
