@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import counted
+from jax_ppo.errors import UserError, counted
 from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory.abstract_step import build_abstract_step
+from jax_ppo.memory.abstract_step import AbstractStep, build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_phases
 from jax_ppo.memory.memory_check import GIB
 from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
@@ -166,7 +166,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             estimated = estimate_phases(step)
             work = count_work(step)
             bubbles = count_bubbles(step)
-        measured, refused = (estimated, set()) if devices is None else measure_phases(step)
+        measured, refused = (estimated, set()) if devices is None else _measure(step)
         rates = PEAK_RATES.get(topology.device_type.jax_kind)
         phases = tuple(
             Phase(
@@ -216,6 +216,19 @@ def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Devi
         return None, f"arithmetic, because {missing}"
     kind = devices[0].device_kind
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
+
+
+def _measure(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]]:
+    try:
+        return measure_phases(step)
+    except UserError as error:
+        if step.is_separate and step.hosts > 1:
+            option = f"config.rollout.mesh.devices={step.rollout_mesh.size}"
+            raise UserError(
+                f"{option}: takes a part of each of {step.hosts} hosts, which compilers of TPUs "
+                f"may refuse: {error}"
+            ) from error
+        raise
 
 
 def _estimate_peak(config: Config, mesh: Mesh) -> int:

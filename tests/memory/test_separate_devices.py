@@ -14,7 +14,7 @@ from jax_ppo.memory.remedies import PossibleChanges
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.rollout_engine import sampling_options
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.topologies import parse_topology
+from jax_ppo.runtime.topologies import cpu_devices, parse_topology
 
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
 SEPARATE = AHEAD | {"rollout__mesh__devices": 2}
@@ -78,6 +78,21 @@ def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
     for name in ("prepare_weights", "sample"):
         assert one[name].memory.decoding_copy == two[name].memory.decoding_copy > 0
     assert one["prepare_weights"].work == two["prepare_weights"].work
+
+
+def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypatch):
+    def refuse(step):
+        raise UserError("the compiler failed: not a supported slice")
+
+    def describe(topology, compiles):
+        return cpu_devices(topology), "a compiler"
+
+    monkeypatch.setattr(step_plan, "measure_phases", refuse)
+    monkeypatch.setattr(step_plan, "_describe_machine", describe)
+    with pytest.raises(UserError, match=r"devices=2: takes a part of each of 2 hosts.*failed: not"):
+        plan(folder, "v5p:2x2x2", True, **SEPARATE)
+    with pytest.raises(UserError, match="^the compiler failed"):
+        plan(folder, "v5p:2x2x1", True, **SEPARATE)
 
 
 @pytest.mark.slow
