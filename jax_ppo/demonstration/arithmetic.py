@@ -23,24 +23,9 @@ _SOLUTION_STREAM = 202
 _SUM_STREAM = 303
 _CALCULATION_STREAM = 404
 
-_NAMES = (
-    ("Tom", "he"),
-    ("Ann", "she"),
-    ("Ben", "he"),
-    ("Mia", "she"),
-    ("Sam", "he"),
-    ("Eva", "she"),
-    ("Max", "he"),
-    ("Lea", "she"),
-)
-_THINGS = (
-    ("apple", "apples"),
-    ("book", "books"),
-    ("coin", "coins"),
-    ("pen", "pens"),
-    ("toy", "toys"),
-    ("egg", "eggs"),
-)
+_NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Max", "Lea")
+_PRONOUNS = ("he", "she")  # of the names, in turn
+_THINGS = ("apple", "book", "coin", "pen", "toy", "egg")
 _STORIES = {
     "+-": (
         "{Who} buys {second} more and gives {third} away.",
@@ -112,14 +97,15 @@ def generate_problem(index: int, split: str) -> Problem:
     signs = ("+-", "-+")[rng.integers(2)]
     choices = _split_operands(signs, split)
     numbers = choices[rng.integers(len(choices))]
-    name, pronoun = _NAMES[rng.integers(len(_NAMES))]
-    singular, plural = _THINGS[rng.integers(len(_THINGS))]
+    number = rng.integers(len(_NAMES))
+    name, pronoun = _NAMES[number], _PRONOUNS[number % 2]
+    thing = _THINGS[rng.integers(len(_THINGS))]
     story_template = _STORIES[signs][rng.integers(len(_STORIES[signs]))]
     first, second, third = numbers
     story = story_template.format(Who=pronoun.capitalize(), second=second, third=third)
     question = (
-        f"{name} has {first} {singular if first == 1 else plural}. {story} "
-        f"How many {plural} does {pronoun} have now?"
+        f"{name} has {first} {thing}{'s' * (first > 1)}. {story} "
+        f"How many {thing}s does {pronoun} have now?"
     )
     return Problem(numbers=numbers, signs=signs, question=question)
 
