@@ -209,12 +209,7 @@ class ConfigReader:
 
     def strings(self, name: str) -> list[str] | None:
         """Return a list of strings, or `None` if it is missing or null."""
-        value = self._get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._mismatch(name, "a list of strings", value)
-        return value
+        return self._list(name, str, "strings")
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` positive numbers."""
@@ -227,20 +222,13 @@ class ConfigReader:
 
     def integers(self, name: str) -> list[int]:
         """Return a list of whole numbers; a missing one and null are empty."""
-        value = self._get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or any(type(item) is not int for item in value):
-            raise self._mismatch(name, "a list of whole numbers", value)
-        return value
+        return self._list(name, int, "whole numbers") or []
 
     def flags(self, name: str, at_least: int) -> tuple[bool, ...] | None:
         """Return a list of `at_least` or more zeros and ones; `None` if it is missing or null."""
-        value = self._get(name)
+        value = self._list(name, int, "zeros and ones")
         if value is None:
             return None
-        if not isinstance(value, list) or any(type(flag) is not int for flag in value):
-            raise self._mismatch(name, "a list of zeros and ones", value)
         if len(value) < at_least or set(value) - {0, 1}:
             raise self._mismatch(name, f"a list of at least {at_least} zeros and ones", value)
         return tuple(map(bool, value))
@@ -283,6 +271,16 @@ class ConfigReader:
         if name in self._values:
             return self._values[name]
         return self._defaults.get(name, default)
+
+    def _list(self, name: str, kind: type, words: str) -> list[Any] | None:
+        """Return a list of values of one type, or `None` if it is missing or null."""
+        value = self._get(name)
+        # bool is a subclass of int.
+        if value is not None and not (
+            isinstance(value, list) and all(type(item) is kind for item in value)
+        ):
+            raise self._mismatch(name, f"a list of {words}", value)
+        return value
 
     def _validate_integer(self, name: str, value: Any, minimum: int, maximum: int) -> None:
         # bool is a subclass of int.
