@@ -194,18 +194,14 @@ def reward_to_go(
     Equals `gae` at lam = 1 with all values 0. One sequence; `vmap` it over a batch. Unbiased and
     without a critic, with the variance of all rewards to come.
 
-    Arguments are as for `gae`: k counts the tokens that the policy chose.
-
-    Returns:
-      float32 [T], 0 where mask is 0.
+    Arguments are as for `gae`: k counts the tokens that the policy chose. The result is float32, 0
+    where mask is 0.
     """
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
 
 def remax(
-    rewards_T: Shaped[Array, " T"],
-    mask_T: Shaped[Array, " T"],
-    baseline: float | Float[Array, ""],
+    rewards_T: Shaped[Array, " T"], mask_T: Shaped[Array, " T"], baseline: float | Float[Array, ""]
 ) -> Float[Array, " T"]:
     """Return the sum of the rewards to come less the score of a greedy response.
 
@@ -214,9 +210,7 @@ def remax(
     the sample. Its variance is low where the greedy response is about as good as the policy's.
 
     `baseline` is the score of the greedy response to the same prompt; the others are as in `gae`.
-
-    Returns:
-      float32 [T], 0 where mask is 0.
+    The result is float32, 0 where mask is 0.
     """
     return jnp.where(mask_T, reward_to_go(rewards_T, mask_T, 1.0) - baseline, 0.0)
 

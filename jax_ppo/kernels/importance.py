@@ -49,7 +49,7 @@ def importance_weights(
       logprobs: log-probabilities under pi, one response per row.
       sampled_logprobs: those under mu, at the same temperature.
       mask: 1 on the tokens that mu chose, in any pattern; products run over these alone.
-      level: a name in IMPORTANCE_WEIGHTS.
+      level: a name in IMPORTANCE_WEIGHTS, else `ValueError`.
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.
@@ -58,9 +58,6 @@ def importance_weights(
 
     Returns:
       float32 in [0, upper]; 0 where mask is 0. A constant: no gradient flows through it.
-
-    Raises:
-      ValueError: `level` is unknown.
     """
     assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
     if level not in IMPORTANCE_WEIGHTS:

@@ -185,9 +185,7 @@ def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Arra
 
 
 def loss_weights(
-    action_counts_B: Integer[Array, " B"],
-    mode: str,
-    scale: Scale = None,
+    action_counts_B: Integer[Array, " B"], mode: str, scale: Scale = None
 ) -> Float[Array, " B"]:
     """Return the weight of each token of each sample.
 
@@ -220,15 +218,12 @@ def loss_weights(
     Args:
       action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
         >= 0.
-      mode: a name in AGGREGATIONS.
+      mode: a name in AGGREGATIONS, else `ValueError`.
       scale: > 0, in tokens, the same at every step (the longest response allowed, for example);
         for "seq-mean-token-sum-norm" only.
 
     Returns:
       float32 [B] (float64 under jax_enable_x64).
-
-    Raises:
-      ValueError: `mode` is unknown.
     """
     assert action_counts_B.ndim == 1, f"counts of shape {action_counts_B.shape}, expected [B]"
     dtype = jnp.result_type(float)

@@ -70,10 +70,8 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     whole response is clipped or none of it. s moves far less than rho: their clip is 3e-4 below
     and 4e-4 above.
 
-    Biased: the ratio that would make the gradient unbiased is s^count.
-
-    Returns:
-      A PolicyLoss whose ratio is s; its log_ratio is that of the token.
+    Biased: the ratio that would make the gradient unbiased is s^count. The PolicyLoss has the ratio
+    s, and the log_ratio of the token.
     """
     log_ratio, _ = log_ratios_and_advantages(batch)
     # The value of the whole response at each token, with the gradient of the token's own ratio.
@@ -94,10 +92,8 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     token has the gradient of its own log rho: with "seq-mean-token-mean" and one A per response,
     the sum is the paper's.
 
-    Biased like gspo, and by the clip. There is no dual clip: clip.dual is not read.
-
-    Returns:
-      A PolicyLoss whose ratio is g; its log_ratio is that of the token.
+    Biased like gspo, and by the clip. There is no dual clip: clip.dual is not read. The PolicyLoss
+    has the ratio g, and the log_ratio of the token.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     # Each log-ratio is bounded on the side where the token would gain from moving.
@@ -121,10 +117,7 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Biased like `importance`, whose gradient this has where nothing is truncated. Truncation takes
     weight from tokens that became much more likely and gives it to those that became less likely.
-    The value of the loss has no meaning. clip.dual is not read.
-
-    Returns:
-      A PolicyLoss whose `clipped` marks truncated weights.
+    The value of the loss has no meaning. clip.dual is not read. `clipped` marks truncated weights.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)

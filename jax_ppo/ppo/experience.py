@@ -33,16 +33,13 @@ def estimate_experience(
     step_rewards: Tokens | None,
     extra_scores: Float32[Array, "..."] | None = None,
 ) -> tuple[Experience, Metrics]:
-    """Shape rewards and estimate advantages.
+    """Return the experience that the update learns from, and metrics: scalars on the mesh.
 
     The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
     two, which differ by rounding, or by older weights of the sampler. `step_rewards` are earned
     within the responses; `None` if there are none. `extra_scores` are what else the estimator
     reads: the scores of the greedy responses [prompts], or the `reward.components` of the samples
     [B, K].
-
-    Returns:
-      The experience, and metrics: scalars on the mesh.
     """
     algorithm = options.algorithm
     masks = select_tokens(algorithm, sequences)

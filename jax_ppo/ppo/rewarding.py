@@ -404,13 +404,10 @@ def _gather_answers(indices: np.ndarray, scored: ScoredBatch) -> dict[int, str]:
 def gather_samples(
     mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int
 ) -> dict[str, np.ndarray]:
-    """Return figures of the samples of all processes, in every process.
+    """Return figures of all processes' samples, float32 [B] by name, NaN where one has none.
 
     Processes may have different names, since samples need not report the same figures: `per_sample`
     has [b] by name for this process's samples, which are the rows `indices` of all B = `total`.
-
-    Returns:
-      float32 [B] by name, NaN where a sample has no such figure.
     """
     # Arrays can only be exchanged once all processes agree on their columns.
     names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))

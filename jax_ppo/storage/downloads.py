@@ -41,9 +41,8 @@ def local_name(address: str, *contents: object) -> str:
 def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
     """Return a local copy of the files directly in a folder that match one of the patterns.
 
-    Raises:
-      UserError: the address is invalid or not accessible, no file matches, or the local disk is
-        full.
+    Raise `UserError` if the address is invalid or not accessible, if no file matches, or if the
+    local disk is full.
     """
     remote.validate_address(address, option)
     files = remote.list_files(address, option)

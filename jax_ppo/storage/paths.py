@@ -8,9 +8,8 @@ from jax_ppo.errors import UserError, shorten
 def expand_local_path(path: str, option: str) -> Path:
     """Return the path in an option, which need not exist, with `~` and `~USER` replaced.
 
-    Raises:
-      UserError: there is no such user, or the operating system refuses to look the path up, for
-        example because it is too long. `Path.is_file` and `is_dir` do not raise for the result.
+    Raise `UserError` if there is no such user, or if the operating system refuses to look the path
+    up, for example because it is too long. `Path.is_file` and `is_dir` do not raise for the result.
     """
     try:
         expanded = Path(path).expanduser()

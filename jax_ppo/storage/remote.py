@@ -90,13 +90,10 @@ def reported_errors(address: str, option: str) -> Iterator[None]:
 
 
 def list_files(address: str, option: str) -> dict[str, RemoteFile]:
-    """List all files at and below a validated address; a folder need not exist.
+    """Return all files at and below a validated address, by their path relative to it.
 
-    Returns:
-      The files by their path relative to the address; the file at the address itself is "".
-
-    Raises:
-      UserError: there is no such bucket, or it cannot be read.
+    The file at the address itself is "". A folder need not exist; raise `UserError` if the bucket
+    does not, or cannot be read.
     """
     root = bucket_path(address)
     with reported_errors(address, option):

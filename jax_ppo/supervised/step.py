@@ -204,15 +204,12 @@ def train_step(
     *,
     rounding_seed: int = 0,
 ) -> tuple[Params, optax.OptState, Metrics]:
-    """Take one optimizer step on a batch.
+    """Take one optimizer step on a batch; the metrics are scalars on the mesh.
 
     The first four arguments and `rounding_seed` (`optimizer.rounding_seed`) are static; parameters
     and optimizer state are donated. `step` counts the completed ones of the run's `total_steps`,
     by which the learning rate is scheduled. `packed` is [A, R, L], of which `micro_batches` hold
     tokens; both numbers are int32 scalars.
-
-    Returns:
-      Parameters, optimizer state, and metrics: scalars on the mesh.
     """
     learner = make_learner(objective, options, model, sequences, rounding_seed)
     rate = learning_rate(options.optim, step, total_steps)

@@ -210,15 +210,12 @@ class _BucketFolders:
 
 
 def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None]) -> int | None:
-    """Rename damaged checkpoints, so that the newest one in the directory is intact.
+    """Rename damaged checkpoints; return the step of the newest intact one, if there is any.
 
     Only the newest intact checkpoint is read completely. Of older ones, which are the best of the
     run or spare, the sizes and the small files, which hold the metrics, are compared. `directory`
     is a path or a gs:// address with a folder per step; `report` is called with a line for each
     damaged checkpoint.
-
-    Returns:
-      The step of the newest intact checkpoint, or `None`.
     """
     directory = os.fspath(directory)
     folders: _Folders | _BucketFolders = _Folders(directory)

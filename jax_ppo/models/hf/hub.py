@@ -94,13 +94,10 @@ def _refuse_run(folder: Path, setting: str) -> None:
 
 
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
-    """Return how others can refer to a model.
+    """Return by which hub name and revision, or address or path and `None`, others find a model.
 
     `path` is the option as passed to `resolve_model_folder`, which returned `folder`, or "" for a
     folder of this run.
-
-    Returns:
-      A hub name and its revision, or an address or absolute path and `None`.
     """
     if remote.is_address(path):
         return path, None

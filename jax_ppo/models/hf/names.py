@@ -32,13 +32,10 @@ STACKED_EXPERTS = ".experts.gate_up_proj"
 def tensor_table(
     architecture: Architecture | DebertaArchitecture, head: str, stacked_experts: bool = False
 ) -> TensorTable:
-    """Return the checkpoint tensor of each parameter.
+    """Return the checkpoint tensor of each parameter by our path: ("layers", "mlp", ..., "kernel").
 
     `head` is one of `HEADS`; an encoder always has "reward". With `stacked_experts`, a tensor of
     the checkpoint holds all experts of a layer although exports of the family have one for each.
-
-    Returns:
-      Tensors by our paths, for example `("layers", "mlp", "up_proj", "kernel")`.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
