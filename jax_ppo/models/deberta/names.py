@@ -20,7 +20,7 @@ UNUSED_TENSORS: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = {
 def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
     """Return the checkpoint tensor of each parameter of the encoder and its score head."""
     a = architecture
-    hidden = a.hidden_size
+    hidden, width, layers = a.hidden_size, a.intermediate_size, a.num_layers
     embeddings, encoder = "deberta.embeddings", "deberta.encoder"
     layer = f"{encoder}.layer.{{}}"
     rows = {
@@ -30,16 +30,12 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
         "relative": _embedding(f"{encoder}.rel_embeddings", 2 * a.relative_span, hidden),
         "layers": {
             "attention": _attention(a, layer),
-            "attention_norm": _norm(f"{layer}.attention.output", hidden, a.num_layers),
+            "attention_norm": _norm(f"{layer}.attention.output", hidden, layers),
             "mlp": {
-                "up_proj": _dense(
-                    f"{layer}.intermediate.dense", hidden, a.intermediate_size, a.num_layers
-                ),
-                "down_proj": _dense(
-                    f"{layer}.output.dense", a.intermediate_size, hidden, a.num_layers
-                ),
+                "up_proj": _dense(f"{layer}.intermediate.dense", hidden, width, layers),
+                "down_proj": _dense(f"{layer}.output.dense", width, hidden, layers),
             },
-            "mlp_norm": _norm(f"{layer}.output", hidden, a.num_layers),
+            "mlp_norm": _norm(f"{layer}.output", hidden, layers),
         },
         "pooler": _dense("pooler.dense", hidden, hidden),
     }
@@ -48,22 +44,17 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
 
 def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
     """Return the projections of attention, for positions too unless they share the content's."""
-    names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
+    names = {"q_proj": "self.query_proj", "k_proj": "self.key_proj", "v_proj": "self.value_proj"}
     # Checkpoints hold these projections only for the terms that are configured.
     if a.content_to_position and not a.share_keys:
-        names["pos_k_proj"] = "pos_key_proj"
+        names["pos_k_proj"] = "self.pos_key_proj"
     if a.position_to_content and not a.share_keys:
-        names["pos_q_proj"] = "pos_query_proj"
-    rows = {
-        name: _dense(
-            f"{layer}.attention.self.{hf_name}", a.hidden_size, a.hidden_size, a.num_layers
-        )
+        names["pos_q_proj"] = "self.pos_query_proj"
+    names["o_proj"] = "output.dense"
+    return {
+        name: _dense(f"{layer}.attention.{hf_name}", a.hidden_size, a.hidden_size, a.num_layers)
         for name, hf_name in names.items()
     }
-    rows["o_proj"] = _dense(
-        f"{layer}.attention.output.dense", a.hidden_size, a.hidden_size, a.num_layers
-    )
-    return rows
 
 
 def _optional(a: DebertaArchitecture, embeddings: str, encoder: str) -> dict[str, Any]:

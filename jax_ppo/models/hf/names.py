@@ -113,21 +113,13 @@ def adapter_tensor_table(
         if path[-1] == "kernel" and path[-2] in targets and "experts" not in path:
             prefix = PEFT_PREFIX + row.name.removesuffix("weight")
             inputs, outputs = row.shape
-            rows[*path[:-1], "lora_a"] = TensorMapping(
-                f"{prefix}lora_A.weight",
-                (inputs, rank),
-                transposed=True,
-                layers=row.layers,
-                layer_numbers=row.layer_numbers,
+            lora_b = dataclasses.replace(
+                row, name=f"{prefix}lora_B.weight", shape=(rank, outputs), transposed=True
             )
-            rows[*path[:-1], "lora_b"] = TensorMapping(
-                f"{prefix}lora_B.weight",
-                (rank, outputs),
-                transposed=True,
-                layers=row.layers,
-                fused=row.fused,
-                layer_numbers=row.layer_numbers,
+            rows[*path[:-1], "lora_a"] = dataclasses.replace(
+                lora_b, name=f"{prefix}lora_A.weight", shape=(inputs, rank), fused=None
             )
+            rows[*path[:-1], "lora_b"] = lora_b
     return rows
 
 
