@@ -54,11 +54,7 @@ class _LockObject(NamedTuple):
 
 
 class BucketLock:
-    """The lock of one folder.
-
-    Attributes:
-      lost_run: a line about the run whose lock was taken over, if it was; else "".
-    """
+    """The lock of one folder."""
 
     def __init__(self, address: str) -> None:
         """Prepare the lock of a folder, a validated gs:// address."""
@@ -71,7 +67,7 @@ class BucketLock:
         self._bucket = storage.Client(project="none").bucket(bucket)
         self._generation = 0  # of the object that this process last wrote
         self._token = uuid.uuid4().hex
-        self.lost_run = ""
+        self.lost_run = ""  # a line about the run whose lock was taken over, if it was
         self._contents = {
             "holder": describe_process(),
             "token": self._token,

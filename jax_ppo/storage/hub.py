@@ -25,16 +25,12 @@ class Snapshot(NamedTuple):
 
 
 class HubError(UserError):
-    """A repository could not be obtained from the hub.
-
-    Attributes:
-      reason: why, without naming an option, for callers that write their own message.
-    """
+    """A repository could not be obtained from the hub."""
 
     def __init__(self, message: str, reason: str) -> None:
         """Create the error from its message and the reason alone."""
         super().__init__(message)
-        self.reason = reason
+        self.reason = reason  # names no option, for callers that write their own message
 
 
 def download_snapshot(

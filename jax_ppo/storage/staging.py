@@ -25,16 +25,11 @@ _MOST_BYTES_AT_ONCE = 64 << 20
 
 
 class StagedFolder:
-    """The local folder of a work directory in a bucket.
-
-    Attributes:
-      address: the work directory, gs://BUCKET/PATH.
-      folder: the local folder.
-    """
+    """The local folder of a work directory in a bucket."""
 
     def __init__(self, address: str, process: int) -> None:
         """Prepare the folder for a validated address; each process has its own."""
-        self.address = address.rstrip("/")
+        self.address = address.rstrip("/")  # gs://BUCKET/PATH
         name = downloads.local_name(self.address, process)
         self.folder = downloads.cache_folder("workdirs") / name
         self._filesystem = remote.open_filesystem(address)
