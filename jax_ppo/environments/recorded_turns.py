@@ -8,19 +8,12 @@ from jax_ppo.sampler.slots import Dialogues
 
 
 class RecordedTurn(NamedTuple):
-    """A turn that has been answered.
+    """A turn that has been answered."""
 
-    Attributes:
-      tokens: int32, of the turn.
-      observation: int32, the tokens that answered it.
-      reward: of the turn.
-      context: the number of the context that was continued.
-    """
-
-    tokens: np.ndarray
-    observation: np.ndarray
-    reward: float
-    context: int
+    tokens: np.ndarray  # int32, of the turn
+    observation: np.ndarray  # int32, the tokens that answered it
+    reward: float  # of the turn
+    context: int  # the number of the context that was continued
 
 
 OpenTurns = list[RecordedTurn]  # of one dialogue; none if the dialogue has ended

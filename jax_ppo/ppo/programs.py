@@ -32,22 +32,15 @@ class StepShapes:
 
     Each program's results are the arguments of later ones; those that are `None` or empty come from
     programs that have not been compiled yet.
-
-    Attributes:
-      state: the train state.
-      packed: the packing of a rollout.
-      rollout: what the engine returns, then what is selected of it.
-      sequences: prompts and responses, joined.
-      outputs: the results of the forward passes.
-      experience: what the update learns from.
     """
 
-    state: TrainState
-    packed: RolloutPacking
-    rollout: Rollout | None = None
-    sequences: Sequences | None = None
+    state: TrainState  # the train state
+    packed: RolloutPacking  # the packing of a rollout
+    rollout: Rollout | None = None  # what the engine returns, then what is selected of it
+    sequences: Sequences | None = None  # prompts and responses, joined
+    # The results of the forward passes.
     outputs: list[forward_passes.ForwardOutputs] = dataclasses.field(default_factory=list)
-    experience: Experience | None = None
+    experience: Experience | None = None  # what the update learns from
 
 
 # What a program does, which decides the formulas for its memory and its work.
@@ -56,26 +49,20 @@ Kind = Literal["resharding", "sampling", "verification", "forward pass", "elemen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """A compiled program of a step.
+    """A compiled program of a step."""
 
-    Attributes:
-      name: as `compile_programs` yields it and the JSON of a plan names it.
-      label: as the tables of a plan show it; empty for a program that is too small to be planned.
-      kind: which formulas estimate its memory and its work.
-      role: the role whose model runs, or is laid out; empty if none does.
-      passes: returns its forward passes, the epochs of an update, how often weights are laid out,
-        or how many responses to a prompt are sampled; 0 if a step does not run the program.
-      compile: compiles its function for shapes, and records the shapes of its results; `None` for
-        the programs that the engine compiles.
-      reads: returns the other roles whose parameters it reads.
-    """
-
-    name: str
+    name: str  # as `compile_programs` yields it and the JSON of a plan names it
+    # As the tables of a plan show it; empty for a program that is too small to be planned.
     label: str = ""
-    kind: Kind
-    role: str = ""
+    kind: Kind  # which formulas estimate its memory and its work
+    role: str = ""  # the role whose model runs, or is laid out; empty if none does
+    # Returns its forward passes, the epochs of an update, how often weights are laid out, or how
+    # many responses to a prompt are sampled; 0 if a step does not run the program.
     passes: Callable[[StepOptions, Networks], int]
+    # Compiles its function for shapes, and records the shapes of its results; `None` for the
+    # programs that the engine compiles.
     compile: Callable[[ProgramInputs, StepShapes], None] | None = None
+    # Returns the other roles whose parameters it reads.
     reads: Callable[[StepOptions], tuple[str, ...]] = lambda options: ()
 
 

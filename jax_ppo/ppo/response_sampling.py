@@ -204,18 +204,14 @@ def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: R
 
 
 class Selected(NamedTuple):
-    """Samples in groups of k responses to one prompt, G groups.
+    """Samples in groups of k responses to one prompt, G groups."""
 
-    Attributes:
-      arrays: fields of `Rollout` and `RuleRewards` by name, on the mesh: arrays or trees of
-        arrays [G * k, ...].
-      addresses: int [G * k, 2], the draw of each sample within its step and its row in that draw.
-      prompts: int [G], rows of the data set.
-    """
-
+    # Fields of `Rollout` and `RuleRewards` by name, on the mesh: arrays or trees of arrays [G * k,
+    # ...].
     arrays: dict[str, Any]
+    # int [G * k, 2], the draw of each sample within its step and its row in that draw.
     addresses: np.ndarray
-    prompts: np.ndarray
+    prompts: np.ndarray  # int [G], rows of the data set
 
 
 def sample_selected_batch(

@@ -28,19 +28,12 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 class DrawStates(NamedTuple):
-    """The inputs of the next draw of N samples, besides their tokens.
+    """The inputs of the next draw of N samples, besides their tokens."""
 
-    Attributes:
-      keys: uint32 [N, ...], the data of the samples' random keys.
-      stop_states: int32 [N], how far each response has got towards a stop string.
-      forbidden_states: int32 [N], how far each has got towards a forbidden string.
-      dialogues: the dialogues so far; `None` without an environment.
-    """
-
-    keys: jax.Array
-    stop_states: jax.Array
-    forbidden_states: jax.Array
-    dialogues: Dialogues | None = None
+    keys: jax.Array  # uint32 [N, ...], the data of the samples' random keys
+    stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
+    forbidden_states: jax.Array  # int32 [N], how far each has got towards a forbidden string
+    dialogues: Dialogues | None = None  # the dialogues so far; `None` without an environment
 
 
 def begin_responses(prompts: Prompts, longest: int) -> Rollout:

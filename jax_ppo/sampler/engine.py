@@ -16,56 +16,48 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """Options of sampling. Hashable, because an engine may compile one program per value.
+    """Options of sampling. Hashable, because an engine may compile one program per value."""
 
-    Attributes:
-      max_response_length: T, tokens, at least 1.
-      temperature: 0 is greedy.
-      top_k: draw among the k likeliest tokens; -1 draws among all.
-      top_p: draw among the likeliest tokens that together hold this probability, in (0, 1].
-      min_p: draw among the tokens at least this fraction as likely as the likeliest, in [0, 1].
-      n: responses per prompt.
-      eos_ids: tokens that end a response; the response includes it.
-      slots: B, the most samples decoded together (on each device that rows are split over); `None`
-        is no limit.
-      stage_length: tokens of the responses that the first stage of decoding has room for
-        (`stages.py`); `None` is one stage with room for all. It changes no sample.
-      min_new_tokens: tokens before which no EOS is drawn, and in which no `stop` is searched for.
-      stop: strings that end a response as an EOS does; the token that completes one is its last.
-      forbidden: strings that no response contains: no token that would complete one is drawn.
-      logit_bias: (token, number added to its logit) pairs. As with top-k, recorded log-probs are
-        the policy's without it.
-      environment: answers the policy's turns with observations, which become tokens of the
-        response; `None`: a response is one turn.
-      max_turns: turns of the policy after which a response ends; `None`: no limit.
-      max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
-      max_contexts: contexts of a response, the prompt's included, after which it ends; 1: the
-        environment does not replace them.
-      returns_routed_experts: the rollout holds the experts that each token passed through.
-      returns_kept_tokens: the rollout holds the tokens among which each was drawn, and log-probs
-        are of the distribution over these; not for a temperature of 0.
-      replicas: virtual replicas, among which prompts are divided as among devices; 0 without any.
-    """
-
-    max_response_length: int
-    temperature: float
-    top_k: int = -1
+    max_response_length: int  # T, tokens, at least 1
+    temperature: float  # 0 is greedy
+    top_k: int = -1  # draw among the k likeliest tokens; -1 draws among all
+    # Draw among the likeliest tokens that together hold this probability, in (0, 1].
     top_p: float = 1.0
+    # Draw among the tokens at least this fraction as likely as the likeliest, in [0, 1].
     min_p: float = 0.0
-    n: int = 1
-    eos_ids: tuple[int, ...] = ()
+    n: int = 1  # responses per prompt
+    eos_ids: tuple[int, ...] = ()  # tokens that end a response; the response includes it
+    # B, the most samples decoded together (on each device that rows are split over); `None` is no
+    # limit.
     slots: int | None = None
+    # Tokens of the responses that the first stage of decoding has room for (`stages.py`); `None` is
+    # one stage with room for all. It changes no sample.
     stage_length: int | None = None
+    # Tokens before which no EOS is drawn, and in which no `stop` is searched for.
     min_new_tokens: int = 0
+    # Strings that end a response as an EOS does; the token that completes one is its last.
     stop: TextSearch | None = None
+    # Strings that no response contains: no token that would complete one is drawn.
     forbidden: TextSearch | None = None
+    # (token, number added to its logit) pairs. As with top-k, recorded log-probs are the policy's
+    # without it.
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # Answers the policy's turns with observations, which become tokens of the response; `None`: a
+    # response is one turn.
     environment: Environment | None = None
+    # Turns of the policy after which a response ends; `None`: no limit.
     max_turns: int | None = None
+    # Tokens of a turn after which it ends without an EOS; `None`: no limit.
     max_turn_length: int | None = None
+    # Contexts of a response, the prompt's included, after which it ends; 1: the environment does
+    # not replace them.
     max_contexts: int = 1
+    # The rollout holds the experts that each token passed through.
     returns_routed_experts: bool = False
+    # The rollout holds the tokens among which each was drawn, and log-probs are of the distribution
+    # over these; not for a temperature of 0.
     returns_kept_tokens: bool = False
+    # Virtual replicas, among which prompts are divided as among devices; 0 without any.
     replicas: int = 0
 
 

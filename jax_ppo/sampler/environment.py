@@ -20,39 +20,26 @@ _ENVIRONMENT_POSITION = 2**31 - 1
 
 
 class DialogueAddresses(NamedTuple):
-    """Addresses of N samples, the same whichever slots decode them.
+    """Addresses of N samples, the same whichever slots decode them."""
 
-    Attributes:
-      rows: int32 [N], the row of the data that the sample's prompt is from.
-      samples: int32 [N], the sample's index, unique among those that are decoded together.
-      keys: one random key per sample, used for no token.
-    """
-
-    rows: jax.Array
+    rows: jax.Array  # int32 [N], the row of the data that the sample's prompt is from
+    # int32 [N], the sample's index, unique among those that are decoded together.
     samples: jax.Array
-    keys: jax.Array
+    keys: jax.Array  # one random key per sample, used for no token
 
 
 class Answers(NamedTuple):
-    """The environment's answers to B turns.
+    """The environment's answers to B turns."""
 
-    Attributes:
-      state: the state of each dialogue after the turn.
-      observations: int32 [B, O], tokens to insert, each row's from column 0.
-      lengths: int32 [B], number of these tokens, 0..O.
-      rewards: float32 [B], rewards of the turns.
-      done: bool [B], whether the dialogue has ended; its observation is then not read.
-      contexts: int32 [B], the context that the observation is appended to: `SAME_CONTEXT`;
-        `NEW_CONTEXT`, so that what follows is drawn as if nothing preceded it, where an empty
-        observation cuts the dialogue off; or the number of a former one, see `Rollout.contexts`,
-        where one that does not exist does so. `None` if there is one context.
-    """
-
-    state: Any
-    observations: jax.Array
-    lengths: jax.Array
-    rewards: jax.Array
-    done: jax.Array
+    state: Any  # the state of each dialogue after the turn
+    observations: jax.Array  # int32 [B, O], tokens to insert, each row's from column 0
+    lengths: jax.Array  # int32 [B], number of these tokens, 0..O
+    rewards: jax.Array  # float32 [B], rewards of the turns
+    done: jax.Array  # bool [B], whether the dialogue has ended; its observation is then not read
+    # int32 [B], the context that the observation is appended to: `SAME_CONTEXT`; `NEW_CONTEXT`, so
+    # that what follows is drawn as if nothing preceded it, where an empty observation cuts the
+    # dialogue off; or the number of a former one, see `Rollout.contexts`, where one that does not
+    # exist does so. `None` if there is one context.
     contexts: jax.Array | None = None
 
 
@@ -60,12 +47,9 @@ class Environment(Protocol):
     """An environment of many dialogues; its methods are traced into the decode loop.
 
     Its hash is its identity: programs are compiled for one object.
-
-    Attributes:
-      observation_length: O, the most tokens of an observation.
     """
 
-    observation_length: int
+    observation_length: int  # O, the most tokens of an observation
 
     def reset(self, addresses: DialogueAddresses) -> Any:
         """Return the first states of N dialogues: a pytree of arrays with N rows."""

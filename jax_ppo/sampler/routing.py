@@ -14,15 +14,10 @@ from jax_ppo.models.experts import routed_experts_dtype
 
 
 class RoutingRecord(NamedTuple):
-    """Experts by layer, k of each token; E, the number of experts, where there is no record.
+    """Experts by layer, k of each token; E, the number of experts, where there is no record."""
 
-    Attributes:
-      buffer: [G, P, layers, k], of the prompts in the prefill buffer.
-      sequences: [N, S, layers, k], of the samples: column i is the token at position i.
-    """
-
-    buffer: jax.Array
-    sequences: jax.Array
+    buffer: jax.Array  # [G, P, layers, k], of the prompts in the prefill buffer
+    sequences: jax.Array  # [N, S, layers, k], of the samples: column i is the token at position i
 
 
 def empty_record(

@@ -22,12 +22,9 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyShards:
-    """The devices that split the vocabulary, seen from one of them, inside `jax.shard_map`.
+    """The devices that split the vocabulary, seen from one of them, inside `jax.shard_map`."""
 
-    Attributes:
-      axis: the mesh axis that splits the vocabulary into equal parts; `None`: nothing is split.
-    """
-
+    # The mesh axis that splits the vocabulary into equal parts; `None`: nothing is split.
     axis: str | None = None
 
     def start(self, width: int) -> jax.Array | int:
@@ -63,19 +60,15 @@ _TOP_P_BLOCKS = 256
 
 
 class Draws(NamedTuple):
-    """The tokens drawn for B rows.
+    """The tokens drawn for B rows."""
 
-    Attributes:
-      tokens: int32 [B].
-      logprobs: float32 [B]: of softmax(logits / temperature) before filters and without what was
-        added to the logits, or of softmax(logits) when greedy; with `kept`, of the distribution
-        over the kept tokens.
-      kept: uint8 [B, V / 8 rounded up]: bit v % 8 of byte v // 8 is 1 if token v could be drawn;
-        `None` unless asked for.
-    """
-
-    tokens: jax.Array
+    tokens: jax.Array  # int32 [B]
+    # float32 [B]: of softmax(logits / temperature) before filters and without what was added to the
+    # logits, or of softmax(logits) when greedy; with `kept`, of the distribution over the kept
+    # tokens.
     logprobs: jax.Array
+    # uint8 [B, V / 8 rounded up]: bit v % 8 of byte v // 8 is 1 if token v could be drawn; `None`
+    # unless asked for.
     kept: jax.Array | None = None
 
 

@@ -37,143 +37,95 @@ Cache = tuple[Any, ...]  # one entry per layer (models/cache.py)
 
 
 class Slots(NamedTuple):
-    """The samples that are decoded together.
+    """The samples that are decoded together."""
 
-    Attributes:
-      sample: int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
-      drawn: int32 [B], tokens of its response so far, of all stages.
-      token: int32 [B], the last token of its sequence, which has not been run yet.
-      cache: one entry per layer, with B rows and S columns; it may keep the rows of slots that no
-        longer exist (see `compact_slots`).
-    """
-
+    # int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
     sample: jax.Array
-    drawn: jax.Array
-    token: jax.Array
+    drawn: jax.Array  # int32 [B], tokens of its response so far, of all stages
+    token: jax.Array  # int32 [B], the last token of its sequence, which has not been run yet
+    # One entry per layer, with B rows and S columns; it may keep the rows of slots that no longer
+    # exist (see `compact_slots`).
     cache: Cache
 
 
 class Contexts(NamedTuple):
-    """The contexts of the dialogues of N samples.
+    """The contexts of the dialogues of N samples."""
 
-    Attributes:
-      numbers: int32 [N, T], the context of each token, see `Rollout.contexts`.
-      current: int32 [N], the context that is being continued.
-      opened: int32 [N], the contexts so far.
-      position: int32 [N], position in its context of the token that the slot runs next; -1 right
-        after a context is opened: no token precedes its first one, so the slot runs the old
-        context's last token instead, which changes nothing.
-      again: int32 [N], how many tokens at the beginning of the context are run again, because those
-        of another context have overwritten their columns of the cache.
-    """
-
-    numbers: jax.Array
-    current: jax.Array
-    opened: jax.Array
+    numbers: jax.Array  # int32 [N, T], the context of each token, see `Rollout.contexts`
+    current: jax.Array  # int32 [N], the context that is being continued
+    opened: jax.Array  # int32 [N], the contexts so far
+    # int32 [N], position in its context of the token that the slot runs next; -1 right after a
+    # context is opened: no token precedes its first one, so the slot runs the old context's last
+    # token instead, which changes nothing.
     position: jax.Array
+    # int32 [N], how many tokens at the beginning of the context are run again, because those of
+    # another context have overwritten their columns of the cache.
     again: jax.Array
 
 
 class Dialogues(NamedTuple):
-    """The dialogues of N samples.
+    """The dialogues of N samples."""
 
-    Attributes:
-      environment: the environment's states, a pytree of arrays with N rows.
-      turns: int32 [N], turns of the policy that have been answered.
-      turn_start: int32 [N], the column of the response in which the current turn starts.
-      waits: bool [N], whether the turn has ended and is not answered yet.
-      closed: bool [N], whether the dialogue has ended or been cut off.
-      is_action: bool [N, T], the response tokens that the policy chose.
-      starts: bool [N, T], the first token of each turn.
-      rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
-      contexts: `None` if the options allow one context.
-    """
-
-    environment: Any
-    turns: jax.Array
-    turn_start: jax.Array
-    waits: jax.Array
-    closed: jax.Array
-    is_action: jax.Array
-    starts: jax.Array
-    rewards: jax.Array
-    contexts: Contexts | None = None
+    environment: Any  # the environment's states, a pytree of arrays with N rows
+    turns: jax.Array  # int32 [N], turns of the policy that have been answered
+    turn_start: jax.Array  # int32 [N], the column of the response in which the current turn starts
+    waits: jax.Array  # bool [N], whether the turn has ended and is not answered yet
+    closed: jax.Array  # bool [N], whether the dialogue has ended or been cut off
+    is_action: jax.Array  # bool [N, T], the response tokens that the policy chose
+    starts: jax.Array  # bool [N, T], the first token of each turn
+    rewards: jax.Array  # float32 [N, T], rewards of turns, each at the last token of its turn
+    contexts: Contexts | None = None  # `None` if the options allow one context
 
 
 class DecodeState(NamedTuple):
-    """State that the decode loop carries.
+    """State that the decode loop carries."""
 
-    Attributes:
-      slots: the samples being decoded.
-      entered: int32 scalar, samples that have left the queue, in its order.
-      prefilled: int32 scalar, prompts prefilled; the last G of them are in the buffer.
-      prefill_buffer: keys and values of each layer, as in the cache but with P columns and G rows.
-      responses: int32 [N, T], tokens drawn; 0 past the length.
-      logprobs: float32 [N, T], their log-probabilities; 0 past the length.
-      lengths: int32 [N], tokens of each response so far.
-      finished: bool [N], whether an EOS ended the response, or the environment the dialogue.
-      stop_states: int32 [N], how far each response has got towards a stop string.
-      forbidden_states: int32 [N], how far each has got towards a forbidden string.
-      slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
-      dialogues: the dialogues' state; `None` without an environment.
-      routing: the experts that tokens have passed through; `None` unless they are asked for.
-      kept: uint8 [N, T, V / 8], the tokens among which each was drawn; `None` unless asked for.
-    """
-
-    slots: Slots
-    entered: jax.Array
-    prefilled: jax.Array
+    slots: Slots  # the samples being decoded
+    entered: jax.Array  # int32 scalar, samples that have left the queue, in its order
+    prefilled: jax.Array  # int32 scalar, prompts prefilled; the last G of them are in the buffer
+    # Keys and values of each layer, as in the cache but with P columns and G rows.
     prefill_buffer: Cache
-    responses: jax.Array
-    logprobs: jax.Array
-    lengths: jax.Array
+    responses: jax.Array  # int32 [N, T], tokens drawn; 0 past the length
+    logprobs: jax.Array  # float32 [N, T], their log-probabilities; 0 past the length
+    lengths: jax.Array  # int32 [N], tokens of each response so far
+    # bool [N], whether an EOS ended the response, or the environment the dialogue.
     finished: jax.Array
-    stop_states: jax.Array
-    forbidden_states: jax.Array
+    stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
+    forbidden_states: jax.Array  # int32 [N], how far each has got towards a forbidden string
+    # int32 scalar, tokens that the slots could have drawn so far: steps times slots.
     slot_steps: jax.Array
-    dialogues: Dialogues | None = None
+    dialogues: Dialogues | None = None  # the dialogues' state; `None` without an environment
+    # The experts that tokens have passed through; `None` unless they are asked for.
     routing: RoutingRecord | None = None
+    # uint8 [N, T, V / 8], the tokens among which each was drawn; `None` unless asked for.
     kept: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeJob:
-    """Inputs that stay the same throughout the decode loop.
+    """Inputs that stay the same throughout the decode loop."""
 
-    Attributes:
-      model: the actor's model, with `unrolled=True`.
-      options: how to sample.
-      params: the actor's weights, laid out for decoding.
-      prompts: [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not
-        answered. In a later stage they include tokens of the responses.
-      originals: [N / n, P or less], the prompts without tokens of the responses.
-      keys_N: one random key per sample.
-      group: G, prompts prefilled together.
-      width: B, the number of slots at first.
-      start: tokens of each response that have been drawn and are part of its prompt: one number,
-        or int32 [N] where responses continue.
-      limit: tokens of a response at which a sample leaves its slot, even if it has not ended: one
-        number, or int32 [N].
-      span: the most tokens that a slot draws of a response.
-      columns: columns of a slot's cache.
-      count: how many of the samples, from the first on, are decoded.
-      any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
-        with this one's.
-    """
-
-    model: Transformer
-    options: SamplingOptions
-    params: Params
+    model: Transformer  # the actor's model, with `unrolled=True`
+    options: SamplingOptions  # how to sample
+    params: Params  # the actor's weights, laid out for decoding
+    # [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not answered.
+    # In a later stage they include tokens of the responses.
     prompts: Prompts
-    originals: Prompts
-    keys_N: jax.Array
-    group: int
-    width: int
+    originals: Prompts  # [N / n, P or less], the prompts without tokens of the responses
+    keys_N: jax.Array  # one random key per sample
+    group: int  # G, prompts prefilled together
+    width: int  # B, the number of slots at first
+    # Tokens of each response that have been drawn and are part of its prompt: one number, or int32
+    # [N] where responses continue.
     start: int | jax.Array
+    # Tokens of a response at which a sample leaves its slot, even if it has not ended: one number,
+    # or int32 [N].
     limit: int | jax.Array
-    span: int
-    columns: int
-    count: int | jax.Array
+    span: int  # the most tokens that a slot draws of a response
+    columns: int  # columns of a slot's cache
+    count: int | jax.Array  # how many of the samples, from the first on, are decoded
+    # Maps a bool to whether it holds on any of the row shards whose loops run in step with this
+    # one's.
     any_shard: Callable[[jax.Array], jax.Array]
 
     @property

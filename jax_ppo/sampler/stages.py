@@ -28,17 +28,12 @@ _RESULTS = "responses logprobs lengths finished stop_states forbidden_states kep
 
 
 class Stage(NamedTuple):
-    """A stage that continues the samples that have not ended.
+    """A stage that continues the samples that have not ended."""
 
-    Attributes:
-      job: the stage's inputs.
-      state: its initial state.
-      order_N: int32, the sample at each place of the job's queue: those that have not ended come
-        first, in their order.
-    """
-
-    job: DecodeJob
-    state: DecodeState
+    job: DecodeJob  # the stage's inputs
+    state: DecodeState  # its initial state
+    # int32, the sample at each place of the job's queue: those that have not ended come first, in
+    # their order.
     order_N: jax.Array
 
 

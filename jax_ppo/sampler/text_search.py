@@ -19,17 +19,13 @@ START = 0  # the state before any text
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSearch:
-    """A search for strings in generated text. Two searches are equal only if they are one object.
+    """A search for strings in generated text, equal to itself alone."""
 
-    Attributes:
-      strings: what is searched for.
-      class_of_token: int32 [V], tokens that lead from every state to the same one share a class.
-      next_states: int32 [S, K], the state after a token of each class. The last state, S - 1, means
-        that a string was found; no token leads out of it.
-    """
-
-    strings: tuple[str, ...]
+    strings: tuple[str, ...]  # what is searched for
+    # int32 [V], tokens that lead from every state to the same one share a class.
     class_of_token: np.ndarray
+    # int32 [S, K], the state after a token of each class. The last state, S - 1, means that a
+    # string was found; no token leads out of it.
     next_states: np.ndarray
 
     @property

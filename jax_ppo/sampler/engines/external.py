@@ -43,17 +43,11 @@ _PROBE_LENGTH, _PROBE_TOKENS = 12, 8
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A sampled response.
+    """A sampled response."""
 
-    Attributes:
-      tokens: its tokens, with the one that ended it.
-      logprobs: of each token, under softmax(logits / temperature).
-      truncated: whether it was cut off at its maximum length.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    truncated: bool
+    tokens: Sequence[int]  # its tokens, with the one that ended it
+    logprobs: Sequence[float]  # of each token, under softmax(logits / temperature)
+    truncated: bool  # whether it was cut off at its maximum length
 
 
 class AdaptersRefused(Exception):

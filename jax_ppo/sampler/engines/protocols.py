@@ -20,36 +20,27 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class ServerProtocol:
-    """How to talk to one kind of server.
+    """How to talk to one kind of server."""
 
-    Attributes:
-      name: the server.
-      sample_route: where a request for one response is sent.
-      request: (prompt, seed, options) -> body of the request.
-      read: the reply's body -> what it says. Raises `LookupError`, `TypeError`, `ValueError` or
-        `AttributeError` if it is not one response.
-      update: (folder, version) -> routes and bodies that make the server load weights, in order.
-      load_adapters: the same for adapters in PEFT's format: (folder, name, version) -> ...
-      unload_adapters: name -> route and body that make the server forget adapters.
-      adapter_key: the field of a request that has the name of the adapters.
-      unknown_adapters: HTTP's status of a request with adapters that the server does not have.
-      adapter_hint: how to start the server so that it has the routes for adapters.
-      version_route: where the version is asked for, if replies do not contain it.
-      hint: how to start the server so that it has all routes.
-    """
-
-    name: str
-    sample_route: str
+    name: str  # the server
+    sample_route: str  # where a request for one response is sent
+    # (prompt, seed, options) -> body of the request.
     request: Callable[[list[int], int, SamplingOptions], dict[str, Any]]
+    # The reply's body -> what it says. Raises `LookupError`, `TypeError`, `ValueError` or
+    # `AttributeError` if it is not one response.
     read: Callable[[Any], Reply]
+    # (folder, version) -> routes and bodies that make the server load weights, in order.
     update: Callable[[str, str], list[Call]]
+    # The same for adapters in PEFT's format: (folder, name, version) -> ...
     load_adapters: Callable[[str, str, str], list[Call]]
+    # Name -> route and body that make the server forget adapters.
     unload_adapters: Callable[[str], Call]
-    adapter_key: str = "model"
+    adapter_key: str = "model"  # the field of a request that has the name of the adapters
+    # HTTP's status of a request with adapters that the server does not have.
     unknown_adapters: int = 404
-    adapter_hint: str = ""
-    version_route: str = ""
-    hint: str = ""
+    adapter_hint: str = ""  # how to start the server so that it has the routes for adapters
+    version_route: str = ""  # where the version is asked for, if replies do not contain it
+    hint: str = ""  # how to start the server so that it has all routes
 
     @property
     def routes(self) -> list[str]:
