@@ -252,7 +252,8 @@ REPLACES_CONTEXTS = Condition(
     "tools replace no context; leave it at 1, or set config.rollout.multi_turn.environment to a "
     "class or a server")
 HAS_PYTHON_TOOL = Condition(
-    lambda c: "python" in c.rollout.multi_turn.environment.removeprefix("tools:").split(","),
+    lambda c: "python" in (
+        c.rollout.multi_turn.environment.removeprefix("tools:").replace(" ", "").split(",")),
     "`rollout.multi_turn.environment` has the tool python",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} has no tool "
     "python; set it to tools:python")

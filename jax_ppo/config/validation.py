@@ -249,8 +249,8 @@ MESH_RULES = (
     _Rule("distributed.process_id",
         lambda c, value: c.distributed.coordinator_address and not (
             0 <= value < c.distributed.num_processes),
-        "expected 0 to config.distributed.num_processes={c.distributed.num_processes} - 1 with "
-        "config.distributed.coordinator_address set"),
+        "expected at least 0, and less than config.distributed.num_processes="
+        "{c.distributed.num_processes}, with config.distributed.coordinator_address set"),
 )
 # Options that must keep their defaults in steps on the responses of other policies.
 GIVEN_RESPONSES = (
