@@ -120,7 +120,7 @@ def print_set_options(options: dict[str, Any], workdir: str, computation: str) -
 
 def _read_argument(word: str) -> tuple[str, Any]:
     """Return "--config", "--workdir" or the name of an option, and its value, which is valid."""
-    name, equals, value = word.lstrip("-").partition("=")
+    name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
     option = name.removeprefix("no").removeprefix("config.")
     if not word.startswith("-"):
         if equals:  # as in commands of verl
@@ -133,10 +133,14 @@ def _read_argument(word: str) -> tuple[str, Any]:
         config_files.find_config_file(value)
         return "--config", value
     if name == "workdir":
+        if not value or value.startswith("-"):
+            raise UserError("--workdir: write --workdir=FOLDER")
         return "--workdir", value
     if name.startswith("config."):
         return option, _read_value(option, value, has_value=bool(equals))
-    if name.startswith("noconfig.") and not equals:
+    if name.startswith("noconfig."):
+        if equals:
+            raise UserError(f"--{name}={value}: write --config.{option}=VALUE")
         return option, not _read_value(option, "", has_value=False)
     _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
     raise UserError(f"--{name}: expected --config, --config.NAME or --workdir")

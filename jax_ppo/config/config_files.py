@@ -89,6 +89,7 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
                 config = module.get_config(argument)
             else:
                 config = module.get_config()
+        return _as_config_dict(config, value)
     except UserError:
         raise
     # Otherwise a file that ends the process would look like a completed run.
@@ -100,13 +101,12 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
             origin = getattr(sys.modules[name], "__file__", None)
             if origin and Path(origin).parent == path.parent.resolve():
                 del sys.modules[name]
-    return _as_config_dict(config, value)
 
 
 def _as_config_dict(config: object, value: str) -> "ml_collections.ConfigDict":
     import ml_collections
 
-    if isinstance(config, dict):
+    if isinstance(config, dict | ml_collections.FrozenConfigDict):
         return ml_collections.ConfigDict(config)
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(

@@ -99,14 +99,13 @@ def override_options(
     values: "ml_collections.ConfigDict", overrides: Mapping[str, object], command: str
 ) -> Config:
     """Override options by their dotted names; raise `UserError` unless all are then valid."""
+    # Steps that override a file's options replace its epochs, which would have no effect.
+    if overrides.get("trainer.total_training_steps"):
+        overrides = {**validation.default_values(["trainer.total_epochs"]), **overrides}
     # Types are validated below, with errors that name the option, unlike ml_collections'; and so
     # is a section in whose place the file has something else.
     with values.ignore_type(), contextlib.suppress(KeyError):
         values.update_from_flattened_dict(overrides)
-    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
-    # Steps that override a file's options replace its epochs, which would have no effect.
-    if overrides.get(steps) and epochs not in overrides:
-        values.trainer.total_epochs = options_by_name()[epochs].default
     return from_config_dict(values, command)
 
 
@@ -143,7 +142,8 @@ def read_config_file(value: str, command: str = "train") -> "ml_collections.Conf
         if command in SUPERVISED:
             raise UserError(f"--config={value}: supervised training has no smoke form")
         _build_section(Config, values, "")  # refuses what is wrong before it is replaced
-        config_files.shrink(values, defaults)
+        with values.ignore_type():  # such as lists of files
+            config_files.shrink(values, defaults)
     return values
 
 
@@ -197,12 +197,11 @@ def _add_missing_options(
     """Add the options that a configuration lacks, so that they can be overridden."""
     with values.unlocked():
         for name in defaults:
-            section = values.get(name)
             if name not in values:
                 # A reference keeps the type of an option whose default is None.
                 values[name] = defaults.get_ref(name)
-            elif hasattr(section, "unlocked") and hasattr(defaults[name], "unlocked"):
-                _add_missing_options(section, defaults[name])
+            elif hasattr(defaults[name], "unlocked") and hasattr(values[name], "unlocked"):
+                _add_missing_options(values[name], defaults[name])
 
 
 def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":
@@ -231,7 +230,10 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
     for name, field in fields.items():
         if name not in values:
             continue  # a configuration written before the option existed means its default
-        value = values[name]  # a ConfigDict resolves references here
+        try:
+            value = values[name]  # a ConfigDict resolves references here
+        except Exception as error:  # of a required one without a value, or of its computation
+            raise UserError(f"config.{prefix}{name}: {error}") from error
         if not dataclasses.is_dataclass(field.type):
             facts = field.metadata["facts"]
             built[name] = _validate_value(f"config.{prefix}{name}", value, field.type, facts)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.config import command_line, config_files, loading, plugins
+from jax_ppo.config import command_line, config_files, loading, plugins, schema
 from jax_ppo.errors import UserError
 
 COMMANDS = {
@@ -116,6 +116,7 @@ def read_command(value):
             r"get_config returned \[1\]; expected a ConfigDict",
         ),
         ("x = '\x00'\n", "null bytes"),
+        ("def get_config():\n    return {'rollout.n': 2}\n", "the key rollout.n contains one"),
     ],
 )
 def test_an_error_of_the_file_is_one_line_with_the_place(read, source, message, tmp_path):
@@ -142,6 +143,41 @@ def test_a_plain_dict_is_a_configuration_too_and_its_missing_options_can_be_set(
     config, _ = command_line.read_command_line(["train", f"--config={file}", *by_flags])
     assert config == loading.load_config(str(file), overrides)
     assert (config.actor.ppo_epochs, config.reward.workers) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "override", "message"),
+    [
+        ("{'trainer': 5}", "trainer.total_training_steps", "config.trainer: expected a section of"),
+        ("FrozenConfigDict({})", "rollout.n", ""),
+        ("{'rollout': {'n': required_placeholder(int)}}", "rollout.n", ""),
+        ("{'rollout': {'n': required_placeholder(int)}}", "seed", "config.rollout.n: None value"),
+        ("{'trainer': {'total_epochs': '3'}}", "trainer.total_training_steps", ""),
+    ],
+)
+def test_an_override_meets_what_a_file_has_in_its_place(returned, override, message, tmp_path):
+    """Regression: each ended in a traceback."""
+    file = tmp_path / "file.py"
+    file.write_text(
+        "from ml_collections.config_dict import FrozenConfigDict, required_placeholder\n"
+        f"def get_config():\n    return {returned}\n"
+    )
+    words = ["train", f"--config={file}", f"--config.{override}=2"]
+    words.append("--config.data.train_files=arithmetic:8")
+    if message:
+        with pytest.raises(UserError, match=message):
+            command_line.read_command_line(words)
+    else:
+        config, _ = command_line.read_command_line(words)
+        assert schema.option_value(config, override) == 2
+
+
+def test_the_smoke_form_replaces_a_list_of_files(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text(
+        "def get_config():\n    return {'data': {'train_files': ['a.json', 'b.json']}}\n"
+    )
+    assert loading.load_config(f"{file}:smoke").data.train_files == "arithmetic:64"
 
 
 def test_a_file_imports_the_module_beside_it_and_not_that_of_another_folder(tmp_path):

@@ -483,6 +483,11 @@ def test_only_what_trains_needs_training_data(config_file):
         ("actor_rollout_ref.rollout.n=5", "verl's rollout.n: config.rollout.n"),
         ("trainer.nnodes=2", "verl's trainer.nnodes: the launcher starts"),
         ("more.jsonl", "more.jsonl: not an option"),
+        ("--workdir", "--workdir: write --workdir=FOLDER"),
+        ("--workdir=", "--workdir: write --workdir=FOLDER"),
+        ("--workdir=--config.rollout.n=2", "--workdir: write --workdir=FOLDER"),
+        ("---config.rollout.n=2", "---config.rollout.n: there is no such option"),
+        ("--noconfig.data.shuffle=true", "write --config.data.shuffle=VALUE"),
     ],
 )
 def test_command_line_mistakes(config_file, argument, message):
