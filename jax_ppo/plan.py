@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
-    """Return the options, the machine, and which of --json and --arithmetic are set."""
+    """Return options, machine, --json, --arithmetic if set; raise `UserError` for wrong ones."""
     plan_flags: dict[str, str] = {}
     train_arguments = []
     for argument in arguments:

@@ -1,6 +1,6 @@
 """Parse text-valued options: sets of projections, loggers, strings and biases.
 
-Each function raises `ValueError`, which names the part and what is wrong with it.
+A function that refuses a text raises `ValueError`, which names the part and what is wrong with it.
 """
 
 import json

@@ -109,7 +109,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Return examples with the tools of a tool environment; unchanged for any other."""
+    """Return examples with the tools, if any; raise `UserError` for a prompt that is no chat."""
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe(examples, ENVIRONMENT_OPTION)
     return examples

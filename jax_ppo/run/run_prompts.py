@@ -27,7 +27,10 @@ _TRAIN_FILES = "config.data.train_files"
 
 
 def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example], list[Example]]:
-    """Return training and held-out examples; of training data in a cache one per `data_source`."""
+    """Return training and held-out examples; of training data in a cache one per `data_source`.
+
+    Raises `UserError` for a source that does not exist, or has rows of an unknown form or none.
+    """
     if trains and not data.cache_dir:
         return load_examples(data, seed)
     _, held_out = load_examples(dataclasses.replace(data, train_files=""), seed)
@@ -51,8 +54,9 @@ def tokenize_run_prompts(
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Return training prompts as tokens, from a cache if there is one, and held-out prompts.
 
-    Worker processes load the tokenizer again from `tokenizer_path`, for what the cache lacks;
-    `validate` raises `UserError` for examples that the reward cannot score.
+    Worker processes load the tokenizer again from `tokenizer_path`, for what the cache lacks.
+    Raises `UserError` for rows that cannot be used, and if no prompt is left; `validate` does for
+    examples that the reward cannot score.
     """
     training = PromptDataset((), (), data.max_prompt_length)
     encoding = make_encoding(data)

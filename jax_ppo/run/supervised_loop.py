@@ -322,7 +322,7 @@ def _write_metrics(
 
 
 def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
-    """Build a run, cheap validation first; weights are not loaded."""
+    """Build a run without weights; raise `UserError` if data, model or machine do not fit it."""
     # 1. Notes and data, before anything of the model is read.
     for note in notes.note_unread_options(config, task.command):
         console.print_on_main(f"note: {note}")
