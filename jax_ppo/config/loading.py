@@ -198,8 +198,7 @@ def _add_missing_options(
     with values.unlocked():
         for name in defaults:
             if name not in values:
-                # A reference keeps the type of an option whose default is None.
-                values[name] = defaults.get_ref(name)
+                values[name] = defaults[name]
             elif hasattr(defaults[name], "unlocked") and hasattr(values[name], "unlocked"):
                 _add_missing_options(values[name], defaults[name])
 

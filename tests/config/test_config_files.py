@@ -143,6 +143,8 @@ def test_a_plain_dict_is_a_configuration_too_and_its_missing_options_can_be_set(
     config, _ = command_line.read_command_line(["train", f"--config={file}", *by_flags])
     assert config == loading.load_config(str(file), overrides)
     assert (config.actor.ppo_epochs, config.reward.workers) == (3, 2)
+    with pytest.raises(UserError, match="config.reward.workers='2': expected int"):
+        loading.load_config(str(file), {"reward.workers": "2"})
 
 
 @pytest.mark.parametrize(
