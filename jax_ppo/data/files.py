@@ -6,6 +6,7 @@ import glob
 import gzip
 import itertools
 import json
+import os
 import re
 import sys
 import zlib
@@ -60,14 +61,27 @@ def has_suffix(name: str) -> bool:
 
 def find_matching_files(pattern: Path, option: str) -> list[Path]:
     """Return the readable files of a pattern, sorted by path; raise `UserError` without any."""
-    found = sorted(set(glob.glob(str(pattern), recursive=True)))
-    matches = [Path(name) for name in found if has_suffix(name)]
+    matches = [path for path in sorted(expand_pattern(pattern), key=str) if has_suffix(path.name)]
     if not matches:
         raise UserError(
             f"{option}: no file matches {pattern} and ends in {', '.join(SUFFIXES)} (looked from "
             f"{Path.cwd()})"
         )
     return matches
+
+
+def expand_pattern(pattern: Path) -> set[Path]:
+    """Return what matches a pattern; in contrast to `glob`, ** follows no links, which may loop."""
+    parts = pattern.parts
+    if "**" not in parts:
+        return set(map(Path, glob.glob(str(pattern))))
+    at = parts.index("**")
+    found = set()
+    for top in glob.glob(str(Path(*parts[:at]))):
+        for folder, folders, _ in os.walk(top):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found |= expand_pattern(Path(glob.escape(folder), *(parts[at + 1 :] or "*")))
+    return found
 
 
 def require_file(path: Path, option: str) -> None:
@@ -88,7 +102,8 @@ def require_file(path: Path, option: str) -> None:
 
 def folder_error(path: Path, option: str) -> UserError:
     """Return the error of a folder in the place of a file, with a pattern of its files."""
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+    is_one_split = all((path / f"{name}.json").exists() for name in ("state", "dataset_info"))
+    if is_one_split or (path / "dataset_dict.json").exists():
         return UserError(
             f"{option}: {path} is a folder of datasets' save_to_disk, which is not read; write "
             "Parquet: datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)"

@@ -18,7 +18,6 @@ of any file, selects a slice of its rows, counted from 0 as in Python.
 """
 
 import dataclasses
-import glob
 import importlib
 import itertools
 import logging
@@ -142,7 +141,7 @@ def _is_complete(source: str, exists: bool = False) -> bool:
     is_named = files.has_suffix(name) or _is_pattern(name)
     if exists:
         path = os.path.expanduser(name)
-        return is_named and (os.path.isfile(path) or any(glob.iglob(path)))
+        return is_named and (os.path.isfile(path) or bool(files.expand_pattern(Path(path))))
     return is_named or name.partition(":")[0] in SCHEMES
 
 

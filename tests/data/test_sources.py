@@ -542,10 +542,34 @@ def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
         read_examples("gs://bucket/*.jsonl")
 
 
-@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
-def test_a_folder_of_save_to_disk_is_told_apart(tmp_path, name):
+def test_folders_of_any_depth_are_matched_once(tmp_path):
+    """Regression: links that lead back were followed, without end where there are two."""
+    deep = tmp_path / "b, c" / "[d]" / "e"
+    deep.mkdir(parents=True)
+    for folder in (tmp_path, deep):
+        (folder / "loop").symlink_to(tmp_path)
+        (folder / "again").symlink_to(deep)
+        (folder / ".hidden").mkdir()
+        write_lines(folder / ".hidden" / "a.jsonl", GSM8K)
+        write_lines(folder / "a.jsonl", GSM8K)
+    both = [f"{folder}/a.jsonl:{n}" for folder in (tmp_path, deep) for n in (1, 2, 3)]
+    for name, expected in (
+        ("**/*.jsonl", both),
+        ("**", both),
+        ("**/**/a.jsonl", both),
+        ("**/e/*.jsonl", both[3:]),
+        ("b, c/**/*.jsonl[1:]", both[4:]),  # the comma separates no sources
+    ):
+        assert [e.location for e in read_examples(f"{tmp_path}/{name}")] == expected
+
+
+@pytest.mark.parametrize("names", [("state.json", "dataset_info.json"), ("dataset_dict.json",)])
+def test_a_folder_of_save_to_disk_is_told_apart(tmp_path, names):
     """Regression: its files that describe the data were named as those to read."""
-    (tmp_path / name).write_text("{}")
+    for name in names:
+        with pytest.raises(UserError, match="is a folder,? with"):
+            read_examples(str(tmp_path))
+        (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match="is a folder of datasets' save_to_disk.*to_parquet"):
         read_examples(str(tmp_path))
 
