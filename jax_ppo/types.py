@@ -42,7 +42,7 @@ class Example:
     source: int = 0  # which of the sources of `data.train_files` the row is from, counted from 0
     # Functions that the chat template describes, JSON schemas.
     tools: tuple[dict[str, Any], ...] = ()
-    # "FILE:LINE" or "FILE, row N", for messages; "" of a generated row.
+    # "FILE:LINE" or "SOURCE, row N", for messages; "" of a row that was not read.
     location: str = dataclasses.field(default="", compare=False)
 
     def describe_location(self, number: int, origin: str = "") -> str:

@@ -48,9 +48,8 @@ def shape_prompts(
             if isinstance(prompt, str):
                 raise UserError(
                     f"config.data.system_prompt={shorten(system_prompt)!r}: the prompt of "
-                    f"{example.describe_location(row, name)}, is plain text and cannot have a "
-                    "system message; use "
-                    "config.data.prompt_template"
+                    f"{example.describe_location(row, name)} is plain text and cannot have a "
+                    "system message; use config.data.prompt_template"
                 )
             prompt = _add_system_message(system_prompt, prompt)
         shaped.append(dataclasses.replace(example, prompt=prompt))

@@ -37,7 +37,7 @@ def test_a_system_message_replaces_the_chats_own():
 
 
 def test_a_plain_text_takes_no_system_message():
-    with pytest.raises(UserError, match="system_prompt='Be brief.'.*here, example 1, is plain"):
+    with pytest.raises(UserError, match="system_prompt='Be brief.'.*here, example 1 is plain"):
         shape("Once upon", "Be brief.")
 
 
