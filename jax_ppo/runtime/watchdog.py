@@ -24,10 +24,11 @@ _LOOKS_PER_LIMIT = 20
 
 @dataclasses.dataclass
 class _Progress:
-    """The phase in which the run moved last, and the watchdog's looks since then."""
+    """The phase in which the run moved last, and after which look of the watchdog."""
 
     phase: str
-    looks: int = 0
+    moved_after: int = 0
+    looks: int = 0  # so far; only the watchdog sets it, so that no report is lost
 
 
 _last: _Progress | None = None
@@ -49,7 +50,8 @@ def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
     def look() -> None:
         while not is_over.wait(seconds / _LOOKS_PER_LIMIT):
             last.looks += 1
-            if last.looks < _LOOKS_PER_LIMIT:
+            # The first look may follow at once, so it starts the time.
+            if last.looks - last.moved_after <= _LOOKS_PER_LIMIT:
                 continue
             # faulthandler shows the 100 newest threads: the main one is not always among them.
             frame = compat.main_thread_frame()
@@ -77,4 +79,4 @@ def report_progress(phase: str) -> None:
     """Record that the run has reached a phase, or makes progress in it."""
     if _last is not None:
         _last.phase = phase
-        _last.looks = 0
+        _last.moved_after = _last.looks
