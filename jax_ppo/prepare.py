@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
 def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse a command line into `data_set`, `source`, `out` (a path), `split` and `instruction`.
 
-    Raises `UserError` for wrong arguments, `SystemExit` after `--help`.
+    Raise `UserError` for wrong arguments, `SystemExit` after `--help`.
     """
     parser = _Parser(prog="python -m jax_ppo.prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("data_set", help=", ".join(DATA_SETS))

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
 def read_replay_arguments(arguments: list[str]) -> tuple[Path, int, bool, dict[str, Any]]:
     """Return a run's folder, the step, whether to verify it, and options of where it runs.
 
-    Raises `UserError` for wrong ones, and for options of anything else.
+    Raise `UserError` for wrong ones, and for options of anything else.
     """
     values, where = {}, {}
     for word in arguments[1:]:

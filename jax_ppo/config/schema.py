@@ -86,7 +86,7 @@ def option_is(name: str, value: object, message: str = "") -> Condition:
 
 
 def engine_is_built_in(others: str) -> Condition:
-    """Return the condition that the engine is the built-in one; `others` is what others do."""
+    """Return the condition that the engine is the built-in one; `others` says what others do."""
     message = f"config.rollout.engine={{config.rollout.engine!r}} {others}"
     return option_is("rollout.engine", "built-in", message)
 

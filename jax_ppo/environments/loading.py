@@ -109,7 +109,10 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Return examples with the tools, if any; raise `UserError` for a prompt that is no chat."""
+    """Return examples that describe a tool environment's tools; unchanged for any other.
+
+    Raise `UserError` for a prompt that is not a chat, which tools need.
+    """
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe(examples, ENVIRONMENT_OPTION)
     return examples

@@ -49,7 +49,7 @@ def importance_weights(
       logprobs: log-probabilities under pi, one response per row.
       sampled_logprobs: those under mu, at the same temperature.
       mask: 1 on the tokens that mu chose, in any pattern; products run over these alone.
-      level: a name in IMPORTANCE_WEIGHTS, else `ValueError`.
+      level: a name in IMPORTANCE_WEIGHTS; `ValueError` for others.
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.

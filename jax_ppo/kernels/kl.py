@@ -70,7 +70,8 @@ def kl_estimate(
       logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
       ref_logprobs: those under the reference, at the same temperature.
       mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      kind: one of KL_KINDS, or a function of d, which is 0 where mask is 0, else `ValueError`.
+      kind: one of KL_KINDS (`ValueError` for other names), or a function of d, which is 0 where
+        mask is 0.
 
     Returns:
       float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.

@@ -218,7 +218,7 @@ def loss_weights(
     Args:
       action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
         >= 0.
-      mode: a name in AGGREGATIONS, else `ValueError`.
+      mode: a name in AGGREGATIONS; `ValueError` for others.
       scale: > 0, in tokens, the same at every step (the longest response allowed, for example);
         for "seq-mean-token-sum-norm" only.
 

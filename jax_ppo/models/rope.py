@@ -24,7 +24,7 @@ def inverse_frequencies(
 
     In Hugging Face's code, `dynamic` and `longrope` change with the length of the sequence. Here
     they hold for sequences no longer than `max_sequence_length`, which the caller must
-    enforce, so that cached keys stay valid.
+    enforce, so that cached keys stay valid. Raise `ValueError` for an unsupported kind.
     """
     scaling = dict(architecture.rope_scaling)
     kind = scaling["rope_type"]

@@ -149,7 +149,10 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
 
 
 def load_estimator(name: str) -> Callable[..., jax.Array] | None:
-    """Load the user's function that `algorithm.adv_estimator` names, `None` for a built-in one."""
+    """Return the user's function that `algorithm.adv_estimator` names, `None` for a built-in one.
+
+    Raise `UserError` if it cannot be loaded.
+    """
     if ":" not in name:
         return None
     arguments = ("rewards", "mask", "n")

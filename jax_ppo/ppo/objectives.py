@@ -380,7 +380,10 @@ def policy_batch(
 
 
 def compute_policy_loss(options: Actor, batch: PolicyBatch) -> tuple[PolicyLoss, Metrics]:
-    """Compute the configured policy loss of each token, and a user-defined loss's metrics."""
+    """Compute the configured policy loss of each token, and a user-defined loss's metrics.
+
+    Raise `UserError` if a user-defined loss cannot be loaded, or returns something else.
+    """
     clip = Clip(
         low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
         high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,

@@ -130,10 +130,11 @@ def update_actor(
     experience: Experience,
     batches: MiniBatches,
 ) -> tuple[Params, optax.OptState, Int32[Array, ""], Metrics]:
-    """Train the actor, and a critic that shares its trunk; also return the next step's number.
+    """Train the actor, and a critic that shares its trunk.
 
-    `params` and `optimizer_state` are donated; `fixed_state` is the state with every role's trained
-    trees removed.
+    Return the new parameters and optimizer state, the next step's number, and metrics. `params` and
+    `optimizer_state` are donated; `fixed_state` is the state with every role's trained trees
+    removed.
     """
     fixed_state = fixed_state.on_device()
     # The actor's schedule starts after the critic's warm-up.
@@ -176,7 +177,7 @@ def update_critic(
     experience: Experience,
     batches: MiniBatches,
 ) -> tuple[Params, optax.OptState, Metrics]:
-    """Train a separate critic; arguments as for `update_actor`."""
+    """Train a separate critic; as `update_actor`, without the step's number."""
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     assert nets.critic is not None, "there is no separate critic"

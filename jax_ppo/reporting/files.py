@@ -91,7 +91,7 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     """Yield kind, step and records of each file of `write_samples`, in the order of the steps.
 
-    Raises `UserError` for a file that does not hold JSON lines.
+    Raise `UserError` for a file that does not hold JSON lines.
     """
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)

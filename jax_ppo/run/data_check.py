@@ -267,7 +267,7 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
         if not join_contents(example.prompt).strip()
     ]
     if empty:
-        problems.append(f"{len(empty)} prompts are empty, the first is {empty[0]}")
+        problems.append(f"{counted(len(empty), 'empty prompt')}, the first is {empty[0]}")
     usable = part["rows"]
     tokens = part["prompt_tokens"]
     if tokens and tokens["too_long"]:

@@ -29,7 +29,7 @@ _TRAIN_FILES = "config.data.train_files"
 def load_run_examples(data: Data, seed: int, trains: bool) -> tuple[list[Example], list[Example]]:
     """Return training and held-out examples; of training data in a cache one per `data_source`.
 
-    Raises `UserError` for a source that does not exist, or has rows of an unknown form or none.
+    Raise `UserError` for a source that does not exist, or has rows of an unknown form or none.
     """
     if trains and not data.cache_dir:
         return load_examples(data, seed)
@@ -55,8 +55,8 @@ def tokenize_run_prompts(
     """Return training prompts as tokens, from a cache if there is one, and held-out prompts.
 
     Worker processes load the tokenizer again from `tokenizer_path`, for what the cache lacks.
-    Raises `UserError` for rows that cannot be used, and if no prompt is left; `validate` does for
-    examples that the reward cannot score.
+    Raise `UserError` for rows that cannot be used, and if no prompt is left; `validate` raises it
+    for examples that the reward cannot score.
     """
     training = PromptDataset((), (), data.max_prompt_length)
     encoding = make_encoding(data)

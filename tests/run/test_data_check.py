@@ -215,7 +215,7 @@ def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
     [
         ([{"prompt": "p"}], "a.jsonl:1: data_source='' (the rows have no such column) has no"),
         ([{"prompt": "p", "data_source": "gsm8k"}] * 9, "9 examples in all cannot be scored"),
-        ([ROW, ROW | {"question": " "}], "1 prompts are empty, the first is /"),
+        ([ROW, ROW | {"question": " "}], "1 empty prompt, the first is /"),
     ],
 )
 def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):

@@ -94,8 +94,9 @@ def _refuse_run(folder: Path, setting: str) -> None:
 
 
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
-    """Return by which hub name and revision, or address or path and `None`, others find a model.
+    """Return the name by which others find a model, and its revision on the hub.
 
+    The name is that of the hub, or an address or absolute path, which have `None` for a revision.
     `path` is the option as passed to `resolve_model_folder`, which returned `folder`, or "" for a
     folder of this run.
     """

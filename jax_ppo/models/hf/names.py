@@ -34,8 +34,9 @@ def tensor_table(
 ) -> TensorTable:
     """Return the checkpoint tensor of each parameter by our path: ("layers", "mlp", ..., "kernel").
 
-    `head` is one of `HEADS`; an encoder always has "reward". With `stacked_experts`, a tensor of
-    the checkpoint holds all experts of a layer although exports of the family have one for each.
+    `head` is one of `HEADS` (`ValueError` for others); an encoder always has "reward". With
+    `stacked_experts`, a tensor of the checkpoint holds all experts of a layer although exports of
+    the family have one for each.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
