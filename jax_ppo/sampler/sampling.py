@@ -200,7 +200,7 @@ def _pack_kept(is_kept_BxV: jax.Array, shards: VocabularyShards) -> jax.Array:
 
 
 class _Filters(NamedTuple):
-    """What is drawn among, see `sample_tokens`."""
+    """The filters of logits, see `sample_tokens`."""
 
     temperature: float
     top_k: int
