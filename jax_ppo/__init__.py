@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax_ppo.api import train as train
     from jax_ppo.config.loading import load_config as load_config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Policy", "__version__", "kernels", "load_config", "load_policy", "sample", "train"]
 
 # Once the submodule `jax_ppo.train` is imported, this name is bound to it; the module is callable.
