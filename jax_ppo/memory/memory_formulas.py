@@ -200,11 +200,8 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     shape = _rows_at_once(batches.packing)
     tokens = device_tokens(step, shape)
     schedule = schedule_pass(step, role, shape[0])
-    # Gradients are added to the sum as they are computed (training/learner.py), except in stages,
-    # which have the gradients of a micro-batch and of a tick, and for adapters.
-    gradients = 0
-    if schedule.stages > 1 or role.net.lora is not None:
-        gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
+    # Stages have the gradients of a micro-batch and of a tick.
+    gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
     # In stages, for a device's part of the layers in each tick.
     saved_per_layer = round(saved_bytes(step, role, shape) * schedule.slowdown)
     layers = backward_bytes(step, role, shape)

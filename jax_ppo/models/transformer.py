@@ -56,7 +56,6 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache, RecurrentState, cache_layout, cache_length
 from jax_ppo.models.delta_net import DeltaLayer
-from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum, scan_layers
 from jax_ppo.models.latent_attention import LatentLayer
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
@@ -191,12 +190,11 @@ class Transformer(LayerOptions):
         if self.unrolled:
             x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache, ends_B)
         elif self.architecture.partial_stacks:
-            gradient_sum = params.get(GRADIENT_SUM)
-            x, auxiliary = self._run_blocks(params["layers"], x, rows, gradient_sum)
+            x, auxiliary = self._run_blocks(params["layers"], x, rows)
         else:
             run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
             layers = (params["layers"], _kind_of_each(self.architecture))
-            x, auxiliary = run_layers(layers, x, rows, params.get(GRADIENT_SUM))
+            x, auxiliary = run_layers(layers, x, rows)
         norm: Any = MODULES[self.architecture.block].norm_class
         hidden = norm(self.architecture).apply({"params": params["norm"]}, x)
         return TransformerOutput(hidden, new_cache, auxiliary)
@@ -249,7 +247,7 @@ class Transformer(LayerOptions):
         return MODULES[self.architecture.block](self, **names)
 
     def _run_stacked(
-        self, layers: StackedLayers, x: jax.Array, rows: LayerRows, gradient_sum: Any = None
+        self, layers: StackedLayers, x: jax.Array, rows: LayerRows
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all stacked layers, or the layers of a stage, as one scan."""
         params, kind_of_each = layers
@@ -257,8 +255,8 @@ class Transformer(LayerOptions):
         rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
         layer = self._layer()
 
-        def run_layer(params: Params, x: jax.Array, inputs: Any) -> tuple[jax.Array, Auxiliary]:
-            kind, own = inputs
+        def run_layer(x: jax.Array, layer_inputs: Any) -> tuple[jax.Array, Auxiliary]:
+            params, kind, own = layer_inputs
             if kind is None:
                 kind = layer_kinds(self.architecture)[0]
             output: Any = layer.apply({"params": params}, x, kind, rotations, segments, own)
@@ -269,9 +267,8 @@ class Transformer(LayerOptions):
         is_loop = num_layers > MAX_UNROLLED_LAYERS
         if self.remat:
             run_layer = self._rematerialize(run_layer, is_loop)
-        inputs = (kind_of_each, _layers_first(inputs_BxTxL))
-        unroll = 1 if is_loop else num_layers
-        return scan_layers(run_layer, params, x, inputs, gradient_sum, unroll)
+        inputs = (params, kind_of_each, _layers_first(inputs_BxTxL))
+        return jax.lax.scan(run_layer, x, inputs, unroll=1 if is_loop else num_layers)
 
     def _rematerialize(self, run_layer: Callable[..., Any], is_loop: bool) -> Callable[..., Any]:
         """Return a function that computes again what the policy does not keep."""
@@ -280,7 +277,7 @@ class Transformer(LayerOptions):
         return jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
 
     def _run_blocks(
-        self, layers: Params, x: jax.Array, rows: LayerRows, gradient_sum: GradientSum | None
+        self, layers: Params, x: jax.Array, rows: LayerRows
     ) -> tuple[jax.Array, Auxiliary]:
         """Run layers with different parameters, in spans of layers alike in MLP and sharing."""
         a = self.architecture
@@ -292,21 +289,9 @@ class Transformer(LayerOptions):
         spans = list(map(slice, starts, [*starts[1:], a.num_layers]))
         auxiliary = []
         shared: Shared = {}
-        for number, span in enumerate(spans):
-
-            def take(tree: Params, span: slice = span) -> Params:
-                return _stacks_of(tree, span, a.partial_stacks) if len(spans) > 1 else tree
-
-            own_sum = gradient_sum
-            if gradient_sum is not None and len(spans) > 1:
-                key = gradient_sum.key
-                own_sum = dataclasses.replace(
-                    gradient_sum,
-                    slot=take(gradient_sum.slot),
-                    total=take(gradient_sum.total),
-                    key=None if key is None else jax.random.fold_in(key, number),
-                )
-            x, shared, own = self._run_periods(take(layers), x, rows, own_sum, span, shared)
+        for span in spans:
+            own_layers = _stacks_of(layers, span, a.partial_stacks) if len(spans) > 1 else layers
+            x, shared, own = self._run_periods(own_layers, x, rows, span, shared)
             auxiliary.append(own)
         return x, _join_dicts(jnp.concatenate, auxiliary)
 
@@ -315,7 +300,6 @@ class Transformer(LayerOptions):
         layers: Params,
         x: jax.Array,
         rows: LayerRows,
-        gradient_sum: GradientSum | None,
         span: slice,
         shared: Shared,
     ) -> tuple[jax.Array, Shared, Auxiliary]:
@@ -337,8 +321,9 @@ class Transformer(LayerOptions):
             return jax.tree.map(lambda x: x.reshape(len(kinds) // size, -1, *x.shape[1:]), stacked)
 
         def run_period(
-            params: Params, x: jax.Array, inputs: Any
+            x: jax.Array, period: tuple[Params, Any]
         ) -> tuple[jax.Array, tuple[Shared, Auxiliary]]:
+            params, inputs = period
             auxiliary = []
             to_share: Shared = {}
             for i, kind in enumerate(kinds[:size]):
@@ -361,24 +346,19 @@ class Transformer(LayerOptions):
                 auxiliary.append(own)
             return x, (to_share, _join_dicts(jnp.stack, auxiliary))
 
-        if gradient_sum is not None:
-            gradient_sum = dataclasses.replace(
-                gradient_sum, slot=split(gradient_sum.slot), total=split(gradient_sum.total)
-            )
         unroll = 1 if is_loop else len(kinds) // size
         inputs = split(jax.tree.map(lambda x: x[span], _layers_first(inputs_BxTxL)))
-        x, (to_share, auxiliary) = scan_layers(
-            run_period, split(layers), x, inputs, gradient_sum, unroll
+        x, (to_share, auxiliary) = jax.lax.scan(
+            run_period, x, (split(layers), inputs), unroll=unroll
         )
         # Those of the last period.
         to_share = jax.tree.map(lambda x: x[-1], to_share)
         return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_in_stages(
-        self, layers: StackedLayers, x: jax.Array, rows: LayerRows, gradient_sum: None = None
+        self, layers: StackedLayers, x: jax.Array, rows: LayerRows
     ) -> tuple[jax.Array, Auxiliary]:
         """Run the layers of each stage as a scan, one micro-batch after the other."""
-        assert gradient_sum is None, "stages add up their gradients themselves"
         layers_per_stage = self.architecture.num_layers // num_stages()
 
         def run_stage(

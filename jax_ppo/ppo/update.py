@@ -228,7 +228,6 @@ def actor_learner(
         ),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
-        trains_layers=net.lora is None,
         early_stop=early_stop,
         rounding_seed=rounding_seed(actor.optim, options.rounding_seed),
         logs_optimizer_steps=options.logs_optimizer_steps,
@@ -256,7 +255,6 @@ def critic_learner(
         ),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
-        trains_layers=net.lora is None,
         rounding_seed=rounding_seed(critic.optim, options.rounding_seed),
         logs_optimizer_steps=options.logs_optimizer_steps,
     )

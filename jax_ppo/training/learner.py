@@ -23,10 +23,7 @@ import optax
 from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Optim
-from jax_ppo.models.gradient_sums import GRADIENT_SUM, GradientSum
-from jax_ppo.models.heads import without_part
 from jax_ppo.runtime import placement
-from jax_ppo.runtime.parallelism.pipeline import num_stages
 from jax_ppo.runtime.parallelism.replicas import add_trees, sum_over_replicas
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
@@ -132,7 +129,6 @@ class Learner:
     optim: Optim
     grad_clip: float  # largest global gradient norm
     prefix: str = ""  # begins the names of the metrics that the learner adds
-    trains_layers: bool = True  # `False` if the parameters are adapters
     early_stop: EarlyStop | None = None  # `None` takes all steps
     rounding_seed: int = 0  # of the stochastic rounding of what is stored in bfloat16
     # Return the metrics of each optimizer step besides the reduced ones.
@@ -257,7 +253,6 @@ class Learner:
                 params,
                 sums[0],
                 None if key is None else jax.random.fold_in(key, i),
-                self.trains_layers,
             )
             return gradients, self._combine_metrics(sums[1], metrics)
 
@@ -293,29 +288,11 @@ def add_gradient(
     params: Params,
     total: Params,
     key: jax.Array | None,
-    trains_layers: bool = True,
 ) -> tuple[Params, Any]:
     """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
-    The gradients of layers are added while they are computed (`models.gradient_sums`), so that no
-    second tree of them is in memory; gradients of adapters, for which `trains_layers` is False, are
-    small. `zero_gradients` starts the total. `loss` maps parameters to a value and an auxiliary
-    output, and runs the decoder once. `key` is the micro-batch's; `None` if the sum is wider than
-    bfloat16.
+    `zero_gradients` starts the total. `loss` maps parameters to a value and an auxiliary output.
+    `key` is the micro-batch's; `None` if the sum is wider than bfloat16.
     """
-    # Pipeline stages run several micro-batches at once, and sum their gradients themselves.
-    if not trains_layers or num_stages() > 1:
-        gradients, aux = jax.grad(loss, has_aux=True)(params)
-        return add_gradients(total, gradients, key), aux
-    layers = params["layers"]
-
-    def loss_with_sum(others: Params, placeholder: Params) -> tuple[jax.Array, Any]:
-        gradient_sum = GradientSum(placeholder, total["layers"], key, add_gradients)
-        return loss({**others, "layers": layers, GRADIENT_SUM: gradient_sum})
-
-    # The "gradient" with respect to it is the new sum of the layers' gradients.
-    placeholder = jax.tree.map(jnp.zeros_like, total["layers"])
-    gradient = jax.grad(loss_with_sum, argnums=(0, 1), has_aux=True)
-    (gradients, layers_total), aux = gradient(without_part(params, "layers"), placeholder)
-    others_total = add_gradients(without_part(total, "layers"), gradients, key)
-    return others_total | {"layers": layers_total}, aux
+    gradients, aux = jax.grad(loss, has_aux=True)(params)
+    return add_gradients(total, gradients, key), aux

@@ -164,14 +164,14 @@ def test_int8_leaves_rates_and_decays_as_they_are(actor):
         pytest.param(True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_gradients_are_added_to_their_sum(pattern, remat):
+def test_the_gradient_reaches_every_layer(pattern, remat):
     """In a loop over periods too, whose layers have parts of three stacks."""
     assert len(pattern) == 3 or len(pattern) > MAX_UNROLLED_LAYERS
     architecture = dataclasses.replace(
         ARCHITECTURE, num_layers=len(pattern), linear_layers=pattern, num_heads=2, num_kv_heads=1
     )
     params = tiny.random_params(architecture, 0, 0, "lm")
-    gradients = tiny.gradients_added_to_ones(Transformer(architecture, remat=remat), params)
+    gradients = tiny.hidden_state_gradients(Transformer(architecture, remat=remat), params)
     for mixer, name in (("attention", "v_proj"), ("delta_net", "in_proj_qkv")):
         kernels = gradients["layers"][mixer][name]["kernel"]
         assert (np.abs(kernels).max((1, 2)) > 0).all()

@@ -239,7 +239,7 @@ def test_the_correction_is_never_rounded(tmp_path):
         ),
     ],
 )
-def test_gradients_are_added_to_their_sum(dense, layers):
+def test_the_gradient_reaches_every_layer(dense, layers):
     architecture = dataclasses.replace(
         ARCHITECTURE,
         num_layers=layers,
@@ -247,7 +247,7 @@ def test_gradients_are_added_to_their_sum(dense, layers):
         experts_per_token=4,
     )
     params = random_params(architecture)
-    gradients = tiny.gradients_added_to_ones(Transformer(architecture, remat=layers > 3), params)
+    gradients = tiny.hidden_state_gradients(Transformer(architecture, remat=layers > 3), params)
     for stack in ("dense_mlp", "shared_expert"):
         kernels = gradients["layers"][stack]["up_proj"]["kernel"]
         assert (np.abs(kernels).max((1, 2)) > 0).all()

@@ -189,10 +189,10 @@ def test_an_engine_samples_the_same_on_several_devices_and_as_a_pass_over_the_wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
-def test_gradients_are_added_to_their_sum(remat):
+def test_the_gradient_reaches_every_layer(remat):
     architecture = dataclasses.replace(ARCHITECTURE, per_layer_size=4)
     params = tiny.random_params(architecture, 0, 0, "lm")
-    gradients = tiny.gradients_added_to_ones(Transformer(architecture, remat=remat), params)
+    gradients = tiny.hidden_state_gradients(Transformer(architecture, remat=remat), params)
     layers = gradients["layers"]
     for stack in ("attention", "local_attention", "shared_attention", "local_shared_attention"):
         assert (np.abs(layers[stack]["q_proj"]["kernel"]).max((1, 2)) > 0).all()
