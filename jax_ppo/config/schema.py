@@ -126,7 +126,6 @@ COMPARES_COMPONENTS = Condition(
     lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_components,
     estimator_is(lambda entry: entry.needs_components))
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
-HAS_LOCAL_DIR = is_set("trainer.local_dir")
 SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
 HAS_ROLLOUT_MESH = Condition(
@@ -1193,12 +1192,6 @@ class Trainer:
         "steps between checkpoints; 0: only the last step; -1: never, except before a preemption",
         unit="steps", at_least=-1)
     max_checkpoints: int = option(2, "newest checkpoints to keep, besides the best one", at_least=1)
-    local_dir: str = option("",
-        "folder on each machine's disk for states between checkpoints, from which processes that "
-        "restart on the same machines resume; empty: none",
-        requires=(SAMPLES_WITHIN_STEP,))
-    local_save_freq: int = option(5, "steps between states in local_dir",
-        unit="steps", at_least=1, effective_when=(HAS_LOCAL_DIR,))
     best_metric: str = option("accuracy",
         "metric of the best checkpoint, among steps that are both evaluated and saved",
         choices=("accuracy", "reward_mean"), read_by=PPO)

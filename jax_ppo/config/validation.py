@@ -267,7 +267,7 @@ EXACT_RESPONSES = (
     "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is", "rollout.verify_drafts",
     "algorithm.filter_groups.enable", "score.file")
 EARLIER_EPOCHS = (
-    "rollout.keep", "algorithm.filter_groups.enable", "score.file", "trainer.local_dir")
+    "rollout.keep", "algorithm.filter_groups.enable", "score.file")
 # fmt: on
 
 

@@ -115,7 +115,7 @@ def run_life_cycle(
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,
-        open_checkpoints(config.trainer, workdir, mesh, best_metric) as checkpoints,
+        open_checkpoints(config.trainer, workdir, best_metric) as checkpoints,
     ):
         training = build(mesh)
         progress = find_progress(
@@ -167,18 +167,15 @@ def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
     return folders if options.export else ()
 
 
-def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh, best_metric: str) -> Checkpointer:
-    """Open the run's checkpoints in `workdir`, with local copies if `local_dir` is set."""
-    checkpoints = Checkpointer(
+def open_checkpoints(options: Trainer, workdir: Path, best_metric: str) -> Checkpointer:
+    """Open the run's checkpoints in `workdir`."""
+    return Checkpointer(
         work_directory.checkpoint_directory(workdir),
         max_to_keep=options.max_checkpoints,
         best_metric=best_metric,
         report=console.print_on_main,
         before_save=functools.partial(work_directory.publish, workdir),
     )
-    if options.local_dir:
-        checkpoints.keep_local(options.local_dir, mesh)
-    return checkpoints
 
 
 @dataclasses.dataclass
@@ -262,8 +259,7 @@ class StepLoop:
         saves = is_last or is_due(step, self.training.total_steps, options.save_freq)
         # A preempted run saves even if no checkpoint is due.
         saves = saves or self._stop_request.should_stop(step)
-        saves_locally = bool(options.local_dir) and step % options.local_save_freq == 0
-        if not (saves or saves_locally):
+        if not saves:
             return
         self.journal.write_pending_report()
         with self.journal.phase("checkpoint"):
@@ -274,10 +270,7 @@ class StepLoop:
                 "config": self.all_options,
             }
             trees = self.training.checkpoint_trees(state)
-            if saves:
-                self.checkpoints.save(step, trees, meta, quality)
-            else:
-                self.checkpoints.save_local(step, trees, meta)
+            self.checkpoints.save(step, trees, meta, quality)
         # Exclude the checkpoint from the next step's time.
         self.journal.restart_clock()
 

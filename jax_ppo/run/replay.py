@@ -79,7 +79,6 @@ def read_run(source: Path, step: int, where: dict[str, Any]) -> tuple[Config, st
         "model.path": path,
         # It only takes steps, and writes all their responses.
         "trainer.export": False,
-        "trainer.local_dir": "",
         "trainer.log_rollouts_freq": 1,
         "trainer.log_rollouts": config.samples_per_step,
         "trainer.logger": "",

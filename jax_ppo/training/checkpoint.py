@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,17 +27,14 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, heartbeat, signals
 from jax_ppo.storage import disk_space, remote
 from jax_ppo.training import checksums
-from jax_ppo.training.local_checkpoints import LocalCheckpoints, leaf_name
 
 META = "meta"
-RUN_ID = "run_id"  # the file that tells the local checkpoints of runs apart
 MAX_SHOWN = 5  # mismatched parameters named in an error
 _show_uncaught = sys.unraisablehook
 
@@ -84,8 +80,6 @@ class Checkpointer:
         if not self._is_remote:
             self._directory = os.path.abspath(directory)  # Orbax takes absolute paths only
         self._before_save = before_save
-        self._report = report
-        self._local: LocalCheckpoints | None = None
         self.best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
@@ -177,42 +171,8 @@ class Checkpointer:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
         self._saved_step = step
 
-    def keep_local(self, directory: str, mesh: Mesh) -> None:
-        """Add local checkpoints; the newest that all processes have counts as one of this run's.
-
-        Raise `UserError` if the directory cannot be used.
-        """
-        # In the directory of the checkpoints: removing that directory begins another run.
-        path = self._manager.directory / RUN_ID
-
-        def name_run() -> None:
-            # An empty file is left by a run that was killed, or whose disk was full.
-            if not path.exists() or not path.read_text():
-                path.write_text(secrets.token_hex(8))
-
-        distributed.run_on_main(name_run)
-        run_id = path.read_text() if distributed.is_main() else ""
-        run_id = distributed.allgather_json(run_id)[0]
-        self._local = LocalCheckpoints(
-            directory, run_id, mesh, self._manager.latest_step(), self._report
-        )
-
-    def save_local(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
-        """Copy the arrays and return; each process writes its shards to its local disk.
-
-        `keep_local` must have been called before.
-
-        Raises:
-          UserError: the disk has too little space, or the previous save failed.
-        """
-        assert self._local is not None
-        distributed.run_on_main(self._before_save)
-        self._local.save(step, arrays, meta)
-
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or `None` if there is none."""
-        if self._local is not None and self._local.step is not None:
-            return self._local.step  # the checkpoints of the work directory are older
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
@@ -238,11 +198,6 @@ class Checkpointer:
         self.wait()
         # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
-        if self._local is not None and step == self._local.step:
-            checkpoint = f"local checkpoint {self._local.path}"
-            for name, tree in wanted.items():
-                _validate_shapes(checkpoint, name, self._local.saved_shapes(name), tree)
-            return Restored(*self._local.restore(wanted))
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
             raise FileNotFoundError(
@@ -251,9 +206,7 @@ class Checkpointer:
         self._validate_files(step)
         checkpoint = f"checkpoint {step} in {self._directory}"
         for name, tree in wanted.items():
-            saved_tree = self.saved_tree(step, name)
-            saved_shapes = None if saved_tree is None else _shapes(saved_tree)
-            _validate_shapes(checkpoint, name, saved_shapes, tree)
+            _validate_shapes(checkpoint, name, self.saved_tree(step, name), tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
@@ -275,16 +228,12 @@ class Checkpointer:
         """Wait until everything saved is on disk, and raise the error if a save failed."""
         with self._disk_errors():
             self._manager.wait_until_finished()
-        if self._local is not None:
-            self._local.wait()
         if self._saved_step is not None:
             signals.record_saved_step(self._saved_step)
 
     def close(self) -> None:
         """Wait for a save in progress; nothing can be called afterwards."""
         self.wait()
-        if self._local is not None:
-            self._local.close(self._manager.latest_step())
         self._manager.close()
 
     def _prepare_save(self) -> None:
@@ -331,16 +280,14 @@ class Checkpointer:
         self._intact_steps.add(step)
 
 
-def _validate_shapes(
-    checkpoint: str, name: str, saved: dict[str, tuple[int, ...]] | None, abstract: Any
-) -> None:
+def _validate_shapes(checkpoint: str, name: str, saved_tree: Any, abstract: Any) -> None:
     """Raise `UserError` if names or shapes differ: other errors name no parameter.
 
-    `saved` has the shapes in the checkpoint; `None` if that has no such tree.
+    `saved_tree` is the result of `Checkpointer.saved_tree`.
     """
-    if saved is None:
+    if saved_tree is None:
         raise UserError(f"{checkpoint} holds no {name!r}")
-    wanted = _shapes(abstract)
+    saved, wanted = _shapes(saved_tree), _shapes(abstract)
     # Names of both sides: a parameter that only one of them has is a mismatch, too.
     wrong = [
         f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
@@ -361,7 +308,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
-        shapes[leaf_name(path)] = tuple(leaf.shape)
+        shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
     return shapes
 
 

@@ -129,10 +129,6 @@ def test_every_option_has_a_meaning():
             for drafts in ({"rollout__verify_drafts": True}, DRAFTED)
         ),
         (
-            {"rollout__verify_drafts": True, "trainer__local_dir": "/tmp"},
-            r"local_dir='/tmp': expected '' with config\.rollout\.verify_drafts=True",
-        ),
-        (
             {"rollout__verify_drafts": True, "rollout__exact": True},
             r"verify_drafts=True: expected False with config\.rollout\.exact=True, which draws",
         ),

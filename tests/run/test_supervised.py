@@ -265,31 +265,6 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     assert json.loads((tmp_path / "halves" / "config.json").read_text()) == saved
 
 
-@pytest.mark.slow
-def test_a_run_that_dies_resumes_from_its_local_state(files, tmp_path, monkeypatch, capsys):
-    local = f"--config.trainer.local_dir={tmp_path}/local", "--config.trainer.local_save_freq=2"
-    steps = "--config.trainer.total_training_steps=6", "--config.trainer.save_freq=0"
-    options = load(files, *steps, *local)
-    take_step = supervised_loop.SupervisedTraining.take_step
-
-    def die(training, state, step, journal):
-        if step == 5:
-            raise KeyError
-        return take_step(training, state, step, journal)
-
-    monkeypatch.setattr(supervised_loop.SupervisedTraining, "take_step", die)
-    with pytest.raises(KeyError):
-        supervised_loop.train_supervised(options, tmp_path / "run", supervised_tasks.SFT)
-    monkeypatch.undo()
-    supervised_loop.train_supervised(options, tmp_path / "run", supervised_tasks.SFT)
-    assert "resuming after step 4 of 6" in capsys.readouterr().out
-    supervised_loop.train_supervised(load(files, *steps), tmp_path / "whole", supervised_tasks.SFT)
-    ours, theirs = (
-        (tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("run", "whole")
-    )
-    assert ours == theirs
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["sft", "reward_model"])
 def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_path, command):
