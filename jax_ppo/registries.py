@@ -215,15 +215,12 @@ class RolloutEngineEntry(Entry):
     is_external: bool = False
     is_server: bool = False  # it is a program that is reached over HTTP, at `rollout.url`
     requirement: str = ""  # what it needs, in words
-    lacks: tuple[str, ...] = ()  # options of `rollout` that it cannot follow
 
     @property
     def needs(self) -> Iterator[str]:
         """Yield what it needs, in words."""
         if self.requirement:
             yield self.requirement
-        if self.lacks:
-            yield f"no {' or '.join(f'`rollout.{name}`' for name in self.lacks)}"
 
 
 # fmt: off
@@ -450,13 +447,11 @@ ROLLOUT_ENGINES = Registry(RolloutEngineEntry, "Rollout engines", ("rollout.engi
     RolloutEngineEntry("vllm", "jax_ppo.sampler.engines.server:ServerEngine",
         "a vLLM that the run starts, or one at `rollout.url`",
         when="responses are long, or have very different lengths, and GPUs are left for it",
-        requirement="`rollout.vllm.python` or `rollout.url`", lacks=("bad_words",),
-        is_external=True, is_server=True),
+        requirement="`rollout.vllm.python` or `rollout.url`", is_external=True, is_server=True),
     RolloutEngineEntry("openai", "jax_ppo.sampler.engines.server:ServerEngine",
         "a running server that takes and returns token ids: SGLang, vLLM, or completions",
         when="such a server runs already, also on another machine",
-        requirement="`rollout.url`", lacks=("bad_words",), other_names=("sglang",),
-        is_external=True, is_server=True))
+        requirement="`rollout.url`", other_names=("sglang",), is_external=True, is_server=True))
 
 # fmt: on
 REGISTRIES: tuple[Registry[Any], ...] = (

@@ -4,7 +4,6 @@ A function that refuses a text raises `ValueError`, which names the part and wha
 """
 
 import json
-import math
 
 from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import did_you_mean
@@ -66,17 +65,3 @@ def parse_strings(text: str) -> tuple[str, ...]:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{item!r} in {text!r} is empty or not text")
     return tuple(items)
-
-
-def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the (token, bias) pairs of a text such as "198:-100,25:2.5"."""
-    pairs = []
-    for part in filter(None, text.split(",")):
-        token, _, bias = part.partition(":")
-        try:
-            pairs.append((int(token), float(bias)))
-        except ValueError:
-            raise ValueError(f"{part!r} in {text!r} is not TOKEN:BIAS, as in 198:-100") from None
-        if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
-            raise ValueError(f"{part!r} in {text!r}: expected a token of at least 0, a finite bias")
-    return tuple(pairs)

@@ -228,11 +228,8 @@ NEWEST_WEIGHTS = option_is("rollout.max_staleness", 0,
 HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
 HAS_NO_ENVIRONMENT = is_unset("rollout.multi_turn.environment",
     "the host's answers depend on the devices; leave config.rollout.multi_turn.environment unset")
-HAS_NO_LOGIT_BIAS = is_unset("rollout.logit_bias",
-    "a bias changes the probabilities of the tokens that are left, which training does not know; "
-    "unset config.rollout.logit_bias, or forbid strings by config.rollout.bad_words")
 FILTERS_TOKENS = Condition(lambda c: c.rollout.filters_tokens,
-    "`rollout.top_k`, `top_p`, `min_p`, `min_new_tokens` or `bad_words` leaves out tokens")
+    "`rollout.top_k`, `top_p`, `min_p` or `min_new_tokens` leaves out tokens")
 NO_PROCESS_REWARDS = option_is("reward.process_rewards", False,
     "the environment rewards turns; set config.reward.process_rewards=False")
 NO_OTHER_REWARD = Condition(
@@ -883,17 +880,11 @@ class RolloutOptions(Sampling):
         is_json=True)
     min_new_tokens: int = option(0, "tokens before which a response does not end",
         unit="tokens", at_least=0)
-    bad_words: str = option("",
-        "strings that no response contains, in the notation of rollout.stop",
-        is_json=True)
-    logit_bias: str = option("",
-        "TOKEN:BIAS pairs, TOKEN an id: what is added to the logits of tokens before a draw",
-        is_list=True)
     exact_filters: bool = option(False,
-        "record which tokens top_k, top_p, min_p, min_new_tokens and bad_words left for each draw, "
+        "record which tokens top_k, top_p, min_p and min_new_tokens left for each draw, "
         "and train the distribution over these (DeepSeek-V3.2's keep sampling mask), instead of "
         "the one over all tokens; takes a bit per token of the vocabulary for each response token",
-        requires=(ENGINE_RECORDS_DRAWS, HAS_NO_LOGIT_BIAS), effective_when=(FILTERS_TOKENS,),
+        requires=(ENGINE_RECORDS_DRAWS,), effective_when=(FILTERS_TOKENS,),
         read_by=PPO)
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
@@ -946,7 +937,7 @@ class RolloutOptions(Sampling):
     @property
     def filters_tokens(self) -> bool:
         """Return whether some tokens may be left out of a draw."""
-        return self.truncates or self.min_new_tokens > 0 or bool(self.bad_words)
+        return self.truncates or self.min_new_tokens > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,9 +120,9 @@ ENGINE_RULES = (  # of external ones
 )
 SERVER_RULES = (  # of external engines that are servers
     _Rule("rollout.temperature",
-        lambda c, value: value != 1 and (c.rollout.filters_tokens or c.rollout.logit_bias),
+        lambda c, value: value != 1 and c.rollout.filters_tokens,
         "servers report log-probs before temperature and filters or after both; set it to 1, unset "
-        "top_k, top_p, min_p, min_new_tokens and logit_bias, or use the built-in engine"),
+        "top_k, top_p, min_p and min_new_tokens, or use the built-in engine"),
 )
 _WITHIN_TURN = (
     "expected less than config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which "
@@ -319,12 +319,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
             _require_the_teachers_loss_alone(value_of)
     _validate_batches(data, config.actor, config.critic)
     _apply(ROW_RULES, config)
-    for name, parse in (
-        ("stop", parsing.parse_strings),
-        ("bad_words", parsing.parse_strings),
-        ("logit_bias", parsing.parse_logit_bias),
-    ):
-        _parse(f"config.rollout.{name}", getattr(rollout, name), parse)
+    _parse("config.rollout.stop", rollout.stop, parsing.parse_strings)
     _apply(SAMPLING_RULES, config)
     if ROLLOUT_ENGINES.lookup(rollout.engine).is_external:
         _apply(ENGINE_RULES, config)
@@ -497,15 +492,9 @@ def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
 
 
 def _validate_external_engine(rollout: RolloutOptions) -> None:
-    """Validate the options that an external engine cannot follow, and those that it needs."""
+    """Validate the options that an external engine needs."""
     entry = ROLLOUT_ENGINES.lookup(rollout.engine)
     engine = f"config.rollout.engine={rollout.engine!r}"
-    for name in entry.lacks:
-        if getattr(rollout, name):
-            raise UserError(
-                f"config.rollout.{name}={getattr(rollout, name)!r}: {engine} has no equivalent; "
-                "unset it, or use the built-in engine"
-            )
     if not entry.is_server:
         return
     if not rollout.url and not (rollout.engine == "vllm" and rollout.vllm.python):

@@ -25,7 +25,6 @@ from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.stages import cache_bytes_per_device
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
@@ -74,7 +73,6 @@ class AbstractStep(ProgramInputs):
     rollout_mesh: Mesh
     decoding_weights: Params  # the copy of the weights that decodes
     caches: Any  # shapes of the slots' cache and of the prefill buffer, for each stage of one queue
-    constrains_logits: bool  # some tokens may not be drawn
     least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
     hosts: int  # of the machine
 
@@ -181,8 +179,6 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
         caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),
-        # Forbidden strings are found with a tokenizer, which a plan does not have.
-        constrains_logits=bool(rollout.bad_words) or constrains_logits(sampling),
         least=PPOMemory(config, nets, mesh).measure(),
         hosts=hosts,
     )

@@ -31,6 +31,7 @@ from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_program
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
+from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.slots import PREFILL_TOKENS, kept_tokens_width, record_bytes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 from jax_ppo.types import MiniBatches, Packing
@@ -171,7 +172,7 @@ def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
     prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
     prefill += _per_layer_bytes(role, prompts * prompt)
-    arrays = 3 if step.constrains_logits else 2
+    arrays = 3 if constrains_logits(step.sampling) else 2
     logits = arrays * step.slots * architecture.vocab_size // parts * FLOAT32_BYTES
     padding = 0
     if target_platform() == "tpu":

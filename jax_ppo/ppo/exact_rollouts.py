@@ -29,7 +29,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws
-from jax_ppo.sampler.drafts import continuation_options, replace_tokens, search_tokens
+from jax_ppo.sampler.drafts import continuation_options, replace_tokens
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import training_stream
@@ -101,7 +101,7 @@ def _draw_again(
     """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
     layout = sharding.batch_rows(step.mesh, len(rollout.lengths))
     sequences = run(join_sequences, rollout, step.step_options.sequence_length)
-    draws = run(_states_before_tokens, step.sampling, rollout.responses, key, layout)
+    keys = run(_draw_keys, len(rollout.lengths), key, layout)
     options = dataclasses.replace(
         step.step_options.forward,
         old_logprobs=True,
@@ -113,7 +113,7 @@ def _draw_again(
         sampling=step.sampling,
     )
     outputs = run(
-        forward_part_exactly, options, step.nets, "policy", state, sequences, *packed, draws
+        forward_part_exactly, options, step.nets, "policy", state, sequences, *packed, keys
     )
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
     return rollout, *run(_replace_tokens, step.sampling, rollout, outputs.drawn, key, layout)
@@ -123,13 +123,10 @@ def _continuation(step: ProgramInputs, rollout: Rollout) -> SamplingOptions:
     return continuation_options(step.sampling, rollout.prompts.tokens.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames=("options", "layout"))
-def _states_before_tokens(
-    options: SamplingOptions, responses: jax.Array, key: jax.Array, layout: NamedSharding
-) -> DrawStates:
-    begun = _begin_draws(responses, key)
-    stop, forbidden, _ = search_tokens(options, responses, begun)
-    return jax.lax.with_sharding_constraint(DrawStates(begun.keys, stop, forbidden), layout)
+@functools.partial(jax.jit, static_argnames=("count", "layout"))
+def _draw_keys(count: int, key: jax.Array, layout: NamedSharding) -> jax.Array:
+    keys = jax.random.key_data(sample_keys(key, jnp.arange(count)))
+    return jax.lax.with_sharding_constraint(keys, layout)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "layout"))
@@ -140,10 +137,6 @@ def _replace_tokens(
     key: jax.Array,
     layout: NamedSharding,
 ) -> tuple[Rollout, DrawStates, jax.Array]:
-    begun = _begin_draws(rollout.responses, key)
+    begun = begin_draws(sample_keys(key, jnp.arange(len(rollout.responses))))
     replaced, draws, changed = replace_tokens(options, rollout, tokens, begun)
     return *jax.lax.with_sharding_constraint((replaced, draws), layout), changed
-
-
-def _begin_draws(responses: jax.Array, key: jax.Array) -> DrawStates:
-    return begin_draws(sample_keys(key, jnp.arange(len(responses))))

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import target_platform
@@ -20,7 +20,6 @@ from jax_ppo.runtime import placement
 from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
-from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import draw_next_tokens
 from jax_ppo.training import forward, packing
@@ -247,14 +246,14 @@ def forward_part(
     sequences: Sequences,
     packed: Packing,
     micro_batches: Int32[Array, ""],
-    draws: DrawStates | None = None,
+    draw_keys: UInt32[Array, "B K"] | None = None,
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
 
     `part` is "policy" for actor and reference, and for the values if they share the actor's trunk;
-    "critic" for the values otherwise; "teacher" for the teacher's log-probs. `draws` are the states
-    before each token [B, T] if tokens are drawn again, with a key per sample. Takes the other
-    arguments of `run_forward_passes`.
+    "critic" for the values otherwise; "teacher" for the teacher's log-probs. `draw_keys` are the
+    data of each sample's random key if tokens are drawn again. Takes the other arguments of
+    `run_forward_passes`.
     """
     samples = len(sequences.lengths)
     shapes = {"last_values": (samples,)}
@@ -275,7 +274,7 @@ def forward_part(
         def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
             rows = gather_micro_batch(sequences, packed, i)
             written: dict[str, jax.Array] = {}
-            for name, values in _compute_rows(options, nets, part, state, rows, draws):
+            for name, values in _compute_rows(options, nets, part, state, rows, draw_keys):
                 written[name] = packing.to_samples(values, rows, getattr(outputs, name))
                 if name == "values" and outputs.last_values is not None:
                     # The last token may not be an action: read by position, not by mask.
@@ -302,7 +301,7 @@ def _compute_rows(
     part: Part,
     state: TrainState,
     rows: Rows,
-    draws: DrawStates | None,
+    draw_keys: UInt32[Array, "B K"] | None,
 ) -> Iterator[tuple[str, Float[Array, "R L"]]]:
     """Yield what a part computes for the tokens of some rows, with its field of the outputs."""
 
@@ -334,8 +333,8 @@ def _compute_rows(
         if entropy is not None:
             yield "entropy", entropy
     if options.sampling is not None:
-        assert draws is not None, "draws need their random numbers"
-        yield "drawn", _draw_again(net, options.sampling, actor, hidden, rows, draws)
+        assert draw_keys is not None, "draws need their random numbers"
+        yield "drawn", _draw_again(net, options.sampling, actor, hidden, rows, draw_keys)
     if options.reference:
         ref_net, reference = reference_policy(nets, state)
         # The frozen reference routes by itself: no routing is replayed.
@@ -356,20 +355,19 @@ def _draw_again(
     params: Params,
     hidden: Float[Array, "R L D"],
     rows: Rows,
-    draws: DrawStates,
+    draw_keys: UInt32[Array, "B K"],
 ) -> Int32[Array, "R L"]:
     """Return the token drawn at each action token of some rows; see `forward_part`."""
-    forbidden = draws.forbidden_states[rows.samples, rows.steps]
-    inputs = (hidden, draws.keys[rows.samples], rows.steps, forbidden)
+    inputs = (hidden, draw_keys[rows.samples], rows.steps)
     mask = split_by_device(rows.mask)
     size = default_chunk_size(net.architecture.vocab_size)
     chunks = MaskedChunks(mask, min(size, mask.shape[1]))
 
     def draw_chunk(i: jax.Array, buffer: jax.Array) -> jax.Array:
         parts = [chunks.gather(split_by_device(x), i) for x in inputs]
-        hidden, keys, steps, forbidden = (x.reshape(-1, *x.shape[2:]) for x in parts)
+        hidden, keys, steps = (x.reshape(-1, *x.shape[2:]) for x in parts)
         keys = jax.random.wrap_key_data(keys)
-        drawn = draw_next_tokens(net.architecture, sampling, params, hidden, keys, steps, forbidden)
+        drawn = draw_next_tokens(net.architecture, sampling, params, hidden, keys, steps)
         return chunks.write(buffer, drawn.tokens.reshape(len(mask), -1), i)
 
     buffer = jax.lax.fori_loop(0, chunks.count, draw_chunk, chunks.buffer(jnp.int32))

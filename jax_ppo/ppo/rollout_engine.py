@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_ppo.config.parsing import parse_logit_bias, parse_strings
+from jax_ppo.config.parsing import parse_strings
 from jax_ppo.config.schema import RolloutOptions, Sampling
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.models.transformer import Transformer
@@ -39,22 +39,16 @@ def make_engine(
     return OtherMeshEngine(engine, mesh=rollout_mesh, run_mesh=mesh)
 
 
-def make_searches(
-    options: RolloutOptions, tokenizer: Any, vocab_size: int
-) -> tuple[TextSearch | None, TextSearch | None]:
-    """Return the searches for `rollout.stop` and for `rollout.bad_words`, `None` where unset.
+def make_stop_search(options: RolloutOptions, tokenizer: Any, vocab_size: int) -> TextSearch | None:
+    """Return the search for `rollout.stop`, `None` if it is unset.
 
     Raise `UserError` if strings cannot be searched for with this tokenizer.
     """
-
-    def search(name: str) -> TextSearch | None:
-        strings = parse_strings(getattr(options, name))
-        if not strings:
-            return None
-        tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
-        return search_for(strings, tokens, vocab_size)
-
-    return search("stop"), search("bad_words")
+    strings = parse_strings(options.stop)
+    if not strings:
+        return None
+    tokens = token_bytes(tokenizer, f"config.rollout.stop={strings}")[:vocab_size]
+    return search_for(strings, tokens, vocab_size)
 
 
 def sampling_options(
@@ -62,15 +56,14 @@ def sampling_options(
     options: Sampling,
     max_response_length: int,
     eos_ids: Iterable[int | None],
-    searches: tuple[TextSearch | None, TextSearch | None] = (None, None),
+    stop: TextSearch | None = None,
     environment: Environment | None = None,
 ) -> SamplingOptions:
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
-    Of `eos_ids`, which end a response, repeated ones and `None` are left out; `searches` is the
-    result of `make_searches`.
+    Of `eos_ids`, which end a response, repeated ones and `None` are left out; `stop` is the result
+    of `make_stop_search`.
     """
-    stop, forbidden = searches
     return SamplingOptions(
         max_response_length=max_response_length,
         temperature=options.temperature,
@@ -83,8 +76,6 @@ def sampling_options(
         stage_length=rollout.stage_length,
         min_new_tokens=rollout.min_new_tokens,
         stop=stop,
-        forbidden=forbidden,
-        logit_bias=parse_logit_bias(rollout.logit_bias),
         environment=environment,
         max_turns=rollout.multi_turn.max_assistant_turns,
         max_turn_length=rollout.multi_turn.max_turn_length,

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
-from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.response_rows import GivenResponses
@@ -27,7 +26,7 @@ from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.mini_batches import make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
+from jax_ppo.ppo.rollout_engine import make_engine, make_stop_search, sampling_options
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import reward_functions, row_validation
@@ -323,12 +322,6 @@ def _sampling_options(
     config, rollout = memory.config, memory.config.rollout
     architecture = models.nets.actor.architecture
     tokenizer = models.tokenizer
-    for token, _ in parse_logit_bias(rollout.logit_bias):
-        if token >= architecture.vocab_size:
-            raise UserError(
-                f"config.rollout.logit_bias={rollout.logit_bias!r}: the model has no token "
-                f"{token}, only 0 to {architecture.vocab_size - 1}"
-            )
     build = functools.partial(
         sampling_options,
         rollout,
@@ -336,7 +329,7 @@ def _sampling_options(
         # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
         # response ends at either.
         eos_ids=(*architecture.eos_ids, tokenizer.eos_token_id),
-        searches=make_searches(rollout, tokenizer, architecture.vocab_size),
+        stop=make_stop_search(rollout, tokenizer, architecture.vocab_size),
         environment=environment,
     )
     replicas = config.mesh.virtual_replicas

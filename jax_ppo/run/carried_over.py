@@ -215,7 +215,7 @@ def _changes_draws(run: PPORun, saved: dict[str, Any]) -> bool:
     Those are the strings that are searched for, the longest turn, and an environment in JAX; one on
     the host repeats its turns. `saved` are the options of the checkpoint.
     """
-    names = ["rollout.stop", "rollout.bad_words", "rollout.multi_turn.max_turn_length"]
+    names = ["rollout.stop", "rollout.multi_turn.max_turn_length"]
     if not isinstance(run.sampling.environment, HostEnvironment):
         names.append("rollout.multi_turn.environment")
     values = former_values(saved)

@@ -32,7 +32,6 @@ class DrawStates(NamedTuple):
 
     keys: jax.Array  # uint32 [N, ...], the data of the samples' random keys
     stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
-    forbidden_states: jax.Array  # int32 [N], how far each has got towards a forbidden string
     dialogues: Dialogues | None = None  # the dialogues so far; `None` without an environment
 
 
@@ -52,8 +51,7 @@ def begin_responses(prompts: Prompts, longest: int) -> Rollout:
 
 def begin_draws(keys: jax.Array) -> DrawStates:
     """Return the states before the first draw, of samples with these keys; pure."""
-    start = jnp.full(len(keys), text_search.START, jnp.int32)
-    return DrawStates(jax.random.key_data(keys), start, start)
+    return DrawStates(jax.random.key_data(keys), jnp.full(len(keys), text_search.START, jnp.int32))
 
 
 def begin_dialogues(
@@ -107,7 +105,6 @@ def continue_responses(
         lengths=started_N,
         finished=ended_N,
         stop_states=draws.stop_states,
-        forbidden_states=draws.forbidden_states,
         dialogues=draws.dialogues,
     )
     limit_N = jnp.minimum(started_N + options.stage_length, T)
@@ -132,9 +129,7 @@ def continue_responses(
     )
     if state.dialogues is not None:
         continued = record_dialogues(options, continued, state.dialogues)
-    return continued, DrawStates(
-        draws.keys, state.stop_states, state.forbidden_states, state.dialogues
-    )
+    return continued, DrawStates(draws.keys, state.stop_states, state.dialogues)
 
 
 def continuation_program(

@@ -23,7 +23,7 @@ from jax_ppo.runtime.parallelism.replicas import map_replicas
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import advance_searches, draw_next_tokens, finishes_responses
+from jax_ppo.sampler.next_token import advance_stop_search, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,
@@ -249,7 +249,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     assert decoded.cache is not None
     cache = decoded.cache
-    forbidden_B = state.forbidden_states[sample_B]
     tokens_B, logprobs_B, kept_BxW = draw_next_tokens(
         job.model.architecture,
         options,
@@ -257,7 +256,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         decoded.hidden[:, 0],
         job.keys_N[sample_B],
         slots.drawn,
-        forbidden_B,
     )
     # The sample that each slot writes to; N, past the end of the arrays, writes nothing.
     written_B = slots.sample
@@ -272,9 +270,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         cache = keep_states(cache, slots.cache, waits_B)
     # An EOS or a stop string finishes a response. The limit ends it without finishing it.
     drawn_B = slots.drawn + 1
-    stop_B, forbidden_B = advance_searches(
-        options, state.stop_states[sample_B], forbidden_B, tokens_B, drawn_B
-    )
+    stop_B = advance_stop_search(options, state.stop_states[sample_B], tokens_B, drawn_B)
     finishes_B = finishes_responses(options, tokens_B, stop_B)
     ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
     recorded = state._replace(
@@ -283,7 +279,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         logprobs=state.logprobs.at[written_B, slots.drawn].set(logprobs_B, mode="drop"),
         lengths=state.lengths.at[written_B].set(drawn_B, mode="drop"),
         stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
-        forbidden_states=state.forbidden_states.at[written_B].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
     )
     if state.routing is not None:

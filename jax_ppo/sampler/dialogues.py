@@ -249,9 +249,6 @@ def end_turns(
             token=jnp.where(held_B, before.token, slots.token),
         ),
         stop_states=recorded.stop_states.at[observed_B].set(text_search.START, mode="drop"),
-        forbidden_states=recorded.forbidden_states.at[observed_B].set(
-            text_search.START, mode="drop"
-        ),
         dialogues=dialogues._replace(
             waits=dialogues.waits.at[written_B].set(ended_B & ~is_observed_B, mode="drop"),
             is_action=dialogues.is_action.at[written_B, before.drawn].set(
@@ -316,7 +313,6 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
         finished=put(state.finished, answers.done & (state.finished[sample_B] | (slots.drawn < T))),
         # Strings are searched for within a turn.
         stop_states=put(state.stop_states, text_search.START),
-        forbidden_states=put(state.forbidden_states, text_search.START),
         dialogues=dialogues._replace(
             environment=jax.tree.map(put, dialogues.environment, answers.state),
             turns=put(dialogues.turns, answered_B),

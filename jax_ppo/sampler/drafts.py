@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.sampler.continuation import DrawStates, begin_draws, continue_responses, run_on_rows
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import advance_searches, draw_next_tokens, finishes_responses
+from jax_ppo.sampler.next_token import advance_stop_search, draw_next_tokens, finishes_responses
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.sampler.stages import append_responses, stage_limits
 from jax_ppo.types import Params, Rollout
@@ -83,7 +83,7 @@ def accept_drafts(
     group = max(1, min(PREFILL_TOKENS // read.tokens.shape[1], N))
 
     def draw_group(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        tokens_GxS, lengths_G, prompt_lengths_G, keys_G, forbidden_GxT = rows
+        tokens_GxS, lengths_G, prompt_lengths_G, keys_G = rows
         columns_GxS = jnp.broadcast_to(jnp.arange(tokens_GxS.shape[1]), tokens_GxS.shape)
         is_token_GxS = (columns_GxS < lengths_G[:, None]).astype(jnp.int32)
         output: TransformerOutput = model.apply(  # type: ignore[assignment]
@@ -95,45 +95,39 @@ def accept_drafts(
         keys_GxT = jnp.broadcast_to(keys_G[:, None], (*before_GxT.shape, *keys_G.shape[1:]))
 
         def draw(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            hidden, keys, drawn, forbidden = rows
+            hidden, keys, drawn = rows
             keys = jax.random.wrap_key_data(keys)
-            draws = draw_next_tokens(
-                model.architecture, options, params, hidden, keys, drawn, forbidden
-            )
+            draws = draw_next_tokens(model.architecture, options, params, hidden, keys, drawn)
             return draws.tokens, draws.logprobs
 
         each = jax.tree.map(
-            lambda x: x.reshape(-1, *x.shape[2:]),
-            (hidden_GxTxD, keys_GxT, drawn_GxT, forbidden_GxT),
+            lambda x: x.reshape(-1, *x.shape[2:]), (hidden_GxTxD, keys_GxT, drawn_GxT)
         )
         # At a time, compute the logits of as many tokens as slots draw at once.
         tokens, logprobs = _map_parts(draw, each, min(options.slots or N, N))
         return tokens.reshape(before_GxT.shape), logprobs.reshape(before_GxT.shape)
 
-    rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys, searched[1])
+    rows = (read.tokens, read.lengths, drafts.prompts.lengths, draws.keys)
     tokens_NxT, logprobs_NxT = _map_parts(draw_group, rows, group)
     return _cut_drafts(drafts, tokens_NxT, logprobs_NxT, draws.keys, searched)
 
 
 def search_tokens(
     options: SamplingOptions, responses_NxT: jax.Array, draws: DrawStates
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return both states of the searches before each token, and whether it finishes the response.
+) -> tuple[jax.Array, jax.Array]:
+    """Return the state of the search before each token, and whether it finishes the response.
 
     `draws` are the states before the first token. Each result is [N, T].
     """
 
-    def advance(
-        states: tuple[jax.Array, jax.Array], drawn: tuple[jax.Array, jax.Array]
-    ) -> tuple[Any, Any]:
+    def advance(stop_N: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         tokens_N, position = drawn
-        after = advance_searches(options, *states, tokens_N, position + 1)
-        return after, (*states, finishes_responses(options, tokens_N, after[0]))
+        after_N = advance_stop_search(options, stop_N, tokens_N, position + 1)
+        return after_N, (stop_N, finishes_responses(options, tokens_N, after_N))
 
-    begun = (draws.stop_states, draws.forbidden_states)
-    _, walk = jax.lax.scan(advance, begun, (responses_NxT.T, jnp.arange(responses_NxT.shape[1])))
-    stop_NxT, forbidden_NxT, finishes_NxT = (x.T for x in walk)
-    return stop_NxT, forbidden_NxT, finishes_NxT
+    tokens = (responses_NxT.T, jnp.arange(responses_NxT.shape[1]))
+    _, (stop_TxN, finishes_TxN) = jax.lax.scan(advance, draws.stop_states, tokens)
+    return stop_TxN.T, finishes_TxN.T
 
 
 def replace_tokens(
@@ -161,14 +155,14 @@ def _cut_drafts(
     tokens_NxT: jax.Array,
     logprobs_NxT: jax.Array,
     keys: jax.Array,
-    searched: tuple[jax.Array, jax.Array, jax.Array],
+    searched: tuple[jax.Array, jax.Array],
 ) -> tuple[Rollout, DrawStates]:
     """Return what `accept_drafts` does, from the tokens that the newest weights draw.
 
     `searched` is what `search_tokens` returned for the drafts.
     """
     T = drafts.responses.shape[1]
-    stop_NxT, forbidden_NxT, finishes_NxT = searched
+    stop_NxT, finishes_NxT = searched
     is_drawn_NxT = jnp.arange(T) < drafts.lengths[:, None]
     agrees_NxT = is_drawn_NxT & (tokens_NxT == drafts.responses)
     # All tokens before an accepted one are accepted, and none of them finishes the response.
@@ -188,10 +182,7 @@ def _cut_drafts(
         action_mask=is_accepted_NxT,
     )
     next_Nx1 = jnp.minimum(accepted_N, T - 1)[:, None]
-    stop_N, forbidden_N = (
-        jnp.take_along_axis(x, next_Nx1, axis=1)[:, 0] for x in (stop_NxT, forbidden_NxT)
-    )
-    return accepted, DrawStates(keys, stop_N, forbidden_N)
+    return accepted, DrawStates(keys, jnp.take_along_axis(stop_NxT, next_Nx1, axis=1)[:, 0])
 
 
 def _map_parts(function: Callable[[Any], Any], rows: Any, size: int) -> Any:

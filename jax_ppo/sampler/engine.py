@@ -37,11 +37,6 @@ class SamplingOptions:
     min_new_tokens: int = 0
     # Strings that end a response as an EOS does; the token that completes one is its last.
     stop: TextSearch | None = None
-    # Strings that no response contains: no token that would complete one is drawn.
-    forbidden: TextSearch | None = None
-    # (token, number added to its logit) pairs. As with top-k, recorded log-probs are the policy's
-    # without it.
-    logit_bias: tuple[tuple[int, float], ...] = ()
     # Answers the policy's turns with observations, which become tokens of the response; `None`: a
     # response is one turn.
     environment: Environment | None = None

@@ -19,17 +19,16 @@ def draw_next_tokens(
     hidden_BxD: jax.Array,
     keys_B: jax.Array,
     drawn_B: jax.Array,
-    forbidden_B: jax.Array,
 ) -> sampling.Draws:
     """Draw the next token of each response; logits stay split over devices.
 
-    `hidden_BxD` are the hidden states of the tokens before; see `constrain_logits` for the last two
-    arguments.
+    `hidden_BxD` are the hidden states of the tokens before; `drawn_B` counts the tokens of each
+    response so far.
     """
     # Only one token per row, so these are logits [B, V], never [B, T, V].
     logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
     arrays = [logits_BxV, sampling.token_uniforms(keys_B, drawn_B)]
-    added_BxV = constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
+    added_BxV = constrain_logits(options, logits_BxV.shape[1], drawn_B)
     if added_BxV is not None:
         arrays.append(added_BxV)
 
@@ -53,53 +52,35 @@ def draw_next_tokens(
 
 def constrains_logits(options: SamplingOptions) -> bool:
     """Return whether `constrain_logits` makes an array."""
-    return bool(options.logit_bias or options.min_new_tokens or options.forbidden is not None)
+    return options.min_new_tokens > 0
 
 
 def constrain_logits(
-    options: SamplingOptions, vocab_size: int, drawn_B: jax.Array, forbidden_B: jax.Array
+    options: SamplingOptions, vocab_size: int, drawn_B: jax.Array
 ) -> jax.Array | None:
     """Return what to add to the logits before a draw, float32 [B, V]; `None` if unconstrained.
 
-    It changes what is drawn, not the log-probs that are recorded: those stay the policy's own, as
-    with top-k. `drawn_B` counts the tokens of each response so far, `forbidden_B` are the states of
-    the search for forbidden strings.
+    It changes what is drawn, not the log-probs that are recorded: those stay the policy's, as with
+    top-k. `drawn_B` counts the tokens of each response so far.
     """
-    added: list[jax.Array] = []
-    if options.logit_bias:
-        bias_V = np.zeros(vocab_size, np.float32)
-        for token, bias in options.logit_bias:
-            bias_V[token] += bias
-        added.append(jnp.asarray(bias_V))
-    if options.min_new_tokens:
-        is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
-        is_early_B = drawn_B < options.min_new_tokens
-        added.append(jnp.where(is_early_B[:, None] & is_end_V, -jnp.inf, 0.0))
-    if options.forbidden is not None:
-        completes_BxV = options.forbidden.completing_tokens(forbidden_B)
-        added.append(jnp.where(completes_BxV, -jnp.inf, 0.0))
-    if not added:
+    if not constrains_logits(options):
         return None
-    return sum(added, jnp.zeros((len(drawn_B), vocab_size)))
+    is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
+    is_early_B = drawn_B < options.min_new_tokens
+    return jnp.where(is_early_B[:, None] & is_end_V, -jnp.inf, 0.0)
 
 
-def advance_searches(
-    options: SamplingOptions,
-    stop_B: jax.Array,
-    forbidden_B: jax.Array,
-    tokens_B: jax.Array,
-    drawn_B: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the states of the searches for stop strings and forbidden ones after a token each.
+def advance_stop_search(
+    options: SamplingOptions, stop_B: jax.Array, tokens_B: jax.Array, drawn_B: jax.Array
+) -> jax.Array:
+    """Return the states of the search for stop strings after one more token each, int32 [B].
 
     `drawn_B`, a scalar or [B], counts the tokens of each response, these included.
     """
-    if options.stop is not None:
-        stop_B = options.stop.advance(stop_B, tokens_B)
-        stop_B = jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
-    if options.forbidden is not None:
-        forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
-    return stop_B, forbidden_B
+    if options.stop is None:
+        return stop_B
+    stop_B = options.stop.advance(stop_B, tokens_B)
+    return jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
 
 
 def finishes_responses(

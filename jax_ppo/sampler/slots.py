@@ -91,7 +91,6 @@ class DecodeState(NamedTuple):
     # bool [N], whether an EOS ended the response, or the environment the dialogue.
     finished: jax.Array
     stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
-    forbidden_states: jax.Array  # int32 [N], how far each has got towards a forbidden string
     # int32 scalar, tokens that the slots could have drawn so far: steps times slots.
     slot_steps: jax.Array
     dialogues: Dialogues | None = None  # the dialogues' state; `None` without an environment
@@ -253,7 +252,6 @@ def initial_state(job: DecodeJob) -> DecodeState:
         lengths=jnp.zeros(N, jnp.int32),
         finished=jnp.zeros(N, bool),
         stop_states=jnp.full(N, text_search.START, jnp.int32),
-        forbidden_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
         routing=routing,
         kept=kept,

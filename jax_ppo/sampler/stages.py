@@ -24,7 +24,7 @@ from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, build_job, init
 from jax_ppo.types import Prompts
 
 # The fields of `DecodeState` with a row per sample, apart from dialogues and routed experts.
-_RESULTS = "responses logprobs lengths finished stop_states forbidden_states kept".split()
+_RESULTS = "responses logprobs lengths finished stop_states kept".split()
 
 
 class Stage(NamedTuple):

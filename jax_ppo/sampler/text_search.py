@@ -38,11 +38,6 @@ class TextSearch:
         classes_B = jnp.asarray(self.class_of_token)[tokens_B]
         return jnp.asarray(self.next_states)[states_B, classes_B]
 
-    def completing_tokens(self, states_B: jax.Array) -> jax.Array:
-        """Return which tokens would complete a string, bool [B, V]."""
-        completes_BxK = jnp.asarray(self.next_states == self.found_state)[states_B]
-        return jnp.take(completes_BxK, jnp.asarray(self.class_of_token), axis=1)
-
 
 def search_for(strings: Sequence[str], tokens: Sequence[bytes], vocab_size: int) -> TextSearch:
     """Return the search for strings, at least one and none empty, in texts made of tokens.

@@ -202,10 +202,6 @@ def test_every_option_has_a_meaning():
             r"config\.rollout\.url: the address contains a user name.*JAX_PPO_ROLLOUT_KEY",
         ),
         (
-            {"rollout__engine": "openai", "rollout__url": "http://a", "rollout__bad_words": "x"},
-            r"bad_words='x': config\.rollout\.engine='openai' has no equivalent",
-        ),
-        (
             {
                 "rollout__engine": "openai",
                 "rollout__url": "http://a",

@@ -9,7 +9,7 @@ from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.data.tokenizer import load_tokenizer, train_tokenizer
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.rollout_engine import make_searches
+from jax_ppo.ppo.rollout_engine import make_stop_search
 
 TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
 
@@ -40,4 +40,4 @@ def test_another_vocabulary_is_refused(decoder):
     options = RolloutOptions(stop="b")
     message = r"^config\.rollout\.stop=\('b',\): strings cannot be searched for"
     with pytest.raises(UserError, match=message):
-        make_searches(options, wrapped, vocab_size=3)
+        make_stop_search(options, wrapped, vocab_size=3)

@@ -131,14 +131,7 @@ def test_only_an_inexact_filter_is_said_to_be_off_policy():
     assert train_notes(exact) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rollout.engine": "a:B"}, "config.rollout.engine='a:B' does not record it"),
-        ({"rollout.logit_bias": "3:1.5"}, "unset config.rollout.logit_bias"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(values, message):
-    with pytest.raises(UserError) as caught:
-        load_config("arithmetic", {"rollout.exact_filters": True, "rollout.top_k": TOP_K, **values})
-    assert message in str(caught.value)
+def test_an_engine_that_cannot_record_draws_is_refused():
+    values = {"rollout.exact_filters": True, "rollout.top_k": TOP_K, "rollout.engine": "a:B"}
+    with pytest.raises(UserError, match=r"config\.rollout\.engine='a:B' does not record it"):
+        load_config("arithmetic", values)

@@ -225,7 +225,7 @@ def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, change
         pool = sample_partial_batch(parts, {}, Batches(parts.training), 0, OBSERVER, None).pool
         arrays = pool_arrays(pool, mesh)
         meta = {"config": dataclasses.asdict(tiny.config(**options))}
-        del meta["config"]["rollout"]["bad_words"]  # as if the option had come after the checkpoint
+        del meta["config"]["rollout"]["stop"]  # as if the option had come after the checkpoint
         checkpoints = types.SimpleNamespace(
             saved_tree=lambda step, name: arrays,
             restore_item=lambda step, name, shapes: arrays,

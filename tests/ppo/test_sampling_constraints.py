@@ -1,4 +1,4 @@
-"""A run whose responses end with a stop string and avoid others, and constraints it refuses."""
+"""A run whose responses end with a stop string, and constraints that it refuses."""
 
 import pytest
 
@@ -43,14 +43,14 @@ def train(model, workdir, **options):
 @pytest.mark.exhaustive
 def test_a_run_samples_under_its_constraints(model, tmp_path):
     # Digits are single tokens, letters mostly not.
-    train(model, tmp_path, stop=["4", "##"], bad_words="e", min_new_tokens=2, logit_bias="1:-50")
+    train(model, tmp_path, stop=["4", "##"], min_new_tokens=2)
     kinds = set()
     stopped = 0
     for kind, _, records in read_samples(tmp_path):
         kinds.add(kind)
         for record in records:
             tokens = record["tokens"]
-            assert "e" not in record["response"] and len(tokens) >= 2
+            assert len(tokens) >= 2
             # Stop strings are searched for behind the minimum.
             searched = "".join(tokens[2:])
             ends = "4" in searched or "##" in searched
@@ -62,12 +62,9 @@ def test_a_run_samples_under_its_constraints(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logit_bias": "500:1"}, "the model has no token 500, only 0 to 191"),
-        ({"logit_bias": "1=2"}, "'1=2' in '1=2' is not TOKEN:BIAS"),
-        ({"logit_bias": "1:inf"}, "expected a token of at least 0, a finite bias"),
         ({"stop": "[1]"}, r"1 in '\[1\]' is empty or not text"),
         ({"stop": ["a", ""]}, "'' in .* is empty or not text"),
-        ({"bad_words": "[a"}, r"'\[a' is not a JSON list"),
+        ({"stop": "[a"}, r"'\[a' is not a JSON list"),
         ({"min_new_tokens": 17}, "must be at most config.data.max_response_length=16"),
     ],
 )

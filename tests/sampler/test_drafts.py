@@ -29,8 +29,6 @@ CONSTRAINTS = {
     "top_k": 20,
     "min_new_tokens": 3,
     "stop": search_for(("abca", "bbb"), TOKENS, ARCHITECTURE.vocab_size),
-    "forbidden": search_for(("aca", "bca"), TOKENS, ARCHITECTURE.vocab_size),
-    "logit_bias": ((5, 1.0), (8, -2.0)),
 }
 
 

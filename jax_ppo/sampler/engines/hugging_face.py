@@ -12,7 +12,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.sampler import sampling, text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
-from jax_ppo.sampler.next_token import advance_searches, constrain_logits, finishes_responses
+from jax_ppo.sampler.next_token import advance_stop_search, constrain_logits, finishes_responses
 
 
 class HuggingFaceEngine(ExternalEngine):
@@ -94,14 +94,14 @@ class _Draws:
     def __init__(self, count: int, keys: jax.Array, options: SamplingOptions) -> None:
         self.ended = np.zeros(count, bool)
         self._keys, self._options = keys, options
-        self._states = jnp.full((2, count), text_search.START, jnp.int32)
+        self._stop = jnp.full(count, text_search.START, jnp.int32)
         self._steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draw(self, logits_BxV: np.ndarray) -> np.ndarray:
         """Draw the next token of each row, int64 [B]."""
         active = ~self.ended
-        tokens, logprobs, ends, self._states = _draw(
-            jnp.asarray(logits_BxV), self._keys, len(self._steps), self._states, self._options
+        tokens, logprobs, ends, self._stop = _draw(
+            jnp.asarray(logits_BxV), self._keys, len(self._steps), self._stop, self._options
         )
         self._steps.append((np.asarray(tokens), np.asarray(logprobs), active))
         self.ended = self.ended | np.asarray(ends)
@@ -121,22 +121,20 @@ def _draw(
     logits_BxV: jax.Array,
     keys_B: jax.Array,
     position: jax.Array,
-    states_2xB: jax.Array,
+    stop_B: jax.Array,
     options: SamplingOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return tokens, log-probs, whether rows end, and the searches' states; see decode_loop.py."""
-    stop_B, forbidden_B = states_2xB
+    """Return tokens, log-probs, whether rows end, and the search's states; see decode_loop.py."""
     drawn_B = jnp.full(stop_B.shape, position, jnp.int32)
-    added = constrain_logits(options, logits_BxV.shape[1], drawn_B, forbidden_B)
     draws = sampling.sample_tokens(
         logits_BxV,
         sampling.token_uniforms(keys_B, position),
         options.temperature,
         options.top_k,
         options.top_p,
-        added_BxV=added,
+        added_BxV=constrain_logits(options, logits_BxV.shape[1], drawn_B),
         min_p=options.min_p,
     )
-    stop_B, forbidden_B = advance_searches(options, stop_B, forbidden_B, draws.tokens, drawn_B + 1)
+    stop_B = advance_stop_search(options, stop_B, draws.tokens, drawn_B + 1)
     ends_B = finishes_responses(options, draws.tokens, stop_B)
-    return draws.tokens, draws.logprobs, ends_B, jnp.stack([stop_B, forbidden_B])
+    return draws.tokens, draws.logprobs, ends_B, stop_B

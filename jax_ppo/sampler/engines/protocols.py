@@ -69,9 +69,6 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
 
 def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
     """Return what vLLM and SGLang name alike, all of it set: no model's default applies."""
-    bias: dict[str, float] = {}
-    for token, added in options.logit_bias:
-        bias[str(token)] = bias.get(str(token), 0.0) + added
     return {
         "temperature": options.temperature,
         "top_p": options.top_p,
@@ -80,7 +77,6 @@ def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
         "stop_token_ids": list(options.eos_ids),
         "stop": list(options.stop.strings) if options.stop else [],
         "skip_special_tokens": False,
-        **({"logit_bias": bias} if bias else {}),
     }
 
 

@@ -24,17 +24,11 @@ MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
 # Token i is the letter i of the alphabet, so that a stop string may span tokens.
 LETTERS = [bytes([97 + i % 26]) for i in range(tiny_actor.ARCHITECTURE.vocab_size)]
 STOP = search_for(["ab", "e"], LETTERS, len(LETTERS))
-FORBIDDEN = search_for(["c"], LETTERS, len(LETTERS))
 OPTIONS = {
     "plain": {"temperature": 0.8},
     "ends": {"temperature": 1.0, "eos_ids": (1, 2, 3, 4, 5), "min_new_tokens": 2, "stop": STOP},
     "filtered": {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
-    "constrained": {
-        "temperature": 1.0,
-        "forbidden": FORBIDDEN,
-        "logit_bias": ((7, 4.0), (9, -100.0)),
-        "slots": 2,
-    },
+    "few slots": {"temperature": 1.0, "slots": 2},
     "greedy": {"temperature": 0.0},
 }
 

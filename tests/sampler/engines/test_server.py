@@ -114,7 +114,6 @@ class TestProtocols:
             min_p=0.1,
             min_new_tokens=2,
             stop=search_for(["never"], letters, V),
-            logit_bias=((3, 1.0), (3, 0.5)),
         )
         with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
             generate(engine, actor, prompts, options)
@@ -137,7 +136,6 @@ class TestProtocols:
             "stop": ["never"],
             "skip_special_tokens": False,
             "logprobs": 0,
-            "logit_bias": {"3": 1.5},
         }
 
     def test_the_key_is_sent_and_not_shown(self, actor, folder, prompts, monkeypatch):
