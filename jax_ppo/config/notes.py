@@ -34,7 +34,7 @@ def train_notes(config: Config) -> list[str]:
     if config.samples_nothing:
         notes.append(
             "config.score.file: each row is one response and is taken as it is; data.train_files, "
-            "data.cache_dir, data.curriculum, rollout.n, rollout.keep, rollout.max_staleness and "
+            "data.curriculum, rollout.n, rollout.keep, rollout.max_staleness and "
             "algorithm.filter_groups are not read"
         )
     may_have_turns = bool(rollout.multi_turn.environment) or config.learns_from_files

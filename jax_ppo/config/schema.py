@@ -283,10 +283,6 @@ class Data:
     train_max_samples: int | None = option(None,
         "training examples to use, from the start of the files; unset: all",
         unit="examples", at_least=1, read_by=LEARNING)
-    cache_dir: str = option("",
-        "local folder that keeps the tokenized prompts of Parquet files on disk, so that memory "
-        "does not grow with the data; empty: prompts are kept in memory",
-        read_by=PPO)
     max_prompt_length: int = option(512,
         "maximum length of a prompt; longer ones are dropped, truncated or refused",
         unit="tokens", at_least=1)

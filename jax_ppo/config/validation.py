@@ -135,10 +135,6 @@ ENVIRONMENT_RULES = (
         "config.actor.router_replay.mode"),
     _Rule("rollout.multi_turn.environment", lambda c, value: value and ":" not in value,
         "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
-    _Rule("data.cache_dir",
-        lambda c, value: value and c.rollout.multi_turn.environment.startswith("tools:"),
-        "the prompts in it do not describe the tools of config.rollout.multi_turn.environment="
-        "{c.rollout.multi_turn.environment!r}; leave it empty"),
     _Rule("rollout.multi_turn.python_timeout",
         lambda c, value: HAS_PYTHON_TOOL.is_met(c) and value >= c.rollout.multi_turn.timeout,
         _WITHIN_TURN),
@@ -254,7 +250,7 @@ MESH_RULES = (
 )
 # Options that must keep their defaults in steps on the responses of other policies.
 GIVEN_RESPONSES = (
-    "data.train_files", "data.cache_dir", "data.curriculum", "score.reward_key",
+    "data.train_files", "data.curriculum", "score.reward_key",
     "algorithm.use_kl_in_reward", "algorithm.rollout_is", "algorithm.filter_groups.enable",
     "rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact_filters",
     "rollout.multi_turn.environment", "actor.router_replay.mode", "reward.process_rewards")

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,22 +295,20 @@ def _require_text(row: dict[str, Any], location: str) -> None:
 
 def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    for batch in read_parquet_batches(path):
+    for batch in _read_parquet_batches(path):
         try:
             rows = batch.to_pylist()
         # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999,
         # or UnicodeDecodeError.
         except Exception as error:
-            raise parquet_error(path, number, error) from error
+            raise _parquet_error(path, number, error) from error
         for row in rows:
             number += 1
             yield f"{path}, row {number}", row
 
 
-def read_parquet_batches(
-    path: Path, row_groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
-) -> Iterator["pyarrow.RecordBatch"]:
-    """Yield rows of a Parquet file, of all or some row groups and columns, a batch at a time.
+def _read_parquet_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the rows of a Parquet file, a batch at a time.
 
     Raises:
       UserError: it is not a Parquet file, or two columns have the same name.
@@ -324,16 +322,16 @@ def read_parquet_batches(
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
-            for batch in file.iter_batches(_PARQUET_BATCH, row_groups, columns):
+            for batch in file.iter_batches(_PARQUET_BATCH):
                 yield batch
                 number += batch.num_rows
     except UserError:
         raise
     except Exception as error:
-        raise parquet_error(path, number, error) from error
+        raise _parquet_error(path, number, error) from error
 
 
-def parquet_error(path: Path, number: int, error: Exception) -> UserError:
+def _parquet_error(path: Path, number: int, error: Exception) -> UserError:
     """Return the error of a Parquet file that cannot be read after row `number`."""
     return UserError(
         f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"

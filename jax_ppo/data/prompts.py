@@ -1,15 +1,24 @@
-"""Tokenize prompts; drop, truncate or reject prompts that are too long."""
+"""Tokenize prompts; drop, truncate or reject prompts that are too long.
 
+Worker processes do it where this process alone would take long.
+"""
+
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
 
+from jax_ppo import processes
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import (
     ChatTemplate,
@@ -25,16 +34,16 @@ from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
 
+_CHUNK = 256  # prompts between two reports of progress
+_PATIENCE_SECONDS = 20.0  # that this process alone may take for the remaining prompts
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptDataset:
     """Examples with the token ids of their prompts."""
 
-    # They may be read from a disk on lookup; none where nothing is trained.
-    examples: Sequence[Example]
-    # int32 [length] per example, length 1..max_prompt_length; they may be read from a disk, like
-    # the examples.
-    tokens: Sequence[np.ndarray]
+    examples: Sequence[Example]  # none where nothing is trained
+    tokens: Sequence[np.ndarray]  # int32 [length] per example, length 1..max_prompt_length
     max_prompt_length: int  # tokens; no batch is wider
     name: str = "config.data.train_files"  # the option that names the data, for messages
     # The number of the first example in the list that environments get; `None` without an
@@ -87,19 +96,90 @@ def tokenize_prompts(
     tokenizer: Tokenizer,
     encoding: PromptEncoding,
     name: str = "config.data.train_files",
+    on_progress: Callable[[int, int], None] = lambda tokenized, total: None,
 ) -> PromptDataset:
     """Encode every prompt as `encode_prompts` does; log the number of dropped prompts.
+
+    A worker per core does what would take this process longer than 20 seconds. `name` is the option
+    that names the data, for messages. `on_progress` is called with the prompts tokenized so far and
+    in total; it may end the work by raising.
 
     Raises:
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
-    encoded = zip(examples, encode_prompts(examples, tokenizer, encoding, name), strict=True)
-    kept = [(example, ids) for example, ids in encoded if ids is not None]
+    validate_chat_template(tokenizer, encoding.chat_template)
+    _report_unread_parts(examples, tokenizer, encoding.chat_template, name)
+    encoded: list[np.ndarray | None] = []
+    for chunk in _encode_chunks(examples, tokenizer, encoding, name):
+        encoded += chunk
+        on_progress(len(encoded), len(examples))
+    kept = [(e, ids) for e, ids in zip(examples, encoded, strict=True) if ids is not None]
     longest = encoding.max_prompt_length
-    report_long_prompts(len(examples) - len(kept), len(examples), longest, name)
+    _report_long_prompts(len(examples) - len(kept), len(examples), longest, name)
     usable_examples = tuple(example for example, _ in kept)
     return PromptDataset(usable_examples, [ids for _, ids in kept], longest, name)
+
+
+def _encode_chunks(
+    examples: Sequence[Example], tokenizer: Tokenizer, encoding: PromptEncoding, name: str
+) -> Iterator[list[np.ndarray | None]]:
+    """Yield the results of `encode_prompts` for consecutive chunks of the examples."""
+    starts = range(0, len(examples), _CHUNK)
+    chunks = [(examples[start : start + _CHUNK], name, start + 1) for start in starts]
+    cores = len(os.sched_getaffinity(0))
+    started = time.monotonic()
+    for done, (chunk, _, first_row) in enumerate(chunks):
+        seconds_left = (time.monotonic() - started) / max(done, 1) * (len(chunks) - done)
+        if done and cores > 1 and seconds_left > _PATIENCE_SECONDS:
+            yield from _encode_in_workers(chunks[done:], tokenizer, encoding, cores)
+            return
+        yield list(encode_prompts(chunk, tokenizer, encoding, name, first_row))
+
+
+def _encode_in_workers(
+    chunks: Sequence[tuple[Sequence[Example], str, int]],
+    tokenizer: Tokenizer,
+    encoding: PromptEncoding,
+    cores: int,
+) -> Iterator[list[np.ndarray | None]]:
+    """Yield the results of `_encode_chunk` for each chunk's arguments, in their order."""
+    workers = min(cores, len(chunks))
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers,
+        mp_context=processes.WorkerContext(),
+        initializer=_initialize_worker,
+        initargs=(os.getpid(), tokenizer, encoding),
+    )
+    try:
+        for future in [pool.submit(_encode_chunk, *chunk) for chunk in chunks]:
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"{chunks[0][1]}: a worker process that tokenizes prompts was killed, which happens "
+            f"when memory runs out; {workers} were running at once"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Of a worker process: what it encodes prompts with.
+_worker_tokenizer: Any = None
+_worker_encoding: PromptEncoding
+
+
+def _initialize_worker(parent: int, tokenizer: Tokenizer, encoding: PromptEncoding) -> None:
+    global _worker_tokenizer, _worker_encoding
+    _worker_tokenizer, _worker_encoding = tokenizer, encoding
+    # Ctrl-C reaches all processes of the command, but the run ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.end_with_parent(parent)
+
+
+def _encode_chunk(
+    examples: Sequence[Example], name: str, first_row: int
+) -> list[np.ndarray | None]:
+    return list(encode_prompts(examples, _worker_tokenizer, _worker_encoding, name, first_row))
 
 
 def encode_prompts(
@@ -107,16 +187,15 @@ def encode_prompts(
     tokenizer: Tokenizer,
     encoding: PromptEncoding,
     name: str,
+    first_row: int = 1,
 ) -> Iterator[np.ndarray | None]:
     """Yield the token ids of each prompt, int32 [length], or `None` if it is dropped.
 
-    `name` is the option that names the data, or another origin of the rows, for messages. Raises as
-    `tokenize_prompts` does.
+    `name` is the option that names the data, for messages, which count rows from `first_row`.
+    Raises as `tokenize_prompts` does.
     """
     limit = encoding.max_prompt_length
-    validate_chat_template(tokenizer, encoding.chat_template)
-    _report_unread_parts(examples, tokenizer, encoding.chat_template, name)
-    for row, example in enumerate(examples, 1):
+    for row, example in enumerate(examples, first_row):
         location = example.describe_location(row, name)
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
         # The exact length matters only for a prompt that is truncated.
@@ -133,7 +212,7 @@ def encode_prompts(
         yield np.asarray(ids, np.int32)
 
 
-def report_long_prompts(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
+def _report_long_prompts(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
     """Log the number of dropped prompts; raise `UserError` if none is left."""
     longer = f"longer than config.data.max_prompt_length={max_prompt_length} tokens"
     problem = (

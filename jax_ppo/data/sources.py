@@ -56,7 +56,7 @@ FORMS = (
 MAX_GENERATED_DIGITS = 7
 
 
-class SourceFiles(NamedTuple):
+class _SourceFiles(NamedTuple):
     """The rows of one source."""
 
     paths: list[Path]  # local files, whose rows are concatenated
@@ -196,7 +196,7 @@ def _load_source(
     # An empty source is a mistake, even if others have rows.
     if not examples:
         raise UserError(f"{option}: {source} has no rows{' with a true label' * bool(unwanted)}")
-    report_ignored_columns(source, layouts, columns)
+    _report_ignored_columns(source, layouts, columns)
     prompts = (prompt_texts(example.prompt) for example in examples)
     if instruction and not any(texts[-1].endswith(instruction) for texts in prompts):
         log.warning(
@@ -207,7 +207,9 @@ def _load_source(
     return examples
 
 
-def report_ignored_columns(source: str, layouts: Iterable[Sequence[str]], columns: Columns) -> None:
+def _report_ignored_columns(
+    source: str, layouts: Iterable[Sequence[str]], columns: Columns
+) -> None:
     """Log once which columns of a source are not read.
 
     Each layout has the names of the columns with values, of one kind of row.
@@ -244,30 +246,7 @@ def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> l
     return examples
 
 
-def locate_parquet(spec: str, option: str) -> list[SourceFiles]:
-    """Return the Parquet files that a specification names, downloaded if necessary.
-
-    Raises:
-      UserError: a source is not a Parquet file, or does not exist.
-    """
-    sources = []
-    for source, _ in _split_weights(spec):
-        has_files = source.partition(":")[0] not in (*GENERATORS, "tfds")
-        located = _locate_files(source, option) if has_files else None
-        if located is None or any(path.suffix.lower() != ".parquet" for path in located.paths):
-            raise UserError(
-                f"{option}={shorten(source)!r}: config.data.cache_dir caches only the prompts of "
-                "Parquet files; leave it unset for other data"
-            )
-        for path in located.paths:
-            files.require_file(path, option)
-        sources.append(located)
-    if not sources:
-        raise UserError(f"{option}={spec!r}: expected Parquet files")
-    return sources
-
-
-def _locate_files(source: str, option: str) -> SourceFiles:
+def _locate_files(source: str, option: str) -> _SourceFiles:
     """Return the files of a source, downloaded if necessary, and the bounds of its slice."""
     name, start, end = source, None, None
     if sliced := _SLICE.fullmatch(source):
@@ -295,7 +274,7 @@ def _locate_files(source: str, option: str) -> SourceFiles:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
-    return SourceFiles(paths=located, start=start or 0, end=end)
+    return _SourceFiles(paths=located, start=start or 0, end=end)
 
 
 def _is_pattern(name: str) -> bool:

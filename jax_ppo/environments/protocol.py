@@ -115,8 +115,7 @@ class TokenEnvironment(Protocol):
 
         Args:
           tokenizer: the policy's.
-          examples: the rows of the training data, then of the held-out data. Iterate over them
-            once: with `data.cache_dir` they are read from a disk.
+          examples: the rows of the training data, then of the held-out data.
         """
 
     def reset(self, row: jax.Array, key: jax.Array) -> Any:

@@ -42,7 +42,6 @@ from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_
 from jax_ppo.run.run_prompts import (
     build_environment,
     load_run_examples,
-    make_row_validation,
     tokenize_run_prompts,
 )
 from jax_ppo.runtime import heartbeat, meshes
@@ -197,8 +196,6 @@ def _build_prompts(
         training, held_out = tokenize_run_prompts(
             config.data,
             models.tokenizer,
-            config.model.tokenizer_path or str(models.folders.actor),
-            make_row_validation(config.reward, config.rewards_by_environment_alone),
             rows.examples if given is None else [],
             rows.held_out,
         )

@@ -1,9 +1,12 @@
 import dataclasses
 import logging
+import os
+import signal
 
 import numpy as np
 import pytest
 
+from jax_ppo.data import prompts
 from jax_ppo.data.prompt_batches import (
     PromptBatches,
     bucket_width,
@@ -230,6 +233,63 @@ def test_few_rows_do_not_fill_a_large_evaluation_batch():
         (batch,) = evaluation_batches(dataset(rows), 256)
         assert (len(batch.examples), batch.count) == (size, rows)
     assert [len(b.examples) for b in evaluation_batches(dataset(300), 256)] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("patience", "chunks_of_workers"), [(1e9, []), pytest.param(0.0, [3], marks=pytest.mark.slow)]
+)
+def test_workers_give_the_tokens_of_one_process(patience, chunks_of_workers, trained, monkeypatch):
+    monkeypatch.setattr(prompts, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(prompts, "_CHUNK", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    seen, in_workers = [], prompts._encode_in_workers
+    monkeypatch.setattr(
+        prompts,
+        "_encode_in_workers",
+        lambda chunks, *rest: seen.append(len(chunks)) or in_workers(chunks, *rest),
+    )
+    rows = examples(*(f"{n} + 1" if n != 4 else "7 " * 40 for n in range(10)))
+    counts = []
+    data = tokenize_prompts(
+        rows, trained[0], PromptEncoding(20), on_progress=lambda *count: counts.append(count)
+    )
+    assert counts == [(3, 10), (6, 10), (9, 10), (10, 10)]
+    assert data.examples == (*rows[:4], *rows[5:])
+    assert [ids.tolist() for ids in data.tokens] == [
+        trained[0].encode(example.prompt) for example in data.examples
+    ]
+    # The first chunk shows how long a prompt takes.
+    assert seen == chunks_of_workers
+
+
+class Deadly:
+    """A tokenizer that ends the process of a worker."""
+
+    chat_template = None
+    eos_token_id = 0
+
+    def __init__(self):
+        self.parent = os.getpid()
+
+    def encode(self, text, add_special_tokens=True, verbose=True):
+        if os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [1]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_work_in_one_line(monkeypatch):
+    monkeypatch.setattr(prompts, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(prompts, "_CHUNK", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with pytest.raises(UserError, match="train_files: a worker process that tokenizes prompts was"):
+        tokenize_prompts(examples("1", "2", "3"), Deadly(), PromptEncoding(20))
+
+
+def test_an_unusable_prompt_of_a_later_chunk_is_named_by_its_row(letters, monkeypatch):
+    monkeypatch.setattr(prompts, "_CHUNK", 2)
+    with pytest.raises(UserError, match="train_files, example 4: the prompt is empty"):
+        tokenize_prompts(examples("a", "b", "c", " "), letters, PromptEncoding(20))
 
 
 def test_real_gsm8k_prompts(real_data, trained):

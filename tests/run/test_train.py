@@ -21,8 +21,6 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
@@ -259,7 +257,7 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
     options = {"model.path": str(path), "trainer.compilation_cache": "off"}
     # The training data are not read, and their number does not matter.
     options |= {"data.train_files": "none/such.jsonl*2,x*1", "data.train_batch_size": 2000}
-    options |= {"data.cache_dir": "/proc/none", "data.curriculum": "solve_rate"}
+    options |= {"data.curriculum": "solve_rate"}
     config = loading.load_config(f"{files}/config.py", options)
     summary = standalone_evaluation.evaluate_model(config, tmp_path)
     last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]
@@ -1503,32 +1501,6 @@ def test_resolved_options_are_hashable(files):
     assert isinstance(hash(load_config(files)), int) and isinstance(
         load_config(files), schema.Config
     )
-
-
-@pytest.mark.exhaustive
-def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
-    files, undisturbed, tmp_path
-):
-    rows = [
-        {
-            "prompt": example.prompt,
-            "data_source": example.data_source,
-            "ground_truth": example.ground_truth,
-        }
-        for example in arithmetic.generate_arithmetic_examples(64)
-    ]
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=10
-    )
-    options = (
-        f"--config.data.train_files={tmp_path}/train.parquet",
-        f"--config.data.cache_dir={tmp_path}/cache",
-    )
-    workdir = tmp_path / "run"
-    output = run(files, workdir, *options, "--config.trainer.total_training_steps=4")
-    assert "tokenizing: 64 prompts" in output
-    run(files, workdir, *options)
-    assert read_step_rows(workdir) == read_step_rows(undisturbed[0])
 
 
 def test_responses_of_another_version_in_a_checkpoint_are_refused():
