@@ -175,7 +175,7 @@ def _train_critic_alone(config: Config) -> Config:
         return config
     # Each row has one response, and rows are taken as they are: none is drawn or selected.
     names = ("data.train_files", "data.curriculum", "rollout.n", "rollout.keep")
-    further = ("rollout.max_staleness", "rollout.verify_drafts", "rollout.exact")
+    further = ("rollout.max_staleness", "rollout.exact")
     unread = (*names, *further, "algorithm.filter_groups.enable")
     return replace_options(config, validation.default_values(unread))
 

@@ -174,14 +174,10 @@ STARTS_VLLM = Condition(lambda c: c.rollout.engine == "vllm" and not c.rollout.u
 KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
     "`algorithm.kl_ctrl.type` is adaptive")
 HAS_IMPORTANCE_WEIGHTS = Condition(
-    lambda c: c.algorithm.rollout_is != "none" or c.rollout.verify_drafts,
-    "`algorithm.rollout_is` is token or sequence, or `rollout.verify_drafts` is on",
+    lambda c: c.algorithm.rollout_is != "none",
+    "`algorithm.rollout_is` is token or sequence",
     "the sampling weights are older than the weights that are trained; set "
-    "config.algorithm.rollout_is to 'token' or 'sequence', or config.rollout.verify_drafts=True")
-HAS_DRAFTS = Condition(lambda c: c.rollout.max_staleness <= 1,
-    "`rollout.max_staleness` is 0 or 1",
-    "there are no drafts with config.rollout.max_staleness={config.rollout.max_staleness}; set it "
-    "to 0 or 1")
+    "config.algorithm.rollout_is to 'token' or 'sequence'")
 HAS_REWARD_FUNCTION = Condition(lambda c: bool(c.reward.function or c.reward.terms),
     "`reward.function` or `reward.terms` is set",
     "needs a config.reward.function that returns step_rewards")
@@ -911,14 +907,6 @@ class RolloutOptions(Sampling):
         "its prompts until enough are complete, and the others, also dialogues, continue under "
         "newer weights for at most this many steps",
         unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
-    verify_drafts: bool = option(False,
-        "treat responses of older weights as drafts: keep each up to the first token that the "
-        "newest weights would not draw, and continue it with these. With max_staleness=1 drafts "
-        "are sampled one step ahead, and responses are the same as with max_staleness=0, up to "
-        "rounding. With 0 they are the last responses to the prompts that come again in later "
-        "epochs, which take the random numbers of the prompt's first responses again, so that "
-        "they explore less (docs/scaling.md)",
-        requires=(HAS_DRAFTS,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
         unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)

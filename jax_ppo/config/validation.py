@@ -254,16 +254,13 @@ GIVEN_RESPONSES = (
     "algorithm.use_kl_in_reward", "algorithm.rollout_is", "algorithm.filter_groups.enable",
     "rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact_filters",
     "rollout.multi_turn.environment", "actor.router_replay.mode", "reward.process_rewards")
-# Likewise of responses that continue from step to step or are drafts; and what more there is with
-# rollout.exact, and with drafts of earlier epochs.
+# Likewise of responses that continue from step to step, and what more there is with rollout.exact.
 CONTINUED_RESPONSES = (
     "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas")
 EXACT_RESPONSES = (
     "rollout.max_staleness", "rollout.keep", "rollout.reuse_logprobs",
-    "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is", "rollout.verify_drafts",
+    "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is",
     "algorithm.filter_groups.enable", "score.file")
-EARLIER_EPOCHS = (
-    "rollout.keep", "algorithm.filter_groups.enable", "score.file")
 # fmt: on
 
 
@@ -329,7 +326,7 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     components = config.reward.components
     _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
     _apply(COMPARISON_RULES, config)
-    if rollout.max_staleness > 1 or rollout.verify_drafts or rollout.exact:
+    if rollout.max_staleness > 1 or rollout.exact:
         _require_responses_that_continue(value_of)
     if config.reward.url:
         _require_address("config.reward.url", config.reward.url, "JAX_PPO_REWARD_KEY", True)
@@ -449,20 +446,14 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     longest = value_of("data.max_response_length")
     assert isinstance(longest, int)
     names: tuple[str, ...] = CONTINUED_RESPONSES
-    if value_of("rollout.verify_drafts") or value_of("rollout.exact"):
-        name = "exact" if value_of("rollout.exact") else "verify_drafts"
-        names = (*names, "rollout.multi_turn.environment")
-        setting, remedy = f"config.rollout.{name}=True", f"config.rollout.{name}=False"
-        if name == "exact":
-            does = "which draws each token again"
-            names = (*names, *EXACT_RESPONSES)
-        elif not value_of("rollout.max_staleness"):
-            does = "whose drafts are of earlier epochs"
-            names = (*names, *EARLIER_EPOCHS)
+    if value_of("rollout.exact"):
+        setting, remedy = "config.rollout.exact=True", "config.rollout.exact=False"
+        does = "which draws each token again"
+        names = (*names, "rollout.multi_turn.environment", *EXACT_RESPONSES)
         if longest == 1:
             raise UserError(
-                f"{setting}: expected config.data.max_response_length of at least 2, got 1: a "
-                "draft of one token is as much work to verify as to sample"
+                f"{setting}: expected config.data.max_response_length of at least 2, got 1: "
+                "a response of one token does not continue"
             )
     elif not isinstance(length, int) or length >= longest:
         raise UserError(

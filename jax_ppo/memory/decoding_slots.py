@@ -15,7 +15,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
-from jax_ppo.sampler.drafts import continuation_options
+from jax_ppo.sampler.continuation import continuation_options
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.slots import record_bytes
@@ -84,15 +84,14 @@ def queue_cache_shapes(
 ) -> list[Any]:
     """Return the shapes of the caches of one queue of prompts, for each stage.
 
-    Continuing drafts counts as one; continuing a pool's responses is the only one.
+    Continuing what is drawn again counts as one; continuing a pool's responses is the only one.
     """
     count, width = data.train_batch_size, data.max_prompt_length
     queues = [] if rollout.max_staleness > 1 else [(count, width, sampling)]
-    has_drafts = rollout.verify_drafts or rollout.exact
-    if rollout.max_staleness > 1 or has_drafts:
+    if rollout.max_staleness > 1 or rollout.exact:
         # Each sample has its own prompt, of all tokens of prompt and response but the last.
         batches = BATCHES_IN_POOL if rollout.max_staleness > 1 else 1
-        continued = continuation_options(sampling, width) if has_drafts else sampling
+        continued = continuation_options(sampling, width) if rollout.exact else sampling
         continued = dataclasses.replace(continued, n=1, stage_length=None, max_response_length=1)
         longest = width + data.max_response_length - 1
         queues.append((count * batches * sampling.n, longest, continued))

@@ -72,7 +72,7 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     """
     least, program = step.least, find_step_program(name)
     fetched = fetched_memory(program, step.step_options, step.state)
-    decodes = program.kind in ("sampling", "verification")
+    decodes = program.kind == "sampling"
     if decodes and step.is_separate:
         return PhaseMemory(decoding_copy=least.separate, cache=step.cache_bytes)
     gradients = 0
@@ -119,10 +119,6 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
             return _resharding_temporaries(step)
         case "sampling":
             return _sampling_temporaries(step)
-        case "verification":
-            # Each sample has its own prompt, with all of its draft but the last token.
-            longest = step.sampling.max_response_length
-            return _sampling_temporaries(step, appended=longest - 1)
         case "forward pass":
             rows, _ = step.packed.read_by(program.role)
             return _forward_temporaries(step, step.role(program.role), rows)
@@ -156,18 +152,14 @@ def _resharding_temporaries(step: AbstractStep) -> int:
     return 3 * table if is_divided else table
 
 
-def _sampling_temporaries(step: AbstractStep, appended: int = 0) -> int:
-    """Return the bytes of a prefill and of the logits of all slots.
-
-    With `appended` tokens of its response to each prompt, the samples share no prompts.
-    """
+def _sampling_temporaries(step: AbstractStep) -> int:
+    """Return the bytes of a prefill and of the logits of all slots."""
     role = step.role("actor")
     architecture = role.architecture
     mesh = step.rollout_mesh
     parts = mesh.shape["model"]
-    prompt = step.prompts.tokens.shape[1] + appended
-    rows = step.queue if appended else step.queue // step.sampling.n
-    prompts = max(1, min(PREFILL_TOKENS // prompt, rows))
+    prompt = step.prompts.tokens.shape[1]
+    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // step.sampling.n))
     scores = num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
     score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
     prefill = output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)

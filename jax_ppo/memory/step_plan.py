@@ -49,7 +49,6 @@ class StepPlan:
     rollout_mesh: dict[str, int]  # size of each axis of the mesh for decoding
     decoding_devices: int  # devices that only decode
     decodes_beside: bool  # they decode a whole step while the others learn
-    drafts_are_earlier: bool  # drafts are of earlier epochs: the first one's steps have none
     available: float | None  # bytes per device; `None` if unknown
     is_compiled: bool  # the machine's own compiler measured the temporaries
     source: str  # origin of the temporaries, for the user
@@ -78,26 +77,13 @@ class StepPlan:
     def seconds(self) -> float | None:
         """Return the predicted seconds of a step's phases together; `None` if one is unknown.
 
-        With drafts of earlier epochs, these are a step's of the first epoch.
-        """
-        return self._sum_seconds(without="verify" if self.drafts_are_earlier else "")
-
-    @property
-    def kept_seconds(self) -> float | None:
-        """Return the seconds of a step that keeps its drafts of an earlier epoch whole."""
-        return self._sum_seconds(without="sample") if self.drafts_are_earlier else None
-
-    def _sum_seconds(self, without: str) -> float | None:
-        """Return the seconds of all phases but one.
-
         Devices that only decode sample the next step, once they have its weights, while the others
         do the rest. Partial rollouts wait for most of their stages.
         """
-        phases = [phase for phase in self.phases if phase.name != without]
-        known = {phase.name: phase.seconds for phase in phases if phase.seconds is not None}
-        if len(known) < len(phases):
+        known = {phase.name: phase.seconds for phase in self.phases if phase.seconds is not None}
+        if len(known) < len(self.phases):
             return None
-        first = sum(known.pop(name, 0.0) for name in ("prepare_weights", "verify"))
+        first = known.pop("prepare_weights", 0.0)
         beside = known.pop("sample", 0.0) if self.decodes_beside else 0.0
         return first + max(beside, sum(known.values()))
 
@@ -132,7 +118,6 @@ class StepPlan:
                 for phase in self.phases
             ],
             "predicted_step_seconds": self.seconds,
-            "predicted_step_seconds_if_drafts_are_kept": self.kept_seconds,
             "predicted_tokens_per_second": self._per_second(self.tokens),
             "predicted_response_tokens_per_second": self._per_second(self.response_tokens),
             "remedies": [
@@ -188,7 +173,6 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             rollout_mesh=dict(step.rollout_mesh.shape),
             decoding_devices=separate,
             decodes_beside=bool(separate) and config.rollout.max_staleness == 1,
-            drafts_are_earlier=config.rollout.verify_drafts and not config.rollout.max_staleness,
             available=topology.available_bytes,
             is_compiled=devices is not None,
             source=" ".join(source.split()),
@@ -253,7 +237,6 @@ _PREDICTION = (
     "peak rates, all prompts and responses at their maximum lengths, no work on the host. Runs\n"
     "are slower."
 )
-_KEPT_DRAFTS = "\nDrafts count as kept whole: what a step rejects of them it also samples."
 _MOST_REMEDIES = 8
 _USUAL_AXES = ("data", "fsdp", "model")
 
@@ -265,8 +248,6 @@ def format_plan(plan: StepPlan) -> str:
         parts.append(_remedies(plan))
     if plan.seconds is not None:
         parts += [_time_table(plan), _PREDICTION]
-        if any(phase.name == "verify" for phase in plan.phases):
-            parts[-1] += _KEPT_DRAFTS
     return "\n\n".join(parts)
 
 
@@ -350,9 +331,6 @@ def _time_table(plan: StepPlan) -> str:
     seconds = plan.seconds
     assert seconds is not None, "the caller has checked"
     rows.append(["step", "", "", "", f"{seconds:.3g}"])
-    if plan.kept_seconds is not None:
-        rows[-1][0] = "step of the first epoch"
-        rows.append(["step of a later one", "", "", "", f"{plan.kept_seconds:.3g}"])
     return (
         f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
         f"{plan.response_tokens / seconds:,.0f} are sampled"

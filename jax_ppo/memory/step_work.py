@@ -25,7 +25,6 @@ from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import PeakRates, bytes_per_device
 from jax_ppo.runtime.parallelism import pipeline
-from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.sampler.stages import cache_bytes_per_device, stage_limits
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.roles import ModelRole, find_role
@@ -186,8 +185,6 @@ def _count_program_work(step: AbstractStep, program: StepProgram) -> PhaseWork:
             return _prepare_weights(step) * passes
         case "sampling":
             return _sample(step) * (passes / step.sampling.n)
-        case "verification":
-            return _verify(step)
         case "forward pass":
             return _forward_pass(step, program.role) * passes
         case "elementwise":
@@ -251,7 +248,7 @@ def _sample(step: AbstractStep) -> PhaseWork:
         longest = sampling.max_response_length
         limits = (*range(sampling.stage_length, longest, sampling.stage_length), longest)
         queue //= BATCHES_IN_POOL  # what one batch of prompts takes, in whichever steps
-    # A further one continues drafts.
+    # A further one continues what `rollout.exact` draws again.
     cache = max(cache_bytes_per_device(stage, mesh) for stage in step.caches[: len(limits)])
     role = step.role("actor")
     total = PhaseWork()
@@ -280,25 +277,6 @@ def _sample(step: AbstractStep) -> PhaseWork:
         )
         start = limit
     return total
-
-
-def _verify(step: AbstractStep) -> PhaseWork:
-    """Return the work of a pass over all drafts, of which each is accepted."""
-    role = step.role("actor")
-    architecture = step.nets.actor.architecture
-    longest = step.sampling.max_response_length
-    lengths = np.full(step.samples, step.prompts.tokens.shape[1] + longest - 1)
-    tokens = float(lengths.sum()) / meshes.row_shards(step.rollout_mesh)
-    flops = count_forward_flops(architecture, lengths, step.samples * longest)
-    weights = bytes_per_device(whole_read_params(step.decoding_weights))
-    exchanged = exchanged_bytes(architecture, tokens, role.itemsize, step.rollout_mesh)
-    return PhaseWork(
-        flops=flops / step.rollout_mesh.size,
-        # Each group of drafts reads all weights.
-        memory_bytes=weights * -(-tokens // PREFILL_TOKENS),
-        link_bytes=exchanged
-        + _tensor_parallel_bytes(role, tokens, step.rollout_mesh.shape["model"]),
-    )
 
 
 def _forward_pass(step: AbstractStep, name: str) -> PhaseWork:
@@ -443,9 +421,8 @@ def count_step_flops(
     prompt_lengths: np.ndarray,
     lengths: np.ndarray,
     whole_prompts: dict[str, np.ndarray] | None = None,
-    verified: bool = False,
 ) -> float:
-    """Return the FLOPs that sampling, verifying drafts, forward passes and update of a step need.
+    """Return the FLOPs that sampling, forward passes and update of a step need.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
     responses; in the other phases as often as rows hold it. All of `ppo_epochs` count, even if
@@ -453,8 +430,7 @@ def count_step_flops(
     were as long as the samples.
 
     `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
-    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none;
-    `verified` says whether the step had drafts.
+    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
@@ -465,8 +441,6 @@ def count_step_flops(
     flops = policy_pass
     flops -= count_forward_flops(policy, repeated_lengths)
     flops += count_forward_flops(policy, prompt_lengths)
-    if verified:
-        flops += policy_pass
 
     # 2. Forward passes and updates; during the critic's warm-up the actor's parameters stay.
     def role_passes(role: ModelRole, passes: int, rows: str) -> float:

@@ -1,7 +1,7 @@
 """Responses that the update's own forward pass draws, bit for bit (`rollout.exact`).
 
 The sampler decodes with a cache: its matrix products have other shapes than for packed rows, and
-round differently. So its responses are drafts here. A forward pass over the rows and
+round differently. So its responses only begin here. A forward pass over the rows and
 micro-batches of the update's first epoch computes the log-prob of each token, and draws it again
 with its addressed random numbers. Where another token is drawn, it takes the place of the first,
 the response continues from there, and all are read again, until no token differs.
@@ -28,9 +28,9 @@ from jax_ppo.ppo.step_parts import ProgramInputs, SampledBatch, StepObserver, St
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.continuation import DrawStates, begin_draws
-from jax_ppo.sampler.drafts import continuation_options, replace_tokens
+from jax_ppo.sampler.continuation import DrawStates, begin_draws, continuation_options
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
@@ -140,3 +140,51 @@ def _replace_tokens(
     begun = begin_draws(sample_keys(key, jnp.arange(len(rollout.responses))))
     replaced, draws, changed = replace_tokens(options, rollout, tokens, begun)
     return *jax.lax.with_sharding_constraint((replaced, draws), layout), changed
+
+
+def search_tokens(
+    options: SamplingOptions, responses_NxT: jax.Array, draws: DrawStates
+) -> tuple[jax.Array, jax.Array]:
+    """Return the state of the search before each token, and whether it finishes the response.
+
+    `draws` are the states before the first token. Each result is [N, T].
+    """
+
+    def advance(stop_N: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        tokens_N, position = drawn
+        after_N = advance_stop_search(options, stop_N, tokens_N, position + 1)
+        return after_N, (stop_N, finishes_responses(options, tokens_N, after_N))
+
+    tokens = (responses_NxT.T, jnp.arange(responses_NxT.shape[1]))
+    _, (stop_TxN, finishes_TxN) = jax.lax.scan(advance, draws.stop_states, tokens)
+    return stop_TxN.T, finishes_TxN.T
+
+
+def replace_tokens(
+    options: SamplingOptions, rollout: Rollout, tokens_NxT: jax.Array, draws: DrawStates
+) -> tuple[Rollout, DrawStates, jax.Array]:
+    """End each response with its first token that was drawn differently, if there is one. Pure.
+
+    `tokens_NxT` are the tokens drawn again, `draws` the states before the first token.
+
+    Returns:
+      (the responses; those that changed may continue; the states of the draws after them; how many
+      responses changed).
+    """
+    T = tokens_NxT.shape[1]
+    differs_NxT = rollout.action_mask & (tokens_NxT != rollout.responses)
+    differs_N = differs_NxT.any(1)
+    lengths_N = jnp.where(differs_N, differs_NxT.argmax(1).astype(jnp.int32) + 1, rollout.lengths)
+    is_drawn_NxT = jnp.arange(T) < lengths_N[:, None]
+    stop_NxT, finishes_NxT = search_tokens(options, tokens_NxT, draws)
+    replaced = dataclasses.replace(
+        rollout,
+        responses=jnp.where(is_drawn_NxT, tokens_NxT, 0),
+        lengths=lengths_N,
+        logprobs=jnp.where(is_drawn_NxT, rollout.logprobs, 0.0),
+        truncated=~(is_drawn_NxT & finishes_NxT).any(1),
+        action_mask=is_drawn_NxT,
+    )
+    next_Nx1 = jnp.minimum(lengths_N, T - 1)[:, None]
+    stop_N = jnp.take_along_axis(stop_NxT, next_Nx1, axis=1)[:, 0]
+    return replaced, DrawStates(draws.keys, stop_N), differs_N.sum()

@@ -15,12 +15,11 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
-from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling, keys_of_samples
+from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
 from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.sampler.other_mesh import ContinuingEngine
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
@@ -44,7 +43,7 @@ class StepShapes:
 
 
 # What a program does, which decides the formulas for its memory and its work.
-Kind = Literal["resharding", "sampling", "verification", "forward pass", "elementwise", "update"]
+Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,14 +88,6 @@ def compile_programs(
     elif rollout is None:
         # The engine yields the names of its programs itself.
         shapes.rollout = yield from engine.precompile(params, prompts, key, step.sampling)
-        if options.rollout.verify_drafts:
-            assert isinstance(engine, ContinuingEngine), "the options require it"
-            samples = len(shapes.rollout.lengths)
-            rows = sharding.batch_rows(step.mesh, samples)
-            addresses = jax.ShapeDtypeStruct((samples, 2), jnp.int32, sharding=rows)
-            keys = compile_ahead(keys_of_samples, addresses, options.seed, rows)
-            shapes.rollout = engine.precompile_drafts(params, shapes.rollout, keys, step.sampling)
-            yield "verify"
         if options.rollout.exact:
             shapes.rollout = compile_exact_sampling(
                 step, state, params, shapes.rollout, packed.forward, key
@@ -208,11 +199,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        # Of drafts one step ahead, each step verifies its own and samples the next ones.
-        passes=lambda options, nets: (
-            (not options.reads_responses)
-            * (1 + (options.rollout.verify_drafts and options.rollout.max_staleness == 1))
-        ),
+        passes=lambda options, nets: int(not options.reads_responses),
     ),
     StepProgram(
         name="sample",
@@ -227,15 +214,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="sampling",
         role="actor",
         passes=lambda options, nets: int(options.needs_greedy),
-    ),
-    StepProgram(
-        name="verify",
-        label="verifying drafts",
-        kind="verification",
-        role="actor",
-        passes=lambda options, nets: int(
-            options.rollout.verify_drafts and not options.reads_responses
-        ),
     ),
     StepProgram(
         name="draw_again",

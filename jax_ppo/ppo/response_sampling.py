@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.earlier_responses import EarlierResponses, step_addresses
 from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
 from jax_ppo.ppo.step_parts import (
     ProgramInputs,
@@ -37,8 +36,8 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
-from jax_ppo.training.random_streams import Stream, sample_key, training_stream
+from jax_ppo.sampler.other_mesh import SeparateEngine
+from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
 
@@ -50,7 +49,6 @@ def sample_batch(
     step: int,
     observer: StepObserver,
     draw: int = 0,
-    earlier: EarlierResponses | None = None,
 ) -> SampledBatch:
     """Start sampling responses to the prompts of a step, without waiting for them.
 
@@ -58,57 +56,17 @@ def sample_batch(
     updated by the time that sampling starts. When sampling one step ahead, that is the update of
     the step before the current one, and its row includes what the host waited for in between.
 
-    `draw` says which of the step's batches it is, from 0. `earlier` has drafts for prompts that
-    have come before; then wait, and put the samples in their place.
+    `draw` says which of the step's batches it is, from 0.
     """
     batch = next(batches)
-    drafts = accepted = None
-    if earlier is not None:
-        drafts, addresses = earlier.find(batch, step, parts.sampling.max_response_length)
     with newest_weights(parts, state, observer) as engine:
         prompts = parts.place_prompts(batch.prompts)
         key = parts.sample_keys(training_stream(draw), step)
-        if drafts is None:
-            rollout = engine.generate(prompts, key, parts.sampling)
-        else:
-            drafts = placement.place(drafts, sharding.batch_rows(parts.mesh, len(drafts.lengths)))
-            rollout, accepted = _complete_drafts(parts, engine, drafts, addresses)
+        rollout = engine.generate(prompts, key, parts.sampling)
         greedy = None
         if parts.step_options.needs_greedy:  # draws nothing with the key
             greedy = engine.generate(prompts, key, greedy_sampling(parts.sampling))
-    sampled = SampledBatch(batch, rollout, batches.position, greedy=greedy, accepted=accepted)
-    if earlier is None:
-        return sampled
-    with observer.phase("rollout"):
-        responses, lengths = map(placement.to_host, (rollout.responses, rollout.lengths))
-        earlier.replace(batch.indices, responses, lengths, addresses)
-    named = dict(zip(("step", "sample"), addresses.T, strict=True))
-    return sampled._replace(addresses=named, earlier=earlier)
-
-
-def _complete_drafts(
-    parts: StepParts, engine: RolloutEngine, drafts: Rollout, addresses: np.ndarray
-) -> tuple[Rollout, jax.Array]:
-    """Return what the engine's `complete_drafts` does, with the random numbers of addresses."""
-    assert isinstance(engine, ContinuingEngine), "the options require it"
-    layout = sharding.batch_rows(parts.mesh, len(addresses))
-    placed = placement.place(addresses, layout)
-    keys = keys_of_samples(placed, parts.step_options.seed, layout)
-    return engine.complete_drafts(drafts, keys, parts.sampling)
-
-
-@functools.partial(jax.jit, static_argnames=("seed", "layout"))
-def keys_of_samples(addresses_Nx2: jax.Array, seed: int, layout: NamedSharding) -> jax.Array:
-    """Return the data of the keys of training samples, uint32 [N, ...].
-
-    `addresses_Nx2` are the steps that sample them, and their indices in these steps' batches.
-    """
-
-    def key_data(address: jax.Array) -> jax.Array:
-        step_key = sample_key(seed, Stream.TRAINING, address[0])
-        return jax.random.key_data(jax.random.fold_in(step_key, address[1]))
-
-    return jax.lax.with_sharding_constraint(jax.vmap(key_data)(addresses_Nx2), layout)
+    return SampledBatch(batch, rollout, batches.position, greedy=greedy)
 
 
 def sample_beside_update(
@@ -156,16 +114,6 @@ def newest_weights(
     parts.engine.release_weights()  # the update needs the memory
     observer.write_pending_report()
     release_freed_memory(state)  # of the update before
-
-
-def complete_drafted_batch(
-    parts: StepParts, state: TrainState, drafted: SampledBatch, step: int, observer: StepObserver
-) -> SampledBatch:
-    """Return what `sample_batch` would return, from drafts that the previous step has sampled."""
-    with newest_weights(parts, state, observer) as engine:
-        addresses = step_addresses(step, len(drafted.rollout.lengths))
-        rollout, accepted = _complete_drafts(parts, engine, drafted.rollout, addresses)
-    return drafted._replace(rollout=rollout, accepted=accepted, weights_step=step)
 
 
 def greedy_sampling(sampling: SamplingOptions) -> SamplingOptions:

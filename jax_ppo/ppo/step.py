@@ -18,14 +18,12 @@ from typing import NamedTuple
 import jax
 
 from jax_ppo.data.response_rows import GivenResponses
-from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.exact_rollouts import draw_exactly
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
 from jax_ppo.ppo.partial_rollouts import sample_partial_batch
 from jax_ppo.ppo.response_sampling import (
-    complete_drafted_batch,
     observe_solve_rates,
     sample_batch,
     sample_beside_update,
@@ -52,9 +50,8 @@ class StepResult(NamedTuple):
     """The results of a step besides the new state."""
 
     sampled: SampledBatch  # the samples that the step learned from
-    # What the next step starts from: with `rollout.max_staleness` its samples, drafts of them, or
-    # unfinished responses; with drafts of earlier epochs the last responses to each prompt; `None`
-    # without.
+    # What the next step starts from: with `rollout.max_staleness` its samples, or unfinished
+    # responses; `None` without.
     carried_over: CarriedOver | None
     packed: RolloutPacking  # the packed rows and mini-batches of the samples
     experience: Experience  # what the update learned from each token
@@ -73,9 +70,8 @@ def take_ppo_step(
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0; the train state is donated.
 
-    `carried_over` is what the previous step left: samples or drafts (`SampledBatch`), unfinished
-    responses (`ResponsePool`), or the last ones to each prompt (`EarlierResponses`); `None` if it
-    left nothing.
+    `carried_over` is what the previous step left: samples (`SampledBatch`), unfinished responses
+    (`ResponsePool`), or `None`.
 
     Returns:
       The new state and the other results. The mesh may still be computing both.
@@ -90,10 +86,10 @@ def take_ppo_step(
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
         packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
-    # With max_staleness = 1, the samples of the next step, or drafts of them, come from the weights
-    # before this step's update; devices that only decode begin now. With more, unfinished responses
-    # continue. Validation forbids selecting samples by reward in such runs.
-    to_next_step: CarriedOver | None = sampled.pool or sampled.earlier
+    # With max_staleness = 1, the samples of the next step come from the weights before this step's
+    # update; devices that only decode begin now. With more, unfinished responses continue.
+    # Validation forbids selecting samples by reward in such runs.
+    to_next_step: CarriedOver | None = sampled.pool
     samples_ahead = options.rollout.max_staleness == 1 and step + 1 < parts.total_steps
     is_separate = isinstance(parts.engine, SeparateEngine)
     if samples_ahead and is_separate:
@@ -160,18 +156,11 @@ def sample_responses(
     with observer.phase("rollout"):
         carried_over = wait_for(carried_over)  # devices that only decode may still work on it
     if options.rollout.max_staleness > 1:
-        assert not isinstance(carried_over, SampledBatch | EarlierResponses), "it is a pool"
+        assert not isinstance(carried_over, SampledBatch), "it is a pool"
         return sample_partial_batch(parts, state, batches, step, observer, carried_over)
-    if options.rollout.verify_drafts and not options.rollout.max_staleness:
-        earlier = carried_over or EarlierResponses(options.rollout.n)
-        assert isinstance(earlier, EarlierResponses), "drafts are of earlier epochs"
-        sampled = sample_batch(parts, state, batches, step, observer, earlier=earlier)
-        return sampled._replace(weights_step=step)
     if carried_over is not None:
-        assert isinstance(carried_over, SampledBatch), "drafts are carried over as a batch"
-        if not options.rollout.verify_drafts:
-            return carried_over
-        return complete_drafted_batch(parts, state, carried_over, step, observer)
+        assert isinstance(carried_over, SampledBatch), "it is a batch"
+        return carried_over
     if isinstance(training, GivenResponses) and not options.is_on_policy_step(step):
         return take_given_batch(parts, training, batches)
     sample = sample_selected_batch if options.selects_samples else sample_batch

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, RolloutOptions
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions
@@ -161,20 +159,12 @@ class SampledBatch(NamedTuple):
     weights_step: int | None = None
     # The unfinished responses that the next step continues; `None` if it continues none.
     pool: ResponsePool | Future[ResponsePool] | None = None
-    # What the next step takes drafts from, if these are of earlier epochs.
-    earlier: EarlierResponses | None = None
-    # int32 [B], the tokens of each response that its draft had; `None` without drafts.
-    accepted: jax.Array | None = None
 
 
 # What a step leaves to the next; a future while devices that only decode work on it.
-CarriedOver = (
-    SampledBatch | ResponsePool | EarlierResponses | Future[SampledBatch] | Future[ResponsePool]
-)
+CarriedOver = SampledBatch | ResponsePool | Future[SampledBatch] | Future[ResponsePool]
 
 
-def wait_for(
-    carried_over: CarriedOver | None,
-) -> SampledBatch | ResponsePool | EarlierResponses | None:
+def wait_for(carried_over: CarriedOver | None) -> SampledBatch | ResponsePool | None:
     """Return what a step left to the next, once it is there."""
     return carried_over.result() if isinstance(carried_over, Future) else carried_over

@@ -1,7 +1,6 @@
 """What a step of PPO leaves to the next one, as checkpoints hold it.
 
-That is a batch that was sampled one step ahead, responses that will continue, or those from which
-later epochs take drafts.
+That is a batch that was sampled one step ahead, or responses that will continue.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.earlier_responses import EarlierResponses
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL, compile_begin
 from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
 from jax_ppo.reporting import console
@@ -32,28 +30,23 @@ from jax_ppo.types import Prompts, Rollout
 # The names of these trees in a checkpoint, which holds at most one.
 ROLLOUT = "rollout"
 POOL = "pool"
-EARLIER = "earlier"
 
 
 def carried_over_trees(
-    carried_over: SampledBatch | ResponsePool | EarlierResponses | None, mesh: Mesh
+    carried_over: SampledBatch | ResponsePool | None, mesh: Mesh
 ) -> dict[str, Any]:
     """Return the tree that a checkpoint holds of what a step left, by its name; {} if nothing."""
     if isinstance(carried_over, ResponsePool):
         return {POOL: pool_arrays(carried_over, mesh)}
-    if isinstance(carried_over, EarlierResponses):
-        return {EARLIER: carried_over.arrays()}
     return {} if carried_over is None else {ROLLOUT: rollout_arrays(carried_over.rollout)}
 
 
 def restore_carried_over(
     run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: TrainingBatches
-) -> SampledBatch | ResponsePool | EarlierResponses | None:
+) -> SampledBatch | ResponsePool | None:
     """Return what the step before left to the next one; `None` if nothing, or nothing that fits."""
-    return (
-        restore_pool(run, checkpoints, progress)
-        or restore_earlier_responses(run, checkpoints, progress)
-        or restore_sampled_batch(run, checkpoints, progress, batches)
+    return restore_pool(run, checkpoints, progress) or restore_sampled_batch(
+        run, checkpoints, progress, batches
     )
 
 
@@ -237,35 +230,6 @@ def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if _name(path) != "prompts"
     }
-
-
-def restore_earlier_responses(
-    run: PPORun, checkpoints: Checkpointer, progress: Progress
-) -> EarlierResponses | None:
-    """Return the responses from which a run was to take drafts when it was saved.
-
-    Returns:
-      The responses; `None` if the checkpoint holds none or the run takes none. If they do not fit
-      it, print that its prompts are sampled anew.
-    """
-    rollout = run.config.rollout
-    saved = checkpoints.saved_tree(progress.step, EARLIER) if progress.step else None
-    if saved is None or rollout.max_staleness or not rollout.verify_drafts:
-        return None
-    num_prompts = saved["rows"].shape[0]
-    # Changed data have reset the position.
-    if not progress.position or saved["lengths"].shape[0] != num_prompts * rollout.n:
-        console.print_on_main(
-            f"the checkpoint's responses to {num_prompts} prompts do not fit this run's data and "
-            "options; these prompts are sampled as if they were new"
-        )
-        return None
-    everywhere = sharding.replicated(run.mesh)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), saved
-    )
-    arrays = checkpoints.restore_item(progress.step, EARLIER, shapes)
-    return EarlierResponses.from_arrays(jax.tree.map(placement.to_host, arrays))
 
 
 def _lay_out(saved: Any, mesh: Mesh, samples: int, replicated: str) -> Any:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
-from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
@@ -80,7 +79,6 @@ class PPOTraining:
         self.position = 0
         self.can_evaluate = bool(run.held_out)
         self._run = run
-        require_prompts_that_come_again(run)
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
         self._carried_over: CarriedOver | None = None  # from the step before
@@ -202,26 +200,6 @@ class PPOTraining:
         export_models(self._run, state, folder, journal)
 
 
-def require_prompts_that_come_again(run: PPORun) -> None:
-    """Raise `UserError` if drafts are to be of earlier epochs, and there are none.
-
-    A curriculum and weighted sources can draw a prompt again before all others have come.
-    """
-    config, rows = run.config, len(run.training)
-    drawn = run.total_steps * run.step_options.prompts_per_step
-    is_drawn_once_per_epoch = (
-        config.data.curriculum == "none"
-        and source_weights(config.data.train_files, "config.data.train_files") is None
-    )
-    has_drafts = config.rollout.verify_drafts and not config.rollout.max_staleness
-    if has_drafts and is_drawn_once_per_epoch and drawn <= rows:
-        raise UserError(
-            f"config.rollout.verify_drafts=True: expected more prompts than the {rows} of the data "
-            f"in all steps, got {drawn}: none comes again as a draft; set "
-            "config.trainer.total_epochs higher, or config.rollout.max_staleness to 1"
-        )
-
-
 def report_step(
     run: PPORun, reporter: Reporter, step: int, result: StepResult, state: TrainState
 ) -> None:
@@ -238,7 +216,6 @@ def report_step(
         rule_rewards.steps,
         responses_per_prompt=run.config.responses_per_prompt,
         step=step,
-        accepted_B=sampled.accepted,
     )
     reporter.report_later(
         step,
@@ -251,7 +228,6 @@ def report_step(
             sampled.batch.prompts.lengths,
             result.packed.lengths,
             result.packed.whole_prompts,
-            verified=sampled.accepted is not None,
         ),
         samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},

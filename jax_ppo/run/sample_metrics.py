@@ -20,13 +20,11 @@ def measure_sampling(
     *,
     responses_per_prompt: int,
     step: int,
-    accepted_B: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return metrics of the sampled responses, scalars on the mesh (docs/metrics.md).
 
-    Responses to a prompt are adjacent. `accepted_B` is `SampledBatch.accepted`; `correct_B` is NaN
-    where correctness is undefined; `rewards_B` are rewards of whole responses, `steps_BxT`
-    rewards within them, if there are any.
+    Responses to a prompt are adjacent. `correct_B` is NaN where correctness is undefined;
+    `rewards_B` are rewards of whole responses, `steps_BxT` rewards within them, if there are any.
     """
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
@@ -40,13 +38,7 @@ def measure_sampling(
     if rollout.slot_steps is not None:
         slot_steps = rollout.slot_steps.sum()
         drawn = rollout.action_mask.sum()
-        if accepted_B is not None:
-            drawn -= accepted_B.sum()
-        # No slot is idle if none is needed.
-        metrics["rollout/slot_use"] = jnp.where(slot_steps > 0, drawn / slot_steps, 1.0)
-    if accepted_B is not None:
-        metrics["rollout/accepted_share"] = accepted_B.sum() / rollout.lengths.sum()
-        metrics["rollout/accepted_drafts"] = (accepted_B == rollout.lengths).mean(dtype=jnp.float32)
+        metrics["rollout/slot_use"] = drawn / slot_steps
     if rollout.turn_rewards is not None:
         metrics |= _measure_turns(rollout, rollout.turn_rewards)
     if rollout.versions is not None:

@@ -16,7 +16,6 @@ from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.continuation import DrawStates, continuation_program
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import WeightPreparation
-from jax_ppo.sampler.drafts import draft_program
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -101,21 +100,6 @@ class BuiltInEngine:
         assert continued.slot_steps is not None
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
 
-    def complete_drafts(
-        self, drafts: Rollout, keys: jax.Array, options: SamplingOptions
-    ) -> tuple[Rollout, jax.Array]:
-        """Dispatch `complete_drafts` with the weights of the last update.
-
-        `drafts` are responses that `generate` returned for the same options, with other weights;
-        `keys` are the data of the samples' random keys, uint32 [B, ...].
-
-        Returns:
-          (what `generate` would return for these keys; int32 [B], the tokens of each that its draft
-          had).
-        """
-        drafts = dataclasses.replace(drafts, slot_steps=None)
-        return self._dispatch(draft_program, options, drafts, keys)
-
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
         self._weights = None
@@ -146,16 +130,6 @@ class BuiltInEngine:
         continued, _ = compilation.compile_ahead(program, weights, rollout, draws, version)
         yield "sample"
         return dataclasses.replace(continued, slot_steps=None)
-
-    def precompile_drafts(
-        self, params: Params, drafts: Rollout, keys: jax.Array, options: SamplingOptions
-    ) -> Rollout:
-        """Compile `complete_drafts` for what `precompile` returned; return the rollout's shapes."""
-        weights = self._prepare_weights.compile(params)
-        drafts = dataclasses.replace(drafts, slot_steps=None)
-        program = self._program(draft_program, options)
-        rollout, _ = compilation.compile_ahead(program, weights, drafts, keys)
-        return rollout
 
     def _dispatch(self, build: Callable[..., Any], options: SamplingOptions, *rest: Any) -> Any:
         """Dispatch the program that `build` makes, with the weights of the last update."""

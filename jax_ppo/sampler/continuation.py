@@ -23,7 +23,7 @@ from jax_ppo.sampler.decode_loop import decode_queue
 from jax_ppo.sampler.dialogues import record_dialogues, start_dialogues
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Dialogues, build_job, initial_state
-from jax_ppo.sampler.stages import build_next_stage, reorder_results
+from jax_ppo.sampler.stages import build_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -65,6 +65,18 @@ def begin_dialogues(
     begun = start_dialogues(options, keys_N, rollout.prompts, samples_N)
     rollout = dataclasses.replace(rollout, prompts=dataclasses.replace(rollout.prompts, rows=None))
     return record_dialogues(options, rollout, begun), draws._replace(dialogues=begun)
+
+
+def continuation_options(options: SamplingOptions, prompt_length: int) -> SamplingOptions:
+    """Return how responses continue at once to their ends, in the memory of the slots before.
+
+    `options` say how they were sampled so far, to prompts [N, P = `prompt_length`].
+    """
+    T = options.max_response_length
+    slots = options.slots
+    if slots is not None:
+        slots = max(1, slots * (prompt_length + stage_limits(options)[0]) // (prompt_length + T))
+    return dataclasses.replace(options, n=1, slots=slots, stage_length=T)
 
 
 def has_ended(rollout: Rollout, draws: DrawStates) -> jax.Array:

@@ -68,15 +68,6 @@ class OtherMeshEngine:
         rollout, draws = _move_rows(continued[:2], self._run_mesh)
         return rollout, draws, _move(continued[2], sharding.replicated(self._run_mesh))
 
-    def complete_drafts(
-        self, drafts: Rollout, keys: jax.Array, options: SamplingOptions
-    ) -> tuple[Rollout, jax.Array]:
-        """Decode on the other mesh. See `BuiltInEngine.complete_drafts`."""
-        arguments = _move_rows((dataclasses.replace(drafts, slot_steps=None), keys), self._mesh)
-        with jax.set_mesh(self._mesh):
-            rollout, accepted = self._built_in.complete_drafts(*arguments, options)
-        return self._to_run_mesh(rollout), _move_rows(accepted, self._run_mesh)
-
     def release_weights(self) -> None:
         """Free the engine's weights."""
         self._engine.release_weights()
@@ -101,16 +92,6 @@ class OtherMeshEngine:
         moved = _move_rows((rollout, draws), self._mesh)
         programs = self._built_in.precompile_continuation(params, *moved, options)
         return self._to_run_mesh((yield from self._compile(programs)))
-
-    def precompile_drafts(
-        self, params: Params, drafts: Rollout, keys: jax.Array, options: SamplingOptions
-    ) -> Rollout:
-        """Compile on the other mesh. See `BuiltInEngine.precompile_drafts`."""
-        params = self._move_embeddings(params)
-        arguments = _move_rows((dataclasses.replace(drafts, slot_steps=None), keys), self._mesh)
-        with jax.set_mesh(self._mesh):
-            rollout = self._built_in.precompile_drafts(params, *arguments, options)
-        return self._to_run_mesh(rollout)
 
     @property
     def _built_in(self) -> BuiltInEngine:

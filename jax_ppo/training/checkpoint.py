@@ -3,8 +3,8 @@
 A checkpoint is a folder DIRECTORY/STEP that holds
 
     trees of arrays  in PPO the trained models, "optimizer" and "control" (`state.trained_trees`),
-                     "rollout" if the next step's samples are drawn already, "pool" if it
-                     continues responses, and "earlier" if later epochs verify the last ones
+                     "rollout" if the next step's samples are drawn already, and "pool" if it
+                     continues responses
     meta             JSON: position in the data, fingerprints of data and frozen models, history
                      of the run (`progress.HISTORY`), all options
     metrics          JSON: means of the evaluation, by which the best checkpoint is chosen

@@ -26,7 +26,6 @@ def validated(**changes):
     return loading.from_config_dict(values)
 
 
-DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
 SEPARATE = {
     "rollout__max_staleness": 1,
     "rollout__mesh__devices": 2,
@@ -114,31 +113,8 @@ def test_every_option_has_a_meaning():
             r"mesh\.devices=2: config\.rollout\.engine='transformers' decodes elsewhere",
         ),
         (
-            {"rollout__max_staleness": 2, "rollout__verify_drafts": True},
-            r"verify_drafts=True: there are no drafts with config\.rollout\.max_staleness=2",
-        ),
-        (
-            {"rollout__verify_drafts": True, "rollout__keep": 1, "rollout__n": 2},
-            r"keep=1: expected None with config\.rollout\.verify_drafts=True, whose drafts are",
-        ),
-        *(
-            (
-                {**drafts, "rollout__multi_turn__environment": "a:B"},
-                r"environment='a:B': expected '' with config\.rollout\.verify_drafts=True",
-            )
-            for drafts in ({"rollout__verify_drafts": True}, DRAFTED)
-        ),
-        (
-            {"rollout__verify_drafts": True, "rollout__exact": True},
-            r"verify_drafts=True: expected False with config\.rollout\.exact=True, which draws",
-        ),
-        (
-            DRAFTED | {"rollout__exact_filters": True},
-            r"exact_filters=True: expected False with config\.rollout\.verify_drafts=True.*=False",
-        ),
-        (
-            DRAFTED | {"data__max_response_length": 1},
-            r"verify_drafts=True: expected config\.data\.max_response_length of at least 2",
+            {"rollout__exact": True, "data__max_response_length": 1},
+            r"exact=True: expected config\.data\.max_response_length of at least 2, got 1",
         ),
         (
             {"rollout__exact": True, "rollout__exact_filters": True, "rollout__top_p": 0.9},

@@ -32,7 +32,6 @@ PHASES = {
     ),
     "sampling": (
         "jax_ppo.ppo.step:sample_batch",
-        "jax_ppo.ppo.step:complete_drafted_batch",
         "jax_ppo.ppo.step:sample_partial_batch",
     ),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),

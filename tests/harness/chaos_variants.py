@@ -136,8 +136,6 @@ VARIANTS = {
         devices=2,
         processes=2,
     ),
-    "drafts": Variant(options=("rollout.max_staleness=1", "rollout.verify_drafts=True")),
-    "drafts of epochs": Variant(options=("rollout.verify_drafts=True",), processes=2),
     "partial rollouts": Variant(
         options=(
             "rollout.max_staleness=4",

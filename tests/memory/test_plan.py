@@ -38,7 +38,6 @@ PHASES = [
     "update_actor",
     "update_critic",
 ]
-DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
 
 
 @pytest.fixture(scope="module")
@@ -102,53 +101,6 @@ def test_the_cache_is_that_of_the_slots_and_the_first_stage(folder):
     # A later stage has more room in fewer slots, and prompts that are longer.
     staged = memory(estimate(folder, "v5e:1x1", rollout__stage_length=5), "sample").cache
     assert token_bytes * tiny.B * (tiny.P + 5) < staged < expected + token_bytes * tiny.B * 5
-
-
-def test_drafts_are_verified_in_the_memory_that_continues_them(folder):
-    architecture = tiny.ARCHITECTURE
-    token_bytes = 2 * architecture.num_kv_heads * architecture.head_dim * 4
-    longest = tiny.P + tiny.T
-    plan = estimate(folder, "v5e:1x1", **DRAFTED)
-    assert [phase.name for phase in plan.phases] == [*PHASES[:2], "verify", *PHASES[2:]]
-    # The prefill buffer has all tokens but the last of eight responses.
-    assert memory(plan, "verify").cache == token_bytes * tiny.B * (2 * longest - 1)
-    assert memory(plan, "verify").decoding_copy == memory(plan, "sample").decoding_copy > 0
-    # Six slots of 13 columns have room for four of 18.
-    staged = estimate(
-        folder, "v5e:1x1", **DRAFTED, rollout__stage_length=5, rollout__max_num_seqs=6
-    )
-    assert memory(staged, "verify").cache == token_bytes * 4 * (2 * longest - 1)
-    # If all drafts are accepted, each is read once.
-    read = work_counts.count_forward_flops(
-        architecture, np.full(tiny.B, longest - 1), tiny.B * tiny.T
-    )
-    assert next(x.work.flops for x in plan.phases if x.name == "verify") == pytest.approx(read)
-
-
-def test_a_step_takes_the_time_of_what_it_does_with_its_drafts(folder):
-    direct, ahead, epochs = (
-        estimate(folder, "v5e:1x1", **options)
-        for options in ({}, DRAFTED, {"rollout__verify_drafts": True})
-    )
-    first, seconds, later = (
-        {phase.name: phase.seconds for phase in plan.phases} for plan in (direct, ahead, epochs)
-    )
-    # One step ahead, each step verifies its drafts and samples the next ones, with one copy of the
-    # weights for each.
-    copied = first.pop("prepare_weights")
-    assert ahead.seconds == pytest.approx(2 * copied + seconds["verify"] + sum(first.values()))
-    # Of earlier epochs, a step either has no drafts, or samples what is rejected.
-    assert later["prepare_weights"] == copied
-    assert epochs.seconds == pytest.approx(direct.seconds)
-    kept = direct.seconds - first["sample"] + later["verify"]
-    assert epochs.kept_seconds == pytest.approx(kept)
-    assert direct.kept_seconds is None and ahead.kept_seconds is None
-    text = step_plan.format_plan(epochs)
-    assert re.search(rf"\nstep of the first epoch +{epochs.seconds:.3g}\n", text)
-    assert re.search(rf"\nstep of a later one +{kept:.3g}\n", text)
-    for plan in (ahead, epochs):
-        assert step_plan.format_plan(plan).count("Drafts count as kept whole") == 1
-    assert "rafts" not in step_plan.format_plan(direct)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +185,10 @@ def test_the_dtype_is_that_of_the_named_machine(folder, topology, dtype):
 
 @pytest.mark.slow
 def test_the_compilers_figures_replace_the_estimate(folder):
-    config = tiny.config(model__path=folder, mesh__fsdp=2, mesh__data=1, **DRAFTED)
+    config = tiny.config(model__path=folder, mesh__fsdp=2, mesh__data=1)
     plan = step_plan.plan_step(config, parse_topology("cpu:2"))
     assert plan.is_compiled and plan.source.startswith("compiled for cpu")
-    assert [phase.name for phase in plan.phases] == [*PHASES[:2], "verify", *PHASES[2:]]
+    assert [phase.name for phase in plan.phases] == PHASES
     estimated = step_plan.plan_step(config, parse_topology("cpu:2"), compiles=False)
     for phase, other in zip(plan.phases, estimated.phases, strict=True):
         assert phase.memory.parameters == other.memory.parameters

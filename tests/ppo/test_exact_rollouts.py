@@ -15,12 +15,12 @@ import tiny
 from jax_ppo.models.attention import attend_block_of_queries
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import exact_rollouts, forward_passes
+from jax_ppo.ppo.exact_rollouts import replace_tokens
 from jax_ppo.ppo.mini_batches import Partition, RolloutPacker, make_packer
 from jax_ppo.ppo.step_parts import SampledBatch, StepOptions
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws
-from jax_ppo.sampler.drafts import replace_tokens
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.random_streams import SampleKeys, training_stream

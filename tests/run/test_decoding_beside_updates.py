@@ -23,7 +23,6 @@ from waiting import HANG_SECONDS
 
 STEPS = 4
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
-DRAFTED = {"rollout__max_staleness": 1, "rollout__verify_drafts": True}
 CONTINUED = {
     "rollout__max_staleness": 2,
     "rollout__stage_length": 3,
@@ -134,7 +133,6 @@ def train(monkeypatch, devices, folder, workdir, **changes):
         pytest.param(AHEAD, marks=pytest.mark.slow, id="one step ahead"),
         pytest.param(CONTINUED, marks=pytest.mark.slow, id="partial rollouts"),
         pytest.param(OPEN, marks=pytest.mark.exhaustive, id="open dialogues"),
-        pytest.param(DRAFTED, marks=pytest.mark.exhaustive, id="drafts"),
     ],
 )
 def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(

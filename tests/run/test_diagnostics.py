@@ -217,16 +217,10 @@ def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
         assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
 
 
-@pytest.mark.parametrize(("accepted", "is_problem"), [(0.8, False), (0.5, True), (None, True)])
-def test_slots_that_drafts_leave_idle_are_no_problem(accepted, is_problem):
-    """With `None`, no prompt of the steps has a draft yet."""
-    drafts = {"rollout__verify_drafts": True, "rollout__max_staleness": 1}
-    row = PROBLEMS["idle_slots"]
-    if accepted is not None:
-        row = row | {"rollout/accepted_drafts": accepted}
-    observed = observe([row] * STEPS, **drafts)
-    assert [name for name, _ in observed] == ["idle_slots"] * is_problem
-    # Sampling ahead already fills the time.
+def test_idle_slots_of_runs_that_sample_ahead_do_not_name_the_option():
+    ahead = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
+    observed = observe([PROBLEMS["idle_slots"]] * STEPS, **ahead)
+    assert [name for name, _ in observed] == ["idle_slots"]
     assert not any("max_staleness" in message for _, message in observed)
 
 

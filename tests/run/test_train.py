@@ -621,89 +621,6 @@ def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         assert float(row["actor/first_log_ratio"]) < 1e-5
 
 
-DRAFTED = "--config.rollout.max_staleness=1", "--config.rollout.verify_drafts=True"
-DRAFTS_ALONE = ("rollout/accepted_share", "rollout/accepted_drafts", "rollout/staleness")
-
-
-@pytest.mark.slow
-def test_a_run_from_drafts_is_the_run_without_and_is_resumed_bit_equal(files, tmp_path):
-    """Only the sampler's log-probs may differ, by the rounding of another program."""
-    options = (
-        "--config.rollout.reuse_logprobs=never",
-        "--config.trainer.save_freq=4",
-        "--config.trainer.total_training_steps=12",
-    )
-    run(files, tmp_path / "direct", *options)
-    run(files, tmp_path / "drafted", *options, *DRAFTED)
-    direct, drafted = (read_hashes(tmp_path / name) for name in ("direct", "drafted"))
-    assert list(direct) == list(drafted) == list(range(1, 13))
-    for step, entry in direct.items():
-        ours, theirs = entry["hashes"], drafted[step]["hashes"]
-        assert {name for name in ours if ours[name] != theirs[name]} <= {"sampled_logprobs"}, step
-        assert "tokens" in ours and "weights/actor" in ours
-    rows = read_step_rows(tmp_path / "drafted")
-    assert not rows[0]["rollout/accepted_share"], "the first step has no drafts"
-    shares = [[float(row[name]) for row in rows[1:]] for name in DRAFTS_ALONE]
-    assert shares[2] == [0] * 11, "no token is of older weights"
-    # The critic learns alone in the first step: the second one's drafts are of the same weights.
-    assert shares[0][0] == shares[1][0] == 1
-    assert all(0 < share <= 1 for share in shares[0]) and min(shares[1]) < 1
-    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in rows)
-    stopped, resumed = interrupt_and_resume(
-        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options, *DRAFTED
-    )
-    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "drafted")
-
-
-@pytest.mark.slow
-def test_later_epochs_begin_with_drafts_and_are_resumed_and_replayed_bit_equal(files, tmp_path):
-    """Twenty prompts fill two batches per epoch; the actor rests in the first two epochs."""
-    options = (
-        "--config.data.train_files=arithmetic:20",
-        "--config.trainer.critic_warmup=4",
-        "--config.trainer.save_freq=4",
-    )
-    drafted = (*options, "--config.rollout.verify_drafts=True")
-    run(files, tmp_path / "direct", *options)
-    run(files, tmp_path / "drafted", *drafted)
-    direct, hashes = (read_hashes(tmp_path / name) for name in ("direct", "drafted"))
-    for step in (1, 2):  # no prompt has come before
-        assert direct[step]["hashes"] == hashes[step]["hashes"]
-    rows = read_step_rows(tmp_path / "drafted")
-    shares = [row["rollout/accepted_share"] for row in rows]
-    assert shares[:2] == ["", ""] and all(0 < float(share) <= 1 for share in shares[2:])
-    orders = [np.random.default_rng([0, epoch]).permutation(20)[:16] for epoch in (0, 1)]
-    known = np.isin(orders[1], orders[0]).reshape(2, 8)
-    for row, is_known in zip(rows[2:4], known, strict=True):
-        assert float(row["rollout/accepted_drafts"]) == is_known.mean() < 1
-    assert min(float(row["rollout/accepted_drafts"]) for row in rows[4:]) < known.mean()
-    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in rows)
-    stopped, resumed = interrupt_and_resume(
-        files, tmp_path / "stopped", IN_STEP_6, signal.SIGKILL, *drafted
-    )
-    assert stopped.returncode == -9 and "resuming after step 4" in resumed.stdout, stopped.stderr
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "drafted")
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "jax_ppo.replay", f"--workdir={tmp_path / 'drafted'}"),
-            *("--step=7", "--verify"),
-        ],
-        env=environment(),
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert "verified steps 5 to 7: equal in tokens" in process.stdout, process.stderr
-
-
-def test_drafts_of_epochs_need_a_prompt_that_comes_again(files, tmp_path):
-    options = {"rollout.verify_drafts": True, "trainer.compilation_cache": "off"}
-    config = loading.load_config(f"{files}/config.py", options)
-    with pytest.raises(UserError, match="more prompts than the 64 of the data.*got 64"):
-        ppo_training.train_ppo(config, tmp_path)
-
-
 CONTINUED = (
     "--config.rollout.max_staleness=2",
     "--config.rollout.stage_length=2",
@@ -1380,7 +1297,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
 ):
     """Precompiled shapes and shardings equal the run's; otherwise programs compile twice."""
     threads = collections.defaultdict(list)
-    options = (*DRAFTED, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options = (*SAMPLED_AHEAD, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
     monkeypatch.setattr(
         meshes,
