@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config.schema import all_options, flatten_options
 from jax_ppo.errors import UserError
-from jax_ppo.reporting import files, lambda_table
+from jax_ppo.reporting import files
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.files import collect_versions, replace_file, to_json_value
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -40,7 +40,6 @@ class RunSamples:
     def __init__(self) -> None:
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
-        self._newest: lambda_table.Tokens | None = None
 
     def add_logged(self, workdir: Path) -> None:
         """Show the responses in a run's folder."""
@@ -60,7 +59,6 @@ class RunSamples:
         del self._groups[1 : max(1, len(self._groups) - SHOWN_STEPS)]
         # Evaluations are not comparable: they sample other prompts with other settings.
         if kind == "training":
-            self._newest = lambda_table.collect_tokens(records)
             self._distributions.append(
                 {
                     "step": step,
@@ -69,21 +67,9 @@ class RunSamples:
                 }
             )
 
-    def describe(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what the page shows, the newest group first; `options` are the run's."""
-        algorithm = options["algorithm"]
-        table: list[list[str]] = []
-        # The table is of GAE. Normalized values are in another unit than rewards.
-        is_gae = algorithm["adv_estimator"] == "gae"
-        is_normalized = options["critic"].get("normalize_values")
-        if self._newest is not None and is_gae and not is_normalized:
-            rows = lambda_table.compare_lambdas(self._newest, algorithm["lam"], algorithm["gamma"])
-            table = lambda_table.format_rows(rows)
-        return {
-            "samples": self._groups[::-1],
-            "distributions": self._distributions,
-            "lambdas": table,
-        }
+    def describe(self) -> dict[str, Any]:
+        """Return what the page shows, the newest group first."""
+        return {"samples": self._groups[::-1], "distributions": self._distributions}
 
 
 class HTMLReport:
@@ -148,13 +134,11 @@ def write_scores_page(
     status: str,
     notes: Sequence[str],
     records: Sequence[dict[str, Any]],
-    lambdas: list[list[str]],
 ) -> None:
     """Write a page of responses whose tokens have figures, without curves.
 
     `options` are all options, as config.json has them; `status` is one line about the responses,
-    `notes` are further ones. The records are as `run.sample_records` makes them. `lambdas` are the
-    rows of the table of lambda and gamma, empty without a critic.
+    `notes` are further ones. The records are as `run.sample_records` makes them.
     """
     name = options["experiment_name"]
     run = {
@@ -167,7 +151,6 @@ def write_scores_page(
         **_describe_metrics(()),
         "samples": [{"name": "scored", "records": list(records)}],
         "distributions": [],
-        "lambdas": lambdas,
         "options": _describe_options(options),
     }
     _write_page(path, f"{name}: scores", [run])
@@ -180,7 +163,7 @@ def _describe_run(
     return {
         **state,
         **_describe_metrics(rows),
-        **samples.describe(options),
+        **samples.describe(),
         "options": _describe_options(options),
     }
 
@@ -208,12 +191,7 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
-    data = {
-        "title": title,
-        "runs": runs,
-        "figures": TOKEN_FIGURES,
-        "lambda_header": lambda_table.HEADER,
-    }
+    data = {"title": title, "runs": runs, "figures": TOKEN_FIGURES}
     # Escaped, so that no text of a model can end the script element.
     text = json.dumps(to_json_value(data), allow_nan=False).replace("<", "\\u003c")
     parts = {

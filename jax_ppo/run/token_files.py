@@ -13,7 +13,7 @@ from jax_ppo.data.messages import join_contents
 from jax_ppo.data.response_rows import ResponseRow, starts_of_contexts
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
-from jax_ppo.reporting import html_report, lambda_table
+from jax_ppo.reporting import html_report
 from jax_ppo.reporting.files import (
     replace_file,
     to_json_value,
@@ -46,7 +46,6 @@ class Scores:
     figures: Figures  # NaN where a token has no such number
     scores: np.ndarray  # float32 [N], the rewards of whole responses
     correct: np.ndarray  # float32 [N], NaN where correctness is undefined
-    values: np.ndarray | None  # float32 [N, T], in units of reward; `None` without a critic
     answers: dict[int, str]  # that the rules read, by row
     failures: int  # responses that the rule failed on
     incomplete: int  # responses without an advantage, for want of others to the same prompt
@@ -75,12 +74,7 @@ def write_results(
     records = [_describe_row(tokenizer, *row, scores, number) for number, row in shown]
     status = f"{counted(len(rows), 'response')} of {score.file}, {len(records)} shown"
     html_report.write_scores_page(
-        workdir / "report.html",
-        options,
-        status,
-        summary["notes"],
-        records,
-        lambda_table.format_rows(summary["lambda_table"]),
+        workdir / "report.html", options, status, summary["notes"], records
     )
     write_summary_file(workdir, summary | {"seconds": time.monotonic() - started})
 

@@ -24,9 +24,8 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.rewarding import given_rewards
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
-from jax_ppo.reporting import console, lambda_table
+from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
-from jax_ppo.run.critic_quality import in_units_of_reward
 from jax_ppo.run.evaluation import response_rewards
 from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
@@ -79,7 +78,6 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         "reward_mean": float(scores.scores.mean()),
         "rule_failures": scores.failures,
         "without_advantage": scores.incomplete,
-        "lambda_table": _compare_lambdas(config.algorithm, rows, scores),
         "compiled_programs": compiled.programs,
         "programs_after_first_batch": late_programs,
         "notes": notes,
@@ -248,14 +246,11 @@ def _estimate(
         write("reward", experience.rewards, order)
         write("advantage", experience.advantages, order)
         write("return", experience.returns, order)
-    values = None
-    if outputs.values is not None:
-        values = np.asarray(in_units_of_reward(outputs.values, state.control))
     rewards = found["rewards"]
     if found["steps"] is not None:
         rewards = rewards + found["steps"].sum(1)
     incomplete = len(rows) - len(order)
-    return Scores(figures, rewards, found["correct"], values, answers, failures, incomplete)
+    return Scores(figures, rewards, found["correct"], answers, failures, incomplete)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm",))
@@ -274,22 +269,3 @@ def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarr
         groups.setdefault(key, []).append(number)
     whole = [numbers[: len(numbers) // n * n] for numbers in groups.values()]
     return np.array([number for numbers in whole for number in numbers], int)
-
-
-def _compare_lambdas(
-    algorithm: Algorithm, rows: Sequence[ResponseRow], scores: Scores
-) -> list[dict[str, Any]]:
-    """Return the table of lambda and gamma; empty without values, or with another than GAE."""
-    if scores.values is None or algorithm.adv_estimator != "gae":
-        return []
-    tokens = lambda_table.collect_tokens(
-        {
-            "rewards": rewards[: len(row.action_mask)],
-            "values": values[: len(row.action_mask)],
-            "action_mask": row.action_mask,
-        }
-        for row, rewards, values in zip(rows, scores.figures["reward"], scores.values, strict=True)
-    )
-    if tokens is None:
-        return []
-    return lambda_table.compare_lambdas(tokens, algorithm.lam, algorithm.gamma)

@@ -97,21 +97,6 @@ def test_few_samples_are_shown_and_all_are_counted(tmp_path):
     assert [len(row["score"]) for row in data["distributions"]] == [50] * 40
 
 
-def test_the_newest_training_responses_give_the_table_of_lambda_and_gamma(tmp_path):
-    page_report = HTMLReport(tmp_path, dataclasses.asdict(Config()), PANELS)
-    page_report.write("", Progress())
-    assert read_data(tmp_path)[1]["lambdas"] == []
-    for step, reward in ((1, 5.0), (2, 1.0)):
-        record = make_record(rewards=[0.0, reward], values=[0.5, 0.0])
-        page_report.samples.add("training", step, [record])
-    page_report.samples.add("evaluation", 2, [make_record()])
-    page_report.write("", Progress())
-    rows = {tuple(row[:2]): row[2:] for row in read_data(tmp_path)[1]["lambdas"]}
-    # Advantages 0.5 and 1; of lambda 0: -0.5 and 1, so one of two tenths is off by 1.
-    assert rows["1", "1"] == ["0", "0", "0.25", "configured"]
-    assert rows["0", "1"] == ["0.7071", "0.7071", "0.75", ""]
-
-
 def test_a_resumed_run_shows_what_was_logged_before(tmp_path):
     for step in (10, 2):
         write_samples(tmp_path, "training", step, [make_record(score=step)])

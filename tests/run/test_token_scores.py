@@ -100,7 +100,6 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
     np.testing.assert_allclose(np.concatenate(differences), np.concatenate(columns(tokens, "kl")))
     # Three batches of four, of which only the first compiled programs.
     assert summary["programs_after_first_batch"] == 0
-    assert any(row["configured"] and row["lambda"] == 0.9 for row in summary["lambda_table"])
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "reference_logprobs" in page and "12 responses of" in page
     assert not read_rows(tmp_path / "refused.jsonl")
@@ -142,7 +141,7 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
     for row, reason in zip(refused, reasons, strict=True):
         assert reason in row["reason"]
     assert refused[2]["row"] == '{"prompt": "half'
-    assert "no critic" in summary["notes"][0] and summary["lambda_table"] == []
+    assert "no critic" in summary["notes"][0]
     last = [values[-1] for values in columns(tokens, "reward")]
     assert last == [1.0, 3.0]
     # Rewards to go, discounted by 0.99 per token.
