@@ -1,15 +1,22 @@
 """Worker processes that start from a new interpreter and end with the run."""
 
+import contextlib
 import ctypes
+import errno
 import multiprocessing.context
 import os
 import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from jax_ppo.errors import UserError
+
+# Of a semaphore that cannot be created, rather than of a process that cannot be started.
+_SEMAPHORE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.ENOENT, errno.EACCES)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _main_module_lock = threading.Lock()
 
@@ -35,6 +42,20 @@ class WorkerContext(multiprocessing.context.SpawnContext):
     """Starts worker processes as new interpreters, which inherit nothing from the run."""
 
     Process = WorkerProcess  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def explained_semaphores(remedy: str) -> Iterator[None]:
+    """Raise `UserError`, with the option that helps, if the block finds no room for semaphores."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _SEMAPHORE_ERRORS:
+            raise
+        raise UserError(
+            f"/dev/shm, where worker processes have their locks: {error.strerror}; make room there "
+            f"(docker run --shm-size=1g), mount it writable, or set {remedy}"
+        ) from error
 
 
 def end_with_parent(parent: int) -> None:

@@ -156,14 +156,15 @@ class RewardWorkers:
         if self._pool is not None and not self._pool.active:
             self.stop()
         if self._pool is None:
-            self._pool = pebble.ProcessPool(
-                max_workers=self._workers,
-                initializer=initialize_worker,
-                initargs=(os.getpid(), self._options),
-                context=_WorkerContext(),
-            )
-            if not self._pool.active:  # reading it starts the workers
-                raise RuntimeError("the worker processes of the reward function did not start")
+            with processes.explained_semaphores("config.reward.workers=0 (no time limits)"):
+                self._pool = pebble.ProcessPool(
+                    max_workers=self._workers,
+                    initializer=initialize_worker,
+                    initargs=(os.getpid(), self._options),
+                    context=_WorkerContext(),
+                )
+                if not self._pool.active:  # reading it starts the workers
+                    raise RuntimeError("the worker processes of the reward function did not start")
         return self._pool
 
     def _wait(self, future: Future[Any], futures: Collection[Future[Any]], limit: float) -> Any:

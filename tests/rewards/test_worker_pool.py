@@ -1,6 +1,7 @@
 """Reward functions in worker processes: what one of them does costs its own sample only."""
 
 import dataclasses
+import errno
 import os
 import pathlib
 import signal
@@ -265,3 +266,16 @@ def test_built_in_rules_can_run_in_workers():
 def test_as_many_responses_as_examples():
     with pytest.raises(ValueError, match="zip"):
         score_batch(RewardWorkers(options(""), 1), [Example("q", "stories")], ["a", "b"])
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.ENOENT])
+def test_a_full_or_missing_shared_memory_is_named_with_the_option_without_workers(
+    reason, monkeypatch
+):
+    def refuse(*arguments):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refuse)
+    match = f"^/dev/shm, .*: {os.strerror(reason)}; .*--shm-size.*config.reward.workers=0"
+    with pytest.raises(UserError, match=match):
+        RewardWorkers(Reward(function="rewards.py:process"), workers=1).__enter__()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
@@ -122,8 +123,9 @@ class ExternalEngine:
                     raise UserError(
                         f"config.rollout.weights_dir={self.options.weights_dir!r}: {error}"
                     ) from None
-            elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * self._size:
-                parent = SHARED_MEMORY
+            elif os.access(SHARED_MEMORY, os.W_OK):  # it is there, and not read-only
+                if shutil.disk_usage(SHARED_MEMORY).free > 3 * self._size:
+                    parent = SHARED_MEMORY
             self._weights = Path(tempfile.mkdtemp(prefix="jax_ppo-", dir=parent)).absolute()
             self._weights.chmod(0o755)  # a server may run as another user
         return self._weights / "weights"
