@@ -10,10 +10,19 @@ import typing
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Bool, Float32, Int32, UInt, UInt8
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
+
+# NaN, "nothing to average", in the outputs of programs: JAX_DEBUG_NANS would end the run at a NaN.
+NOTHING = float(np.finfo(np.float32).min)
+
+
+def with_nan(values: np.ndarray) -> np.ndarray:
+    """Return figures on the host, with NaN for `NOTHING`."""
+    return np.where(values == np.float32(NOTHING), np.nan, values)
 
 
 _Class = typing.TypeVar("_Class")

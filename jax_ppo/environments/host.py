@@ -39,7 +39,7 @@ from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import watchdog
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
-from jax_ppo.types import Example
+from jax_ppo.types import NOTHING, Example
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class HostEnvironment:
             samples=addresses.samples.astype(jnp.int32),
             seeds=jax.vmap(jax.random.bits)(addresses.keys),
             turns=jnp.zeros_like(addresses.rows),
-            figures=jnp.full((len(addresses.rows), len(self._metric_names)), jnp.nan),
+            figures=jnp.full((len(addresses.rows), len(self._metric_names)), NOTHING),
         )
 
     def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
@@ -153,7 +153,7 @@ class HostEnvironment:
         )
         *addresses, figures = state
         *answers, reported = call_host(self._answer, shapes, *addresses, turns, lengths)
-        figures = jnp.where(jnp.isnan(reported), figures, reported)
+        figures = jnp.where(reported == NOTHING, figures, reported)
         return Answers(state._replace(turns=state.turns + 1, figures=figures), *answers)
 
     def repeat_turns(self, state: HostState, recorded: Sequence[OpenTurns]) -> None:
@@ -245,7 +245,7 @@ class HostEnvironment:
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
         contexts = np.full(B, SAME_CONTEXT, np.int32)
-        figures = np.full((B, len(self._metric_names)), np.nan, np.float32)
+        figures = np.full((B, len(self._metric_names)), NOTHING, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
             [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True

@@ -39,7 +39,7 @@ from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import Prompts, Rollout, with_nan
 
 
 def sample_batch(
@@ -148,7 +148,7 @@ def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: R
     # A step without any score says nothing of the rule; the run counts such steps.
     all_failed = rewards.failures == rewards.scored
     if isinstance(batches, CurriculumBatches) and not all_failed:
-        batches.observe(batch.indices, placement.to_host(rewards.correct))
+        batches.observe(batch.indices, with_nan(placement.to_host(rewards.correct)))
 
 
 class Selected(NamedTuple):
@@ -316,7 +316,7 @@ def _select_responses(
         scores = scores + placement.to_host(rewards.steps).sum(axis=1)
     figures = scores
     if options.experience.algorithm.filter_groups.metric == "accuracy":
-        figures = placement.to_host(rewards.correct)
+        figures = with_nan(placement.to_host(rewards.correct))
         if np.isnan(figures).all():
             raise UserError(
                 "config.algorithm.filter_groups.metric='accuracy': the rule does not define "

@@ -29,7 +29,7 @@ from jax_ppo.runtime import distributed, placement, sharding, signals, straggler
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Example, Rollout
+from jax_ppo.types import NOTHING, Example, Rollout, with_nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RuleRewards:
     # float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns by an
     # environment; `None` without either.
     steps: jax.Array | None
-    correct: jax.Array  # float32 [B], 1 or 0; NaN if the rules do not define correctness
+    correct: jax.Array  # float32 [B], 1 or 0; `NOTHING` if the rules do not define correctness
     failures: int  # number of samples whose rule failed, without those that fill up the batch
     # Number of samples that were scored, without these; more than B if the batch was selected from
     # them.
@@ -70,7 +70,7 @@ def given_rewards(
     return RuleRewards(
         scores=placement.place(dataset.rewards(batch), rows),
         steps=rollout.turn_rewards,
-        correct=placement.place(np.full(total, np.nan, np.float32), rows),
+        correct=placement.place(np.full(total, NOTHING, np.float32), rows),
         failures=0,
         scored=total,
         extra={},
@@ -173,7 +173,7 @@ class RuleScorer:
         return RuleRewards(
             scores=self._place(responses, scored.scores, total),
             steps=steps,
-            correct=self._place(responses, scored.correct, total),
+            correct=self._place(responses, np.nan_to_num(scored.correct, nan=NOTHING), total),
             failures=failures,
             scored=real,
             extra=extra,
@@ -323,6 +323,7 @@ def _read_environment_metrics(rollout: Rollout) -> dict[str, np.ndarray]:
     metrics = {}
     for name, array in (rollout.environment_metrics or {}).items():
         indices, values = placement.local_rows(array)
+        values = with_nan(values)
         (infinite,) = np.nonzero(np.isinf(values))
         if len(infinite):
             raise UserError(

@@ -24,7 +24,7 @@ from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Rollout
+from jax_ppo.types import Rollout, with_nan
 
 # (batch, index of its first sample) -> rollout, scores [B], correct [B], records of all samples
 Respond = Callable[[PromptBatch, int], tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]]
@@ -125,7 +125,8 @@ def _evaluate_sampled(
             )
         if rule_rewards.steps is not None:
             rewards = rewards + rule_rewards.steps.sum(1)
-        scores, correct = placement.to_host(rewards), placement.to_host(rule_rewards.correct)
+        scores = placement.to_host(rewards)
+        correct = with_nan(placement.to_host(rule_rewards.correct))
         every, start = range(len(scores)), address | {"sample": first}
         records = describe_samples(
             every, batch, rollout, scores, rule_rewards, run.tokenizer, start
@@ -191,7 +192,7 @@ def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
         lengths.append(placement.to_host(rollout.lengths)[:num_real])
         records += batch_records[:num_real]
         for name, values in (rollout.environment_metrics or {}).items():
-            metrics[f"environment/{name}"].append(placement.to_host(values)[:num_real])
+            metrics[f"environment/{name}"].append(with_nan(placement.to_host(values)[:num_real]))
         # A sample's random numbers follow from its index over all batches.
         first_sample += len(batch_scores)
     all_scores, all_correct = np.concatenate(scores), np.concatenate(correct)

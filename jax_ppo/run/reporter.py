@@ -24,6 +24,7 @@ from jax_ppo.runtime import compilation, distributed
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.step_hashes import take_hashes
+from jax_ppo.types import with_nan
 
 # fmt: off
 COLUMNS = (
@@ -137,7 +138,7 @@ class Reporter(journal.Journal):
         self.write_hashes(step + 1, "train", take_hashes(fetched))
         names = [name for name in fetched if name.startswith(OPTIMIZER_STEPS)]
         self._write_optimizer_steps(step, {name: fetched.pop(name) for name in names})
-        metrics = {name: float(value) for name, value in fetched.items()}
+        metrics = {name: float(with_nan(value)) for name, value in fetched.items()}
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
             actor_share = metrics.get(f"actor/{name}", 0.0)
@@ -176,8 +177,8 @@ class Reporter(journal.Journal):
     def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Write the metrics of a step's optimizer steps, if they are logged.
 
-        Values are float32 [U] by optimizer_steps/ROLE/NAME, NaN of a step without tokens to learn
-        from; the optimizer steps of a run are numbered from 1.
+        Values are float32 [U] by optimizer_steps/ROLE/NAME, `NOTHING` of a step without
+        tokens to learn from; the optimizer steps of a run are numbered from 1.
         """
         if not distributed.is_main():
             return
@@ -191,7 +192,7 @@ class Reporter(journal.Journal):
                 path = self._workdir / f"optimizer_steps_{role}.csv"
                 self._optimizer_step_files[role] = CurveFile(path, steps_done=step * U)
             for u in range(U):
-                row = {name: float(value[u]) for name, value in metrics_U.items()}
+                row = {name: float(with_nan(value[u])) for name, value in metrics_U.items()}
                 finite = {name: value for name, value in row.items() if not np.isnan(value)}
                 self._optimizer_step_files[role].write(
                     step * U + u + 1, {"training_step": step + 1, **finite}

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.masked import starts_of_turns
-from jax_ppo.types import Rollout
+from jax_ppo.kernels.masked import masked_mean, starts_of_turns
+from jax_ppo.types import NOTHING, Rollout
 
 _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
 
@@ -23,15 +23,16 @@ def measure_sampling(
 ) -> dict[str, jax.Array]:
     """Return metrics of the sampled responses, scalars on the mesh (docs/metrics.md).
 
-    Responses to a prompt are adjacent. `correct_B` is NaN where correctness is undefined;
+    Responses to a prompt are adjacent. `correct_B` is `NOTHING` where correctness is undefined;
     `rewards_B` are rewards of whole responses, `steps_BxT` rewards within them, if there are any.
     """
+    is_known_B = correct_B >= 0
     hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
     copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
         hashes_B, hashes_B, side="left"
     )
     metrics = {
-        "reward/accuracy": jnp.nanmean(correct_B),
+        "reward/accuracy": jnp.where(is_known_B.any(), masked_mean(correct_B, is_known_B), NOTHING),
         "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
         "rollout/most_common": copies_B.max() / len(copies_B),
     }

@@ -15,7 +15,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
-from jax_ppo.types import Rollout
+from jax_ppo.types import Rollout, with_nan
 
 _WIDTH = 16  # characters of a column of the table of tokens
 
@@ -81,7 +81,7 @@ def describe_samples(
     those within them. `address` is what identifies the rollout's random numbers: `seed`, `stream`
     and `step`, and with `sample` the index of the first sample.
     """
-    correct = placement.to_host(rule_rewards.correct)
+    correct = with_nan(placement.to_host(rule_rewards.correct))
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)
     truncated = placement.to_host(rollout.truncated)

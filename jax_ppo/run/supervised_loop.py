@@ -53,7 +53,7 @@ from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.step_hashes import hash_quantities, take_hashes
-from jax_ppo.types import Example, Packing, Params, Sequences
+from jax_ppo.types import Example, Packing, Params, Sequences, with_nan
 
 State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 # Arguments of a step: the samples, their packing, and its micro-batch count.
@@ -315,7 +315,7 @@ def _write_metrics(
     # This waits for the step. In the loop the next one has been dispatched before.
     fetched = jax.device_get(on_mesh)
     journal.write_hashes(step, command, take_hashes(fetched))
-    metrics = {f"train/{name}": float(value) for name, value in fetched.items()}
+    metrics = {f"train/{name}": float(with_nan(value)) for name, value in fetched.items()}
     journal.write_step(
         step, metrics, tokens=metrics["train/tokens"], skipped=bool(metrics["train/skipped"])
     )

@@ -38,7 +38,7 @@ from jax_ppo.run.standalone_evaluation import (
 from jax_ppo.run.token_files import FIGURES, Scores, write_results
 from jax_ppo.runtime import compilation, distributed, heartbeat, meshes, placement, sharding
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Sequences
+from jax_ppo.types import Sequences, with_nan
 
 WITHOUT_CRITIC = "reinforce_plus_plus"  # rewards to go
 
@@ -250,7 +250,7 @@ def _estimate(
     if found["steps"] is not None:
         rewards = rewards + found["steps"].sum(1)
     incomplete = len(rows) - len(order)
-    return Scores(figures, rewards, found["correct"], answers, failures, incomplete)
+    return Scores(figures, rewards, with_nan(found["correct"]), answers, failures, incomplete)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm",))

@@ -31,7 +31,7 @@ from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
-from jax_ppo.types import MiniBatches, Packing, Params, Sequences
+from jax_ppo.types import NOTHING, MiniBatches, Packing, Params, Sequences
 
 Metrics = dict[str, jax.Array]
 LossAndMetrics = tuple[Float32[Array, ""], Metrics]
@@ -74,7 +74,7 @@ class Metric(enum.Enum):
         return total + share
 
     def over_steps(self, values_U: jax.Array, was_run_U: jax.Array) -> jax.Array:
-        """Return one value for all optimizer steps that were run; NaN if none, but 0 for SUM."""
+        """Return one value for all optimizer steps that were run; `NOTHING` if none, 0 for SUM."""
         if self is Metric.SUM:
             return jnp.sum(values_U, where=was_run_U)
         if self is Metric.MIN:
@@ -84,8 +84,8 @@ class Metric(enum.Enum):
         elif self in (Metric.FIRST_MAX, Metric.FIRST_SUM):
             value = values_U[jnp.argmax(was_run_U)]
         else:
-            value = jnp.sum(values_U, where=was_run_U) / jnp.sum(was_run_U)
-        return jnp.where(jnp.any(was_run_U), value, jnp.nan)
+            value = jnp.sum(values_U, where=was_run_U) / jnp.maximum(jnp.sum(was_run_U), 1)
+        return jnp.where(jnp.any(was_run_U), value, NOTHING)
 
 
 class Objective(Protocol):
@@ -182,7 +182,7 @@ class Learner:
             metrics[f"{self.prefix}steps_taken"] = jnp.sum(taken_U)
         if self.logs_optimizer_steps:
             metrics |= {
-                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(was_run_U, values_U, jnp.nan)
+                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(was_run_U, values_U, NOTHING)
                 for name, values_U in metrics_U.items()
             }
         # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the

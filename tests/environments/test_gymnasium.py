@@ -11,7 +11,7 @@ from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.protocol import NewContext
 from jax_ppo.errors import UserError
-from jax_ppo.types import Example
+from jax_ppo.types import NOTHING, Example
 
 FILE = """
 class Count:
@@ -83,7 +83,7 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
         "101ab",
     ]
     assert rewards.tolist() == [0.5, 0.5] and done.tolist() == [False, True]
-    np.testing.assert_array_equal(figures, [[1, np.nan, 0]] * 2)
+    np.testing.assert_array_equal(figures, [[1, NOTHING, 0]] * 2)
     assert answer(environment, [0], "stop", turn=1)[3].tolist() == [True]
     dialogue = made()
     dialogue.reset(EXAMPLES[0], 0)

@@ -16,7 +16,7 @@ from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.protocol import FormerContext, NewContext
 from jax_ppo.errors import UserError
-from jax_ppo.types import Example
+from jax_ppo.types import NOTHING, Example
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]
 
@@ -159,7 +159,7 @@ def test_what_may_be_temporary_is_tried_again_and_no_turn_is_taken_twice(
     server.codes = codes
     answers = answer(environment, [1], "hi")
     assert len(server.requests) == calls
-    np.testing.assert_array_equal(answers[4], [[np.nan, 1]] if fails else [[1, 0]])
+    np.testing.assert_array_equal(answers[4], [[NOTHING, 1]] if fails else [[1, 0]])
     assert answers[2].tolist() == [0.0 if fails else 0.5]
     assert "hidden" not in caplog.text and "Traceback" not in caplog.text
     assert ("environment=http://127.0.0.1" in caplog.text) == fails

@@ -19,7 +19,7 @@ from jax_ppo.models import heads
 from jax_ppo.ppo.reward_shaping import last_actions, move_to_actions
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Params, Rollout
+from jax_ppo.types import NOTHING, Params, Rollout
 
 GAMMA, LAM, KL_COEF, KL_LOSS_COEF, ENTROPY_COEF = 0.9, 0.8, 0.3, 0.2, 0.05
 CLIP, DUAL_CLIP, VALUE_CLIP = 0.1, 1.5, 0.05
@@ -341,7 +341,7 @@ def test_a_response_without_actions_counts_in_no_mean():
     """If it is alone in a mini-batch, nothing moves: it has no token to learn from."""
     config, mesh = tiny.config(), tiny.make_mesh()
     nets = tiny.networks(config)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), jax.debug_nans(True):
         state, rollout = tiny.make_state(config, mesh), make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.pack_batches(config, mesh, rollout, [[3, 3]], 2)
@@ -351,7 +351,7 @@ def test_a_response_without_actions_counts_in_no_mean():
             state.actor, state.optimizers["actor"], 1e-2, True, batches
         )
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
-    assert np.isnan(metrics["actor/loss"]) and metrics["actor/skipped"] == 0
+    assert metrics["actor/loss"] == NOTHING and metrics["actor/skipped"] == 0
 
 
 def test_the_score_stands_on_the_last_action():

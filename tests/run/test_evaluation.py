@@ -9,7 +9,7 @@ from jax_ppo.data.prompt_batches import evaluation_batches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.run.evaluation import evaluate
 from jax_ppo.run.sample_metrics import measure_sampling
-from jax_ppo.types import Example, Rollout
+from jax_ppo.types import NOTHING, Example, Rollout, with_nan
 
 N = 2  # responses per prompt
 
@@ -33,7 +33,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
             logprobs=None,
             truncated=None,
             action_mask=None,
-            environment_metrics={"row": jnp.where(rows > 1, jnp.nan, rows)},
+            environment_metrics={"row": jnp.where(rows > 1, NOTHING, rows)},
         )
 
     def reward(rollout):
@@ -94,7 +94,7 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
     )
     metrics = measure_sampling(
         rollout,
-        jnp.array([1.0, jnp.nan, 1.0, 0.0]),
+        jnp.array([1.0, NOTHING, 1.0, 0.0]),
         jnp.array([1.0, 1.0, 0.5, 0.5]),
         jnp.zeros((4, 3)).at[3, 0].set(0.25),
         responses_per_prompt=2,
@@ -107,6 +107,11 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
     assert float(metrics["reward/uniform_groups"]) == 0.5
     assert float(metrics["reward/accuracy"]) == pytest.approx(2 / 3)
     assert float(metrics["response_length/truncated_share"]) == 0.25
+    with jax.debug_nans(True):
+        undefined = measure_sampling(
+            rollout, jnp.full(4, NOTHING), jnp.zeros(4), None, responses_per_prompt=2, step=0
+        )
+    assert with_nan(undefined["reward/accuracy"]).tolist() == pytest.approx(np.nan, nan_ok=True)
 
 
 def test_contexts_that_were_left_and_continued_are_counted():

@@ -15,7 +15,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.run import build, run_models
 from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.training.random_streams import Stream, sample_key
-from jax_ppo.types import Example
+from jax_ppo.types import NOTHING, Example
 
 
 def make_packer(config, mesh=None):
@@ -112,7 +112,7 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monk
     rewarded = scorer.score(dataclasses.replace(batch, count=1), rollout)
     assert [truth for truth, _ in seen] == ["first", "first"]
     assert rewarded.scores.tolist() == [0.5, 1.0, 0.0, 0.0]
-    np.testing.assert_array_equal(rewarded.correct, [1, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(rewarded.correct, [1, 1, NOTHING, NOTHING])
     assert (rewarded.failures, rewarded.scored) == (0, 2)
 
 

@@ -25,6 +25,7 @@ from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.roles import resolve_roles
+from jax_ppo.types import NOTHING
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -62,7 +63,7 @@ def test_optimizer_steps_have_rows_in_a_file_of_their_role(tmp_path):
     def steps(*losses):
         return {"optimizer_steps/actor/actor/loss": np.array(losses)}
 
-    report_steps(tmp_path, [steps(1.0, 2.0), steps(3.0, np.nan)])
+    report_steps(tmp_path, [steps(1.0, 2.0), steps(3.0, NOTHING)])
     rows = read_metrics_csv(tmp_path / "optimizer_steps_actor.csv")
     columns = ("step", "training_step", "actor/loss")
     assert [[row[name] for name in columns] for row in rows] == [
@@ -145,7 +146,7 @@ def test_an_update_is_its_roles(tmp_path):
 
 
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
-    report_steps(tmp_path, [{"reward/accuracy": np.nan}])
+    report_steps(tmp_path, [{"reward/accuracy": NOTHING}])
     assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]
 
 

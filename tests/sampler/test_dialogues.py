@@ -24,7 +24,7 @@ from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue, address_dialogues
-from jax_ppo.types import Example, Prompts
+from jax_ppo.types import NOTHING, Example, Prompts
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 V, T = ARCHITECTURE.vocab_size, 24
@@ -299,7 +299,7 @@ def test_an_environment_that_raises_ends_its_own_dialogue():
     turns, lengths = np.array([[5, 9, 0], [6, 0, 0]]), np.array([2, 1])
     Broken.spares = {8}
     observations, observed, rewards, done, figures = environment._answer(*arguments, turns, lengths)
-    np.testing.assert_array_equal(figures, [[np.nan, 1], [1, 0]])  # turns, and whether it failed
+    np.testing.assert_array_equal(figures, [[NOTHING, 1], [1, 0]])  # turns, and whether it failed
     # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
     assert observations.tolist() == [[0, 0, 0], [17, 0, 0]] and observed.tolist() == [0, 1]
     assert rewards.tolist() == [0.0, 0.5] and done.tolist() == [True, False]
