@@ -108,9 +108,13 @@ def _report_lost_output(cause: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
+
+    Upper and lower case count as equal.
+    """
+    by_lower = {other.lower(): other for other in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
 def shorten(text: str, width: int = 80) -> str:

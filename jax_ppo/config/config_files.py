@@ -72,7 +72,10 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
     path, argument = find_config_file(value)
     spec = importlib.util.spec_from_file_location(f"jax_ppo_config_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"--config={value}: is not a Python file")
+        raise UserError(
+            f"--config={value}: expected a Python file or the name of a shipped configuration; "
+            "`python -m jax_ppo.translate` reads commands of verl, TRL and OpenRLHF"
+        )
     module = importlib.util.module_from_spec(spec)
     modules = set(sys.modules)
     try:
@@ -145,7 +148,8 @@ def _nearest_config(path: Path) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    by_lower = {other.lower(): other for other in known}
+    return next((by_lower[x] for x in difflib.get_close_matches(name.lower(), by_lower, n=1)), "")
 
 
 def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict") -> None:

@@ -115,6 +115,8 @@ def parse_option(name: str, text: str) -> Any:
     value: Any = text
     if text == UNSET and name in OPTIONAL:
         return None
+    if text.lower() in ("null", "none") and text not in (option.facts.choices or ()):
+        raise _no_value_error(f"config.{name}={text}")
     if option.value_type in (int, float):
         try:
             value = option.value_type(text)
@@ -187,6 +189,12 @@ def find_option(name: str) -> Option:
     return options_by_name()[name]
 
 
+def _no_value_error(setting: str) -> UserError:
+    name = setting.removeprefix("config.").partition("=")[0]
+    default = UNSET if name in OPTIONAL else repr(find_option(name).default)
+    return UserError(f"{setting}: expected a value, or {default} as by default")
+
+
 def _unknown_option_error(name: str) -> UserError:
     return UserError(f"config.{name}: there is no such option. {suggest_option(name)}")
 
@@ -253,7 +261,7 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
         value = json.dumps(list(value))
     if value is None:
         if expected is annotation:
-            raise UserError(f"{name}: must be set ({facts.doc})")
+            raise _no_value_error(f"{name}={value}")
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         # An integer beyond the range of floats becomes infinity, which is rejected below.

@@ -6,10 +6,6 @@ from collections.abc import Iterable
 from jax_ppo.config.schema import options_by_name
 from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
-# Former names of options, with their answers.
-_FORMER_NAMES = {
-    "rollout.one_step_off": "config.rollout.max_staleness; its 1 is rollout.one_step_off=True",
-}
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
 # The similarity of last parts below which an option of the same section is not suggested.
@@ -23,8 +19,6 @@ _SAME_LAST_PART = 0.1
 
 def suggest_option(name: str) -> str:
     """Return a sentence that helps with an unknown option, written so without `config.`."""
-    if name in _FORMER_NAMES:
-        return f"It is now {_FORMER_NAMES[name]}."
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
     names = options_by_name()
@@ -47,7 +41,7 @@ def suggest_option(name: str) -> str:
 
 def find_nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known options that a misspelled name may mean, several without a section."""
-    names = list(known)
+    names, name = list(known), name.lower()
     section, _, last_part = name.rpartition(".")
     if not section:
         # The section is missing, and the last part may be misspelled.

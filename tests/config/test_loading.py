@@ -437,6 +437,10 @@ def test_only_what_trains_needs_training_data(config_file):
         ("--config.rollout.n=1.5", r"config\.rollout\.n='1\.5': expected int"),
         ("--config.actor.optim.lr=fast", r"config\.actor\.optim\.lr='fast': expected float"),
         ("--config.data.shuffle=maybe", r"config\.data\.shuffle='maybe': expected true or false"),
+        ("--config.algorithm.adv_estimator=GRPO", r"expected .*Did you mean 'grpo'\?"),
+        ("--config.critic.path=null", r"config\.critic\.path=null: .*or '' as by default"),
+        ("--config.algorithm.rollout_is=None", r"rollout_is=None: .*or 'none' as by default"),
+        ("--config.trainer.total_training_steps=null", r"steps=null: .*or unset as by default"),
         ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
         ("--noconfig.rollout.n", r"write --config\.rollout\.n=VALUE"),
         ("--confg.rollout.n=2", r"--confg\.rollout\.n: .*Did you mean config\.rollout\.n\?"),
@@ -491,6 +495,15 @@ def test_all_mistakes_of_a_command_line_are_reported_at_once(config_file):
 def test_missing_file_names_the_nearest(config_file):
     with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
         command_line.read_command_line(["train", f"--config={config_file.parent}/tinny.py"])
+    with pytest.raises(UserError, match=r"Did you mean gsm8k\?"):
+        command_line.read_command_line(["train", "--config=GSM8K"])
+
+
+@pytest.mark.parametrize("name", ["verl.yaml", "config.json"])
+def test_a_file_that_is_not_python_names_the_command_that_translates(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=rf"{name}: expected a Python file .*jax_ppo\.translate"):
+        command_line.read_command_line(["train", f"--config={tmp_path / name}"])
 
 
 def test_a_mistake_costs_no_heavy_import(config_file):
