@@ -45,8 +45,8 @@ class WorkerContext(multiprocessing.context.SpawnContext):
 
 
 @contextlib.contextmanager
-def explained_semaphores(remedy: str) -> Iterator[None]:
-    """Raise `UserError`, with the option that helps, if the block finds no room for semaphores."""
+def explained_semaphores(remedy: str = "") -> Iterator[None]:
+    """Raise `UserError`, with an option that helps, if the block finds no room for semaphores."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def explained_semaphores(remedy: str) -> Iterator[None]:
             raise
         raise UserError(
             f"/dev/shm, where worker processes have their locks: {error.strerror}; make room there "
-            f"(docker run --shm-size=1g), mount it writable, or set {remedy}"
+            f"(docker run --shm-size=1g) or mount it writable{remedy}"
         ) from error
 
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "types": set(),
     "registries": set(),
     "kernels": {"registries"},
-    "processes": set(),
+    "processes": {"errors"},
     "json_server": {"errors"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage", "migrating"},

@@ -145,12 +145,13 @@ def _encode_in_workers(
 ) -> Iterator[list[np.ndarray | None]]:
     """Yield the results of `_encode_chunk` for each chunk's arguments, in their order."""
     workers = min(cores, len(chunks))
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=processes.WorkerContext(),
-        initializer=_initialize_worker,
-        initargs=(os.getpid(), tokenizer, encoding),
-    )
+    with processes.explained_semaphores():
+        pool = concurrent.futures.ProcessPoolExecutor(
+            workers,
+            mp_context=processes.WorkerContext(),
+            initializer=_initialize_worker,
+            initargs=(os.getpid(), tokenizer, encoding),
+        )
     try:
         for future in [pool.submit(_encode_chunk, *chunk) for chunk in chunks]:
             yield future.result()

@@ -156,7 +156,7 @@ class RewardWorkers:
         if self._pool is not None and not self._pool.active:
             self.stop()
         if self._pool is None:
-            with processes.explained_semaphores("config.reward.workers=0 (no time limits)"):
+            with processes.explained_semaphores(", or set config.reward.workers=0"):
                 self._pool = pebble.ProcessPool(
                     max_workers=self._workers,
                     initializer=initialize_worker,
