@@ -31,7 +31,7 @@ def train_notes(config: Config) -> list[str]:
             f"config.rollout.engine={rollout.engine!r}: gets the adapters merged into the weights, "
             "which rounds small changes away in bfloat16; watch rollout/logprob_difference"
         )
-    if config.samples_nothing:
+    if config.learns_from_files:
         notes.append(
             "config.score.file: each row is one response and is taken as it is; data.train_files, "
             "data.curriculum, rollout.n, rollout.keep, rollout.max_staleness and "

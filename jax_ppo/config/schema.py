@@ -204,11 +204,7 @@ HAS_BEST = Condition(
     "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not -1",
     "the best of the steps that are evaluated and saved needs config.data.val_files, and "
     "config.trainer.save_freq and test_freq of 0 or more")
-LEARNS_FROM_FILES = Condition(lambda c: c.learns_from_files,
-    "`score.file` is set, and `teacher.on_policy_fraction` is less than 1 or the "
-    "command is critic or score")
-HAS_RESPONSES = is_set("score.file",
-    "there are no responses to learn from but the actor's; set config.score.file")
+HAS_RESPONSES = is_set("score.file")
 UPDATES_SEVERAL_TIMES = Condition(lambda c: not c.updates_once,
     "a step takes several mini-batches or epochs")
 CHECKPOINTS_GRADIENTS = option_is("model.gradient_checkpointing", True)
@@ -528,11 +524,6 @@ class Teacher:
         "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
         "of the teacher per micro-batch",
         at_least=0, requires=(HAS_TEACHER,), read_by=POLICY)
-    on_policy_fraction: float = option(1.0,
-        "share of the steps that sample responses; the others learn from the responses in "
-        "score.file by loss_coef (lambda of GKD)",
-        at_least=0, at_most=1, requires=(HAS_TEACHER, HAS_RESPONSES), fixed_on_resume=True,
-        read_by=POLICY)
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
         requires=(HAS_TEACHER,))
@@ -1045,21 +1036,20 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Given prompts and responses: jax_ppo.score scores them, critic and train learn from them."""
+    """Given prompts and responses: jax_ppo.score scores them, jax_ppo.critic learns from them."""
 
     file: str = option("",
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
         "rollouts/; a pattern with *; or a folder rollouts/, for its responses of training. "
-        "jax_ppo.critic samples its responses if it is empty",
-        effective_when=(LEARNS_FROM_FILES,))
+        "jax_ppo.critic samples its responses if it is empty")
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)",
-        effective_when=(LEARNS_FROM_FILES,))
+        effective_when=(HAS_RESPONSES,))
     reward_key: str = option("",
         "column of the reward of each response, such as score in rollouts/; empty: the rules and "
         "the reward model of config.reward",
-        effective_when=(LEARNS_FROM_FILES,))
+        effective_when=(HAS_RESPONSES,))
     format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"),
         read_by=SCORE)
 
@@ -1253,7 +1243,7 @@ class Config:
     rollout: RolloutOptions = section(RolloutOptions, read_by=SAMPLING)
     reward: Reward = section(Reward, read_by=MODELS)
     evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
-    score: Score = section(Score, read_by=ADVANTAGES)
+    score: Score = section(Score, read_by=("critic", *SCORE))
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: PackingOptions = section(PackingOptions)
     mesh: MeshShape = section(MeshShape)
@@ -1309,14 +1299,8 @@ class Config:
 
     @property
     def learns_from_files(self) -> bool:
-        """Return whether steps learn from responses in files: all of a critic's, or some."""
-        in_some_steps = self.trainer.critic_only or self.teacher.on_policy_fraction < 1
-        return in_some_steps and bool(self.score.file)
-
-    @property
-    def samples_nothing(self) -> bool:
         """Return whether a critic is trained alone, on responses from files."""
-        return self.trainer.critic_only and self.learns_from_files
+        return self.trainer.critic_only and bool(self.score.file)
 
     @property
     def rewards_by_environment_alone(self) -> bool:

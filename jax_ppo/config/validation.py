@@ -248,19 +248,14 @@ MESH_RULES = (
         "expected at least 0, and less than config.distributed.num_processes="
         "{c.distributed.num_processes}, with config.distributed.coordinator_address set"),
 )
-# Options that must keep their defaults in steps on the responses of other policies.
-GIVEN_RESPONSES = (
-    "data.train_files", "data.curriculum", "score.reward_key",
-    "algorithm.use_kl_in_reward", "algorithm.rollout_is", "algorithm.filter_groups.enable",
-    "rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact_filters",
-    "rollout.multi_turn.environment", "actor.router_replay.mode", "reward.process_rewards")
-# Likewise of responses that continue from step to step, and what more there is with rollout.exact.
+# Options that must keep their defaults where responses continue from step to step, and what more
+# there is with rollout.exact.
 CONTINUED_RESPONSES = (
     "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas")
 EXACT_RESPONSES = (
     "rollout.max_staleness", "rollout.keep", "rollout.reuse_logprobs",
     "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is",
-    "algorithm.filter_groups.enable", "score.file")
+    "algorithm.filter_groups.enable")
 # fmt: on
 
 
@@ -301,15 +296,11 @@ def _validate_ppo_config(config: Config, command: str) -> None:
         _require_set("model.path", config.model.path)
         _apply(SCORE_RULES, config)
     elif command in ("train", "critic") and not config.learns_from_files:
-        # A share of given responses excludes training files; its requirement asks for the rows.
-        if command == "critic" or config.teacher.on_policy_fraction == 1:
-            _require_set("data.train_files", data.train_files)
+        _require_set("data.train_files", data.train_files)
     value_of = functools.partial(option_value, config)
     if config.learns_from_files:
         _require_set("model.path", config.model.path)
         _apply(FILE_RULES, config)
-        if not config.samples_nothing:
-            _require_the_teachers_loss_alone(value_of)
     _validate_batches(data, config.actor, config.critic)
     _apply(ROW_RULES, config)
     _parse("config.rollout.stop", rollout.stop, parsing.parse_strings)
@@ -388,29 +379,6 @@ def _require_values(
 def default_values(names: Iterable[str]) -> dict[str, Any]:
     """Return the defaults of options by their dotted names."""
     return {name: options_by_name()[name].default for name in names}
-
-
-def _require_the_teachers_loss_alone(value_of: Callable[[str], object]) -> None:
-    """Validate the options, by name, of steps on the responses of other policies.
-
-    A policy gradient would need the log-probs of the policy that wrote them. Both kinds of steps
-    run the same compiled programs, so sampled responses have as many and the same arrays.
-    """
-    teachers = {"teacher.reward_coef": 0.0, "teacher.use_task_rewards": False}
-    fraction = f"config.teacher.on_policy_fraction={value_of('teacher.on_policy_fraction')}"
-    _require_values(
-        value_of,
-        default_values(GIVEN_RESPONSES) | teachers,
-        f"{fraction}, whose other steps have the prompts and responses of config.score.file, and "
-        "the teacher's loss alone",
-    )
-    estimator = str(value_of("algorithm.adv_estimator"))
-    entry = ADVANTAGE_ESTIMATORS.lookup(estimator)
-    if entry.needs_critic or entry.needs_greedy or entry.needs_components:
-        raise UserError(
-            f"config.algorithm.adv_estimator={estimator!r}: expected one that "
-            f"needs only rewards with {fraction}, such as 'reinforce_plus_plus'"
-        )
 
 
 def _require_address(option: str, url: str, key_variable: str, has_path: bool = False) -> None:

@@ -198,8 +198,7 @@ def reuses_logprobs(config: Config) -> bool:
     )
     adapts = KL_CONTROLLERS[config.algorithm.kl_ctrl.type].adapts
     in_reward = config.algorithm.use_kl_in_reward or config.teacher_gives_rewards
-    reads_old = config.algorithm.use_reference or in_reward or not config.trainer.critic_only
-    if config.learns_from_files and reads_old:
+    if config.learns_from_files and (config.algorithm.use_reference or in_reward):
         return False  # the actor has not sampled them
     needs_ratios = not (config.updates_once or config.trainer.critic_only)
     is_unused = not (needs_ratios or in_reward or adapts)

@@ -134,9 +134,7 @@ def take_given_batch(
     rule_rewards = None
     if dataset.has_rewards:
         rule_rewards = given_rewards(parts.mesh, dataset, batch, rollout)
-    return SampledBatch(
-        batch, rollout, batches.position, rule_rewards, metrics={"rollout/given": 1.0}
-    )
+    return SampledBatch(batch, rollout, batches.position, rule_rewards)
 
 
 def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:

@@ -161,7 +161,7 @@ def sample_responses(
     if carried_over is not None:
         assert isinstance(carried_over, SampledBatch), "it is a batch"
         return carried_over
-    if isinstance(training, GivenResponses) and not options.is_on_policy_step(step):
+    if isinstance(training, GivenResponses):
         return take_given_batch(parts, training, batches)
     sample = sample_selected_batch if options.selects_samples else sample_batch
     return sample(parts, state, batches, step, observer)._replace(weights_step=step)

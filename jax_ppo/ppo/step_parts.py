@@ -26,7 +26,6 @@ from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Params, Prompts, Rollout
 
-_GKD_STREAM = 230613649  # unlike any epoch, with which `RolloutPacker` draws
 TrainingBatches = PromptBatches | CurriculumBatches
 
 
@@ -46,8 +45,6 @@ class StepOptions:
     has_step_rewards: bool  # rewards are also earned within responses
     reads_responses: bool  # responses are read from files, and none is sampled for training
     trains_actor: bool  # False trains the critic alone
-    on_policy_fraction: float  # the share of steps that sample, if responses are given
-    seed: int  # decides which steps these are
 
     @classmethod
     def from_config(cls, config: Config) -> "StepOptions":
@@ -63,19 +60,9 @@ class StepOptions:
             selects_samples=config.selects_samples,
             needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
-            reads_responses=config.samples_nothing,
+            reads_responses=config.learns_from_files,
             trains_actor=not config.trainer.critic_only,
-            on_policy_fraction=0.0 if config.samples_nothing else config.teacher.on_policy_fraction,
-            seed=config.seed,
         )
-
-    def is_on_policy_step(self, step: int) -> bool:
-        """Return whether a step samples from the policy although responses are given.
-
-        As in GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1), drawn for each step.
-        """
-        draw = np.random.default_rng([self.seed, step, _GKD_STREAM]).random()
-        return bool(draw < self.on_policy_fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

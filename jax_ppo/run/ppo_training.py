@@ -117,7 +117,7 @@ class PPOTraining:
         run = self._run
         batches = run.batches(progress.position, progress.solve_rates)
         rollout = None
-        if run.config.samples_nothing:
+        if run.config.learns_from_files:
             assert isinstance(run.training, GivenResponses), "the responses are given"
             batch, rollout, *_ = take_given_batch(run, run.training, batches)
         else:
