@@ -729,7 +729,8 @@ class RolloutMesh:
         unit="devices", at_least=1)
     devices: int = option(0,
         "devices that only decode, the last of each process, while the others, which `mesh` has, "
-        "learn (docs/scaling.md#devices-that-only-decode); 0: decoding uses the devices of `mesh`",
+        "learn (docs/sample-sources.md#devices-that-only-decode); 0: decoding uses the devices of "
+        "`mesh`",
         unit="devices", at_least=0, requires=(DECODES_ON_DEVICES, SAMPLES_AHEAD), read_by=PPO)
     data: int = option(-1,
         "groups of devices with a copy of the weights each; -1: as many as there are devices for",
