@@ -16,7 +16,6 @@ COMMANDS = {
     "prepare": "write data sets as Parquet files in verl's form",
     "check": "describe data sets, and report whether a run can train on them",
     "plan": "predict memory and time of a training step, without the machine",
-    "replay": "recompute a step of a run, and compare it with the run's hashes",
     "report": "compare runs in one page",
     "translate": "translate a verl, TRL or OpenRLHF command",
     "config": "print all options",

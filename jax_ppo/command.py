@@ -15,7 +15,6 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config, Score
@@ -40,8 +39,6 @@ class Job:
     options: Config  # the options
     workdir: str | Path  # the folder to write to, or a gs:// address
     runner: str  # "module:function", called with the resolved options and the folder
-    # Its other arguments, by name.
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     evaluates: bool = False  # refuse a work directory that has checkpoints
     draws_curves: bool = True  # whether the loggers get the metrics of steps
 
@@ -197,7 +194,7 @@ def _run(job: Job) -> None:
     prepared = prepared_run(options, job.workdir, job.evaluates)
     with exit_on_user_error(), watched, prepared as (resolved, folder):
         try:
-            pkgutil.resolve_name(job.runner)(resolved, folder, **job.arguments)
+            pkgutil.resolve_name(job.runner)(resolved, folder)
         # A user's function raised it: as the end of a run, the others would wait for this process.
         except (KeyboardInterrupt, SystemExit) as error:
             if signals.received_signal() is not None:

@@ -45,7 +45,6 @@ MAY_IMPORT["train"] = {"config", "command", "api"}
 MAY_IMPORT |= dict.fromkeys(("sft", "reward_model", "critic", "evaluate", "score"), {"command"})
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
-MAY_IMPORT["replay"] = {"command", "config", "errors", "storage", "run"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
 MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
@@ -58,7 +57,6 @@ COMMANDS = {
     "score",
     "check",
     "prepare",
-    "replay",
     "report",
     "translate",
     "sft",

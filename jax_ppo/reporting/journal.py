@@ -27,7 +27,6 @@ from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.runtime import compilation, devices, distributed, signals, stragglers, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.step_hashes import HashLog, hash_options
 
 SPEED_COLUMNS = (
     console.Column("seconds/step", 5, ".2f", unit=" s"),
@@ -90,7 +89,6 @@ class Journal:
         # Before the log drops the rows that the run repeats.
         if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
             lost_run += f", after step {rows[-1].get('step')}"
-        self._versions = collect_versions()  # slow: it reads files
         self._log = MetricsLog(workdir, trainer, options, progress.step, self.warn)
         self._report = HTMLReport(workdir, options, layout.panels)
         # On one process only: others would read files while this one deletes them.
@@ -98,8 +96,6 @@ class Journal:
             command_line.write_config(options, workdir)
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
             files.drop_samples_after(workdir, progress.step)
-            self._hashes = HashLog(workdir, progress.step)
-            self._options_hash = hash_options(options)
             self._report.samples.add_logged(workdir)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._pending: Callable[[], object] | None = None
@@ -203,11 +199,6 @@ class Journal:
             self._plot(step)
         self._count_skipped_update(step, skipped)
         return metrics
-
-    def write_hashes(self, step: int, command: str, hashes: dict[str, str]) -> None:
-        """Write the hashes of a step, numbered from 1, and what computed it."""
-        if hashes and distributed.is_main():
-            self._hashes.write(step, command, hashes, self._options_hash, self._versions)
 
     def _count_skipped_update(self, step: int, skipped: bool) -> None:
         """Raise `UserError` after too many steps in a row that were skipped.
@@ -324,7 +315,7 @@ class Journal:
             "devices": np.prod(list(mesh.shape.values())).item(),
             "mesh": dict(mesh.shape),
             "compilations": dataclasses.asdict(self._compiled),
-            "versions": self._versions,
+            "versions": collect_versions(),
         }
         self._plot(steps_done, always=True)
         if distributed.is_main():

@@ -98,10 +98,6 @@ class Training(Protocol[JournalT]):
         """Write the trained models to subfolders of `folder`."""
 
 
-# The type of `run_life_cycle`, and of `replay.repeat_steps`, which takes some steps again.
-Cycle = Callable[[Config, Path, Callable[[Mesh], Training[Any]], str], dict[str, Any]]
-
-
 def run_life_cycle(
     config: Config, workdir: Path, build: Callable[[Mesh], Training[JournalT]], best_metric: str
 ) -> dict[str, Any]:

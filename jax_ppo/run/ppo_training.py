@@ -47,13 +47,10 @@ from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
 from jax_ppo.training.state import TrainState, trained_trees
-from jax_ppo.training.step_hashes import hash_quantities
 
 
-def train_ppo(
-    config: Config, workdir: Path, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
-) -> dict[str, Any]:
-    """Train; `cycle` drives the run: the whole life cycle, or a replay of some steps."""
+def train_ppo(config: Config, workdir: Path) -> dict[str, Any]:
+    """Train, and return the contents of summary.json."""
 
     def build(mesh: Mesh) -> PPOTraining:
         roles = resolve_roles(config)
@@ -64,7 +61,7 @@ def train_ppo(
             given, _, _ = read_given_responses(config, workdir)
         return PPOTraining(build_run(config, workdir, mesh, console.print_on_main, given=given))
 
-    return cycle(config, workdir, build, config.trainer.best_metric)
+    return life_cycle.run_life_cycle(config, workdir, build, config.trainer.best_metric)
 
 
 class PPOTraining:
@@ -164,7 +161,7 @@ class PPOTraining:
             self._run, state, self._batches, step, self._carried_over, journal
         )
         self._failed_steps.count(step, result.rule_rewards)
-        report_step(self._run, journal, step, result, state)
+        report_step(self._run, journal, step, result)
         self._carried_over = result.carried_over
         is_last = step + 1 == self._run.total_steps
         if is_last and isinstance(left := wait_for(result.carried_over), ResponsePool):
@@ -200,10 +197,8 @@ class PPOTraining:
         export_models(self._run, state, folder, journal)
 
 
-def report_step(
-    run: PPORun, reporter: Reporter, step: int, result: StepResult, state: TrainState
-) -> None:
-    """Start computing a step's metrics and hashes, and queue its report without waiting."""
+def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:
+    """Start computing a step's metrics, and queue its report without waiting."""
     sampled = result.sampled
     rule_rewards = result.rule_rewards
     staleness = {}
@@ -219,7 +214,7 @@ def report_step(
     )
     reporter.report_later(
         step,
-        result.metrics | sampling_metrics | _hash_step(result, state),
+        result.metrics | sampling_metrics,
         rule_rewards,
         flops=count_step_flops(
             run.step_options,
@@ -231,27 +226,6 @@ def report_step(
         ),
         samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
-    )
-
-
-def _hash_step(result: StepResult, state: TrainState) -> dict[str, jax.Array]:
-    """Start hashing what a step computed, and the weights after it."""
-    experience = result.experience
-    sequences = experience.sequences
-    weights = {f"weights/{role}": state.models[role] for role in state.optimizers}
-    return hash_quantities(
-        {
-            "tokens": (sequences.tokens, sequences.prompt_lengths, sequences.lengths),
-            "sampled_logprobs": result.sampled.rollout.logprobs,
-            "rewards": result.rewards,
-            "old_logprobs": experience.old_logprobs,
-            "ref_logprobs": experience.ref_logprobs,
-            "values": experience.values,
-            "advantages": experience.advantages,
-            "returns": experience.returns,
-            "control": experience.control,
-            **weights,
-        }
     )
 
 

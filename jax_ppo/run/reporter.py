@@ -23,7 +23,6 @@ from jax_ppo.run.sample_records import describe_step, format_first_step
 from jax_ppo.runtime import compilation, distributed
 from jax_ppo.training.learner import OPTIMIZER_STEPS
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.step_hashes import take_hashes
 from jax_ppo.types import with_nan
 
 # fmt: off
@@ -99,8 +98,8 @@ class Reporter(journal.Journal):
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
 
-        `on_mesh` has scalars on the mesh and the step's hashes by name, `on_host` further metrics;
-        `flops` is for `perf/mfu`. Some samples are written if that is due.
+        `on_mesh` has scalars on the mesh by name, `on_host` further metrics; `flops` is for
+        `perf/mfu`. Some samples are written if that is due.
         """
         # The rule may report a figure of that name, too.
         rule_metrics = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
@@ -135,7 +134,6 @@ class Reporter(journal.Journal):
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             fetched = jax.device_get(on_mesh)
-        self.write_hashes(step + 1, "train", take_hashes(fetched))
         names = [name for name in fetched if name.startswith(OPTIMIZER_STEPS)]
         self._write_optimizer_steps(step, {name: fetched.pop(name) for name in names})
         metrics = {name: float(with_nan(value)) for name, value in fetched.items()}

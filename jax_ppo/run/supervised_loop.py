@@ -52,7 +52,6 @@ from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.step_hashes import hash_quantities, take_hashes
 from jax_ppo.types import Example, Packing, Params, Sequences, with_nan
 
 State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
@@ -60,10 +59,8 @@ State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 Batch = tuple[Sequences, Packing, jax.Array]
 
 
-def train_supervised(
-    config: Config, workdir: Path, task: Task, cycle: life_cycle.Cycle = life_cycle.run_life_cycle
-) -> dict[str, Any]:
-    """Train; `cycle` drives the run: the whole life cycle, or a replay of some steps."""
+def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
+    """Train, and return the contents of summary.json."""
 
     def build(mesh: Mesh) -> SupervisedTraining:
         # Before training: the export comes after it.
@@ -73,7 +70,7 @@ def train_supervised(
         return build_training(config, task, mesh)
 
     # The accuracy, or the negative loss of a task without one.
-    return cycle(config, workdir, build, "quality")
+    return life_cycle.run_life_cycle(config, workdir, build, "quality")
 
 
 train_sft = functools.partial(train_supervised, task=SFT)
@@ -170,17 +167,7 @@ class SupervisedTraining:
             arguments, named = self._step_arguments(state, step, batch)
             params, optimizer_state, metrics = train_step(*arguments, **named)
             journal.write_pending_report()  # of the step before, while this one is computed
-        sequences = batch[0]
-        metrics |= hash_quantities(
-            {
-                "tokens": (sequences.tokens, sequences.prompt_lengths, sequences.lengths),
-                "loss": metrics["loss"],
-                f"weights/{self.task.output}": params,
-            }
-        )
-        journal.write_later(
-            functools.partial(_write_metrics, journal, step + 1, self.command, metrics)
-        )
+        journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
         return {"params": params, "optimizer": optimizer_state}
 
     def evaluate(
@@ -308,13 +295,10 @@ class SupervisedTraining:
         return {name: sums[name] / units for name in objective.names}
 
 
-def _write_metrics(
-    journal: Journal, step: int, command: str, on_mesh: dict[str, jax.Array]
-) -> None:
-    """Fetch and write the metrics and hashes of a step, numbered from 1."""
+def _write_metrics(journal: Journal, step: int, on_mesh: dict[str, jax.Array]) -> None:
+    """Fetch and write the metrics of a step, numbered from 1."""
     # This waits for the step. In the loop the next one has been dispatched before.
     fetched = jax.device_get(on_mesh)
-    journal.write_hashes(step, command, take_hashes(fetched))
     metrics = {f"train/{name}": float(with_nan(value)) for name, value in fetched.items()}
     journal.write_step(
         step, metrics, tokens=metrics["train/tokens"], skipped=bool(metrics["train/skipped"])

@@ -138,7 +138,8 @@ def find_progress(
         report(line)
     if latest >= total_steps:
         changes = []  # of options that no step has used
-    history = _history(meta)
+    # An older checkpoint may lack some of it.
+    history = {name: meta[name] for name in HISTORY if name in meta}
     history["changed_options"] = [
         *history.get("changed_options", []),
         *(f"after step {latest}: {change}" for change in changes),
@@ -148,28 +149,6 @@ def find_progress(
         history.pop("solve_rates", None)
         return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
-
-
-def progress_to_repeat(
-    step: int, meta: dict[str, Any], data: dict[str, Any], frozen: dict[str, str] | None = None
-) -> Progress:
-    """Return the progress of a checkpoint, to compute the steps after it again.
-
-    `meta` is what the checkpoint holds besides arrays; `data` and `frozen` are fingerprints as for
-    `find_progress`; raise `UserError` if they have changed.
-    """
-    for option in _changed_models(meta, frozen):
-        raise UserError(f"config.{option}: its files have changed since the run; restore them")
-    if change := _describe_data_change(meta, data):
-        raise UserError(
-            f"config.data.train_files: the training data have changed: {change}; restore them"
-        )
-    return Progress(step=step, position=meta["position"], **_history(meta))
-
-
-def _history(meta: dict[str, Any]) -> dict[str, Any]:
-    # An older checkpoint may lack some of it.
-    return {name: meta[name] for name in HISTORY if name in meta}
 
 
 def _changed_models(meta: dict[str, Any], frozen: dict[str, str] | None) -> list[str]:

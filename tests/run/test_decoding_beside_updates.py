@@ -10,14 +10,15 @@ import jax
 import pytest
 
 import tiny
+from chaos_compare import read_metrics
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import step
+from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.runtime import signals
 from jax_ppo.sampler.other_mesh import SeparateEngine
-from jax_ppo.training.step_hashes import read_hashes
 from llama_folder import write_llama
 from waiting import HANG_SECONDS
 
@@ -106,7 +107,7 @@ def write_model(folder):
 
 
 def train(monkeypatch, devices, folder, workdir, **changes):
-    """Train in this process on its first devices; return the hashes of each step."""
+    """Train in this process on its first devices; return metrics and samples of each step."""
     config = tiny.config(
         model__path=str(folder / "llama"),
         data__train_files="arithmetic:32",
@@ -115,6 +116,7 @@ def train(monkeypatch, devices, folder, workdir, **changes):
         algorithm__adv_estimator="rloo",
         rollout__n=2,
         trainer__export=False,
+        trainer__log_rollouts_freq=1,
         trainer__save_freq=1,
         trainer__max_checkpoints=STEPS,
         trainer__total_training_steps=STEPS,
@@ -124,7 +126,8 @@ def train(monkeypatch, devices, folder, workdir, **changes):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: available)
         ppo_training.train_ppo(config, workdir)
-    return {number: entry["hashes"] for number, entry in read_hashes(workdir).items()}
+    samples = {number: records for _, number, records in read_samples(workdir)}
+    return {int(row["step"]): (row, samples[int(row["step"])]) for row in read_metrics(workdir)}
 
 
 @pytest.mark.parametrize(
@@ -143,8 +146,8 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     shared = train(monkeypatch, 2, tmp_path, tmp_path / "shared", **changes)
     separate = changes | {"rollout__mesh__devices": 2}
     overlap = Overlap(monkeypatch)
-    hashes = train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate)
-    assert hashes == shared and list(hashes) == [1, 2, 3, 4]
+    steps = train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate)
+    assert steps == shared and list(steps) == [1, 2, 3, 4]
     # Of partial rollouts, the last step has a stage of those that would have gone on, too.
     assert (
         overlap.updates == overlap.overlapping == STEPS - (changes["rollout__max_staleness"] == 1)

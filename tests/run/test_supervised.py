@@ -4,7 +4,6 @@ transformers computes the same numbers.
 """
 
 import csv
-import dataclasses
 import json
 import os
 import pathlib
@@ -16,7 +15,6 @@ import pytest
 import transformers
 
 import metrics_page
-from jax_ppo import replay
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
@@ -254,9 +252,6 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
         tmp_path / name / task.output / "model.safetensors" for name in ("halves", "whole")
     )
     assert ours.read_bytes() == theirs.read_bytes()
-    (tmp_path / "halves" / "config.json").write_text(json.dumps(dataclasses.asdict(options)))
-    replay.main(["replay", f"--workdir={tmp_path / 'halves'}", "--step=11", "--verify"])
-    assert "verified steps 10 to 11: equal in tokens, loss, weights" in capsys.readouterr().out
     # A finished run keeps the options that its steps have used.
     saved = json.loads((tmp_path / "halves" / "config.json").read_text())
     changed = load(files, "--config.actor.optim.lr=1e-7", command=command)
