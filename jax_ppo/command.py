@@ -70,9 +70,11 @@ def run_job(read_job: Callable[[], Job]) -> None:
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
             job = read_job()
-            from jax_ppo.runtime import backends, distributed
+            from jax_ppo.runtime import backends
 
-            backends.require_known_flags()
+            backends.require_settings()
+            from jax_ppo.runtime import distributed
+
             distributed.initialize(job.options.distributed)
         try:
             distributed.run_or_abort(lambda: _run(job))

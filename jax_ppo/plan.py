@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
             print(USAGE.format(examples=topologies.EXAMPLES))
             return
         config, topology, flags = read_plan_arguments(arguments)
-        backends.require_known_flags()
+        backends.require_settings()
         topologies.prepare_environment(topology)
         from jax_ppo.memory import step_plan
 

@@ -6,8 +6,11 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import backends
 from waiting import finish_all
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,6 +46,40 @@ def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, 
     assert result.stderr.startswith(f"error: JAX_PLATFORMS={platform}: ")
     assert "expected some of this machine's: cpu" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "jax_enable_x64=True",
+        "jax_numpy_rank_promotion=raise",
+        "jax_numpy_dtype_promotion=strict",
+        "jax_disable_jit=True",
+        "jax_transfer_guard=disallow",
+        "jax_threefry_partitionable=False",
+        "jax_default_prng_impl=rbg",
+        "jax_random_seed_offset=1",
+    ],
+)
+def test_settings_of_jax_that_change_types_or_samples_are_refused(setting, monkeypatch):
+    name, _, value = setting.partition("=")
+    backends.require_settings()
+    monkeypatch.setattr(type(jax.config), name, value)
+    with pytest.raises(UserError, match=f"^{name.upper()}={value}: .*; unset it"):
+        backends.require_settings()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["1", "maybe"])
+def test_a_setting_in_the_environment_is_refused_in_one_line(tmp_path, value):
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic", f"--workdir={tmp_path}/run"],
+        env=os.environ | {"JAX_ENABLE_X64": value},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith("error: JAX") and "jax_enable_x64" in result.stderr.lower()
 
 
 @pytest.mark.slow

@@ -57,16 +57,16 @@ def test_refused_flags_are_dropped_with_one_line_and_the_others_are_tried_once(m
     ]
     monkeypatch.setattr(subprocess, "run", None)  # no child is started again
     quick_compilation.drop_unknown(lines.append)
-    backends.require_known_flags()
+    backends.require_settings()
     assert len(lines) == 1
 
 
 def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nothing=true")
     with pytest.raises(UserError, match="--xla_nothing=true"):
-        backends.require_known_flags()
+        backends.require_settings()
     monkeypatch.setattr(compat, "PARSES_XLA_FLAGS", "raise SystemExit(1)")
-    backends.require_known_flags()
+    backends.require_settings()
 
 
 def test_a_quotation_that_is_not_closed_is_refused_as_a_whole(monkeypatch):
