@@ -130,15 +130,19 @@ def read_reward_architecture(
 
 def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
     """Return whether a checkpoint holds an output embedding that differs from the input's."""
-    untied = tensor_table(dataclasses.replace(architecture, tied=False), "lm")
-    embedding = untied["embed", "embedding"].name
-    head = untied["lm_head", "embedding"].name
+    embedding, head = _embedding_names(architecture)
     with _open_checkpoint(folder) as checkpoint:
         return (
             embedding in checkpoint
             and head in checkpoint
             and not checkpoint.are_equal(embedding, head)
         )
+
+
+def _embedding_names(architecture: Architecture) -> tuple[str, str]:
+    """Return the names of the input's and of the output's embedding, if that is stored."""
+    untied = tensor_table(dataclasses.replace(architecture, tied=False), "lm")
+    return untied["embed", "embedding"].name, untied["lm_head", "embedding"].name
 
 
 def has_score_head(folder: str | Path) -> bool:
@@ -222,7 +226,13 @@ def _stored_tensors(
 ) -> TensorTable:
     """Return the tensor table of a checkpoint, whose experts may be stacked or not."""
     stacked = any(STACKED_EXPERTS in name for name in checkpoint.names())
-    return tensor_table(architecture, head, stacked)
+    rows = tensor_table(architecture, head, stacked)
+    if isinstance(architecture, Architecture) and architecture.tied:
+        embedding, output = _embedding_names(architecture)
+        if embedding not in checkpoint and output in checkpoint:  # one tensor under either name
+            row = rows["embed", "embedding"]
+            rows["embed", "embedding"] = dataclasses.replace(row, name=output)
+    return rows
 
 
 def tensors_to_read(rows: TensorTable, head: str) -> TensorTable:

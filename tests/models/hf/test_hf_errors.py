@@ -145,6 +145,17 @@ def test_a_tied_model_with_its_own_head_uses_it_and_exports_it(tmp_path):
     reference.assert_same_logits(reference.reload(tmp_path / "out"), theirs, ids)
 
 
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_a_tied_model_may_store_its_matrix_as_the_output_embedding_alone(tmp_path, head):
+    """Regression: transformers loads it, we missed the input embedding."""
+    reference.save(tmp_path, tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite_tensors(tmp_path, {"lm_head.weight": embedding}, ["model.embed_tokens.weight"])
+    architecture, params = reference.load(tmp_path, head)
+    assert architecture.tied
+    np.testing.assert_array_equal(params["embed"]["embedding"], embedding)
+
+
 def test_an_own_head_is_refused_with_an_architecture_that_ties_it(tmp_path):
     reference.save(tmp_path, tie_word_embeddings=True)
     tied = read_architecture(tmp_path)
