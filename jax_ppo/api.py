@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax_ppo import command
 from jax_ppo.config import schema, validation
 from jax_ppo.data import prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.files import require_text
+from jax_ppo.data.messages import parse_prompt
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads, rope
@@ -134,22 +137,23 @@ def sample(
     Raises:
       UserError: an argument is out of range, or a prompt is empty or too long for the model.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise UserError(f"sample: prompts={prompts!r}: expected a list of prompts")
     if not prompts:
         return []
     eos_ids = (*policy.model.architecture.eos_ids, policy.tokenizer.eos_token_id)
     options = SamplingOptions(
         max_response_length=_in_range("max_response_length", max_response_length, at_least=1),
-        temperature=_in_range("temperature", temperature, at_least=0),
+        temperature=_in_range("temperature", temperature, at_least=0, kind=Real),
         top_k=_in_range("top_k", top_k, at_least=-1),
-        top_p=_in_range("top_p", top_p, at_least=0, at_most=1),
+        top_p=_in_range("top_p", top_p, at_least=0, at_most=1, kind=Real),
         n=_in_range("n", n, at_least=1),
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         slots=_in_range("max_num_seqs", max_num_seqs, at_least=1),
         stop=_search_for(policy, stop),
     )
     prompt_ids = _encode_prompts(policy, prompts, max_response_length, chat_template)
+    seed = _in_range("seed", seed, at_least=-(2**31), at_most=2**31 - 1)
     response_ids = _generate(policy, prompt_ids, options, seed)
     return [
         tokenizer_lib.decode_continuation(policy.tokenizer, prompt_ids[i // n][-1], ids)
@@ -177,7 +181,8 @@ def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
     """Return the search for the strings that end a response, `None` without any."""
     if not stop:
         return None
-    if isinstance(stop, str) or not all(isinstance(string, str) and string for string in stop):
+    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not is_list or not all(isinstance(string, str) and string for string in stop):
         raise UserError(f"sample: stop={stop!r}: expected a list of texts, none of them empty")
     vocab_size = policy.model.architecture.vocab_size
     tokens = token_bytes(policy.tokenizer, f"sample: stop={stop!r}")[:vocab_size]
@@ -218,14 +223,18 @@ def _encode_prompts(
     tokenizer_lib.validate_chat_template(policy.tokenizer, chat_template)
     encoded = []
     for number, prompt in enumerate(prompts):
+        location = f"sample: prompts[{number}]"
+        if not isinstance(prompt, str | list | tuple):
+            raise UserError(f"{location}={prompt!r}: expected a text or a list of messages")
+        require_text(prompt, location)
         if not isinstance(prompt, str):
-            prompt = tuple(prompt)
+            prompt = parse_prompt(prompt, location, "a chat")
         ids = tokenizer_lib.encode_prompt(policy.tokenizer, prompt, chat_template)
         if not ids:
-            raise UserError(f"sample: prompts[{number}]={prompt!r}: the prompt has no tokens")
+            raise UserError(f"{location}={prompt!r}: the prompt has no tokens")
         if len(ids) + max_response_length > limit:
             raise UserError(
-                f"sample: prompts[{number}]: {len(ids)} tokens and max_response_length="
+                f"{location}: {len(ids)} tokens and max_response_length="
                 f"{max_response_length} exceed the {limit} tokens that the model can read"
             )
         encoded.append(ids)
@@ -243,9 +252,13 @@ def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
     return Prompts(tokens=tokens, lengths=lengths)
 
 
-def _in_range(name: str, value: Any, *, at_least: float, at_most: float = np.inf) -> Any:
+def _in_range(
+    name: str, value: Any, *, at_least: float, at_most: float = np.inf, kind: type = Integral
+) -> Any:
     """Return the value of an argument of `sample`; raise `UserError` unless it is in the range."""
-    if not at_least <= value <= at_most:
+    is_number = isinstance(value, kind)
+    if not is_number or not at_least <= value <= at_most:
         limit = f"at least {at_least}" if at_most == np.inf else f"{at_least} to {at_most}"
+        limit += " in whole numbers" if kind is Integral else ""
         raise UserError(f"sample: {name}={value!r}: expected {limit}")
     return value

@@ -69,6 +69,18 @@ def test_a_sample_ends_at_a_stop_string(policy):
         ([PROMPT], {"temperature": -1}, r"temperature=-1: expected at least 0"),
         ([PROMPT], {"max_response_length": 10_000}, r"prompts\[0\]: .* exceed the 512 tokens"),
         ([PROMPT], {"top_p": 2}, r"top_p=2: expected 0 to 1"),
+        ([PROMPT], {"n": 1.5}, r"n=1.5: expected at least 1 in whole numbers"),
+        ([PROMPT], {"temperature": "1"}, r"temperature='1': expected at least 0"),
+        ([PROMPT], {"seed": None}, r"seed=None: expected"),
+        ([PROMPT], {"stop": 5}, r"stop=5: expected a list of texts"),
+        (None, {}, "prompts=None: expected a list of prompts"),
+        ({"role": "user", "content": "x"}, {}, "prompts={.*}: expected a list of prompts"),
+        ([PROMPT, 5], {}, r"prompts\[1\]=5: expected a text or a list of messages"),
+        ([None], {}, r"prompts\[0\]=None: expected a text or a list"),
+        ([{"role": "user", "content": "x"}], {}, r"prompts\[0\]={.*}: expected a text or a list"),
+        (["a\ud83d"], {}, r"prompts\[0\]: .* half of a surrogate pair"),
+        ([[{"role": "user", "content": "\ud83d"}]], {}, r"prompts\[0\]: .* half of a surrogate"),
+        ([["x"]], {}, r"prompts\[0\]: each message of a chat must have role and content"),
     ],
 )
 def test_mistakes_in_sampling_are_named(policy, prompts, options, message):

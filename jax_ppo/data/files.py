@@ -25,6 +25,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 MAX_NESTING = 100
 
 _JSONL = "a file with an object per line is named .jsonl"
+_ROWS = "columns are written as rows, an object each (pandas: to_json(orient='records'))"
 _PARQUET_BATCH = 1024  # rows in memory at once
 
 # The first half of a surrogate pair, or an unpaired half, which is not text.
@@ -144,7 +145,12 @@ def parse_jsonl_line(line: bytes, location: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{location}: cannot be read as UTF-8 text: {error}") from error
+        raise UserError(f"{location}: {_describe_decoding(error)}") from error
+    if text.lstrip().startswith("[") or text.strip() == "{":
+        raise UserError(
+            f"{location}: expected a whole JSON object in each line, got {shorten(text)!r}; a file "
+            "that is one JSON list is named .json"
+        )
     row = _parse_json(text, location)
     if not isinstance(row, dict):
         raise UserError(
@@ -154,7 +160,7 @@ def parse_jsonl_line(line: bytes, location: str) -> dict[str, Any]:
     if text.count("[") + text.count("{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
         raise _nesting_error(location)
     if _SURROGATE_ESCAPE.search(text):
-        _require_text(row, location)
+        require_text(row, location)
     return row
 
 
@@ -162,7 +168,7 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+        raise UserError(f"{path}: {_describe_decoding(error)}") from error
     try:
         content = _parse_json(text, str(path))
     except UserError as error:
@@ -173,19 +179,20 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(content, dict) and len(content) == 1:
         [content] = content.values()
     if not isinstance(content, list):
+        advice = _ROWS if isinstance(content, dict) and len(content) > 1 else _JSONL
         raise UserError(
-            f"{path}: expected a list of objects, got {type(content).__name__}; {_JSONL}"
+            f"{path}: expected a list of objects, got {type(content).__name__}; {advice}"
         )
     for number, row in enumerate(content, 1):
         location = f"{path}, row {number}"
         if not isinstance(row, dict):
             raise UserError(
                 f"{location}: expected a JSON object, got {type(row).__name__}: "
-                f"{shorten(repr(row))}"
+                f"{shorten(repr(row))}; {_ROWS}"
             )
         if _nesting(row) > MAX_NESTING:
             raise _nesting_error(location)
-        _require_text(row, location)
+        require_text(row, location)
         yield location, row
 
 
@@ -212,7 +219,9 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     )
                 # What has no value elsewhere is an empty text here.
                 yield location, {n: value or None for n, value in zip(names, values, strict=True)}
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after line {end}: {_describe_decoding(error)}") from error
+    except (OSError, csv.Error) as error:
         raise UserError(f"{path}, after line {end}: cannot be read as CSV: {error}") from error
 
 
@@ -264,6 +273,15 @@ def _describe_json_error(error: json.JSONDecodeError) -> str:
     return f"{error.msg} at {position} of {shorten(line)!r}"
 
 
+def _describe_decoding(error: OSError | UnicodeDecodeError) -> str:
+    text = f"cannot be read as UTF-8 text: {error}"
+    if not isinstance(error, UnicodeDecodeError):
+        return text
+    is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    other = "UTF-16" if is_utf16 else "WINDOWS-1252"  # of which Latin-1 is a part
+    return f"{text}; if it is {other}: iconv -f {other} -t UTF-8"
+
+
 def _nesting(row: dict[str, Any]) -> int:
     """Return the number of levels of objects and lists, counted without recursion."""
     depth = 0
@@ -282,10 +300,10 @@ def _nesting_error(location: str) -> UserError:
     )
 
 
-def _require_text(row: dict[str, Any], location: str) -> None:
+def require_text(value: Any, location: str) -> None:
     """Raise `UserError` if a text has half of a surrogate pair, which no encoding can write."""
     try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise UserError(

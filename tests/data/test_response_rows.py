@@ -85,7 +85,7 @@ def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"[1]", "expected a JSON object, got list"),
+        (b"[1]", "expected a whole JSON object"),
         (b'{"prompt": "a", "respon', "not JSON"),
         (b"\xff{}", "cannot be read as UTF-8 text"),
         ({"response": "b"}, "prompt"),

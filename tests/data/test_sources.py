@@ -166,7 +166,7 @@ def test_a_malformed_line_is_named(tmp_path):
             {"text": "x", "label": 1},
             ["a.jsonl:2", "text, label", "expected a prompt as prompt, messages", "prompt_key"],
         ),
-        ([1], ["a.jsonl:2", "expected a JSON object, got list"]),
+        ([1], ["a.jsonl:2", "expected a whole JSON object"]),
         ({"question": "q", "answer": "seven ####"}, ["a.jsonl:2", "no `#### N`", "'seven"]),
         ({"question": 7, "answer": "#### 7"}, ["a.jsonl:2", "question must be text", "got 7"]),
         (
@@ -204,7 +204,7 @@ ROW_WITH = '{"question": "q", "answer": "#### 1", "x": %s}'
         (ROW_WITH % ("[" * 100 + "]" * 100), "nested more than 100 levels"),
         (ROW_WITH % ("[" * 100_000 + "]" * 100_000), "nested more than 100 levels"),
         (ROW_WITH % '"\\ud83d"', "half of a surrogate pair"),
-        (b"\xff", "cannot be read as UTF-8 text"),
+        (b"\xff", "cannot be read as UTF-8 text: .*iconv -f WINDOWS-1252 -t UTF-8"),
     ],
     ids=("digits", "deep", "deeper", "surrogate", "bytes"),
 )
