@@ -1184,7 +1184,7 @@ class Trainer:
         "warn when the mean entropy falls below this; 0: never",
         unit="nats per token", at_least=0, read_by=PPO)
     warn_kl_above: float = option(1.0,
-        "warn when the mean KL to the reference rises above this; 0: never",
+        "warn when the mean KL to the reference is this much above the first step's; 0: never",
         unit="nats per token", at_least=0, read_by=PPO)
     max_skipped_updates: int = option(10,
         "stop after this many consecutive steps with a non-finite gradient",

@@ -30,6 +30,7 @@ class LastSteps:
 
     options: Config
     metrics: Sequence[dict[str, float]]
+    first_kl: float = 0.0  # the KL to the reference in the run's first step, before any update
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Return a metric's values [steps]."""
@@ -121,11 +122,22 @@ def _diagnose_entropy(run: LastSteps) -> Iterator[str]:
 @_diagnostic(steps=1)
 def _diagnose_kl(run: LastSteps) -> Iterator[str]:
     divergence, limit = run["kl/reference"][-1], run.options.trainer.warn_kl_above
-    if 0 < limit < divergence:
+    if 0 < limit < divergence - run.first_kl:
         yield (
             f"the KL to the reference is {divergence:.2g} nats per token "
             f"(config.trainer.warn_kl_above={limit:g}): the policy runs away; a KL penalty "
             "or a smaller config.actor.optim.lr may help"
+        )
+
+
+@_diagnostic(steps=1)
+def _diagnose_first_kl(run: LastSteps) -> Iterator[str]:
+    limit = run.options.trainer.warn_kl_above
+    if 0 < limit < run.first_kl == run["kl/reference"][-1]:
+        yield (
+            f"the policy began {run.first_kl:.2g} nats per token from the reference, before any "
+            f"update (config.trainer.warn_kl_above={limit:g}, which now counts from there); "
+            "config.reference.path names what it is measured to"
         )
 
 
@@ -399,6 +411,7 @@ class Diagnosis:
 
     options: Config
     total_steps: int
+    first_kl: float | None = None  # of a run that is resumed
 
     def __post_init__(self) -> None:
         longest = max(diagnostic.steps for diagnostic in DIAGNOSTICS)
@@ -410,6 +423,8 @@ class Diagnosis:
         `misses` describe some of the step's wrong responses.
         """
         self._history.append(metrics)
+        if self.first_kl is None:
+            self.first_kl = metrics.get("kl/reference", 0.0)
         messages = {}
         for diagnostic in DIAGNOSTICS:
             steps = diagnostic.steps
@@ -419,7 +434,7 @@ class Diagnosis:
             if len(history) < steps:
                 continue
             with contextlib.suppress(_NoFigure):
-                for message in diagnostic.diagnose(LastSteps(self.options, history)):
+                for message in diagnostic.diagnose(LastSteps(self.options, history, self.first_kl)):
                     lines = [message, *(misses if diagnostic.shows_misses else ())]
                     messages[diagnostic.name] = "\n  ".join(lines)
         return messages

@@ -14,7 +14,7 @@ from jax_ppo.ppo.rewarding import RuleRewards, policy_text
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
-from jax_ppo.reporting.sinks import CurveFile
+from jax_ppo.reporting.sinks import CurveFile, read_metrics_csv
 from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
@@ -84,7 +84,9 @@ class Reporter(journal.Journal):
             compiled=compiled,
         )
         self._run = run
-        self._diagnosis = Diagnosis(run.config, run.total_steps)
+        rows = read_metrics_csv(workdir / "training_metrics.csv")  # of a run that is resumed
+        first_kls = [float(row["kl/reference"]) for row in rows if row.get("kl/reference")]
+        self._diagnosis = Diagnosis(run.config, run.total_steps, next(iter(first_kls), None))
         self._optimizer_step_files: dict[str, CurveFile] = {}
 
     def report_later(

@@ -16,16 +16,17 @@ from jax_ppo.runtime import compat
 # Not in this process: a backend may wait for other processes, and none is stopped again.
 _LISTS_PLATFORMS = "from jax.extend import backend; print(*backend.backends(), sep=', ')"
 _LIST_SECONDS = 60
-# Settings of JAX, environment variables in capitals: types, samples and programs depend on them.
+# What types, samples and programs need of JAX's settings, the default first; they are environment
+# variables in capitals.
 _SETTINGS = {
-    "jax_enable_x64": False,
-    "jax_numpy_rank_promotion": "allow",
-    "jax_numpy_dtype_promotion": "standard",
-    "jax_disable_jit": False,
-    "jax_transfer_guard": None,
-    "jax_threefry_partitionable": True,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_random_seed_offset": 0,
+    "jax_enable_x64": (False,),
+    "jax_numpy_rank_promotion": ("allow",),
+    "jax_numpy_dtype_promotion": ("standard",),
+    "jax_disable_jit": (False,),
+    "jax_transfer_guard": (None, "allow", "log"),
+    "jax_threefry_partitionable": (True,),
+    "jax_default_prng_impl": ("threefry2x32",),
+    "jax_random_seed_offset": (0,),
 }
 # The value that has been tried already, for the processes that this one starts.
 TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
@@ -111,10 +112,10 @@ def require_settings() -> None:
     except ValueError as error:  # such as "invalid truth value" of a variable
         raise UserError(f"JAX cannot be imported: {error}") from error
     for name, needed in _SETTINGS.items():
-        if (value := getattr(jax.config, name, needed)) != needed:
+        if (value := getattr(jax.config, name, needed[0])) not in needed:
             raise UserError(
                 f"{name.upper()}={value}: with this setting of JAX a run would fail or draw other "
-                f"samples; unset it, which means {needed}"
+                f"samples; unset it, which means {needed[0]}"
             )
     refused = refused_flags()
     if refused:

@@ -81,7 +81,8 @@ def observe(rows, **options):
 
 
 def test_every_diagnostic_has_a_problem_here():
-    assert {diagnostic.name for diagnostic in DIAGNOSTICS} == {*PROBLEMS, "runaway_length"}
+    shown_below = {"runaway_length", "first_kl"}
+    assert {diagnostic.name for diagnostic in DIAGNOSTICS} == {*PROBLEMS, *shown_below}
 
 
 def test_samples_of_older_weights_are_named_as_the_cause():
@@ -111,6 +112,17 @@ def test_a_step_without_a_response_to_learn_from_says_so_alone():
     assert observe([{"response_length/masked_share": 0.99}] * STEPS) == []
 
 
+def test_a_policy_that_begins_apart_from_its_reference_is_not_said_to_run_away():
+    """The limit of 1 nat counts from the 3 nats of the first step."""
+    rows = [{"kl/reference": x} for x in (3.0, 2.0, 3.9, 4.1)]
+    ((first, began), (then, runs_away)) = observe(rows)
+    assert first == "first_kl" and "began 3 nats per token from the reference" in began
+    assert then == "kl" and "is 4.1 nats per token" in runs_away
+    resumed = Diagnosis(tiny.config(), STEPS, first_kl=3.0)
+    assert resumed.observe(HEALTHY | rows[2]) == {}
+    assert resumed.observe(HEALTHY | rows[3]).keys() == {"kl"}
+
+
 def test_a_filter_that_leaves_no_prompt_says_so():
     config = tiny.config(
         algorithm__adv_estimator="grpo", rollout__n=2, algorithm__filter_groups__enable=True
@@ -127,13 +139,13 @@ def test_nothing_is_said_of_a_healthy_run():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_problem_is_said_once_with_a_number_and_an_option(name):
-    ((said, message),) = observe([PROBLEMS[name]] * STEPS)
+    ((said, message),) = observe([{}, *[PROBLEMS[name]] * STEPS])
     assert said == name and "config." in message and any(c.isdigit() for c in message)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_problem_that_ends_and_returns_is_said_once_and_counted(name):
-    messages = observe([PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS)
+    messages = observe([{}] + [PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS)
     assert [said for said, _ in messages] == [name]
 
 
