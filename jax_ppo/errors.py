@@ -107,6 +107,16 @@ def _report_lost_output(cause: str) -> None:
     print(f"warning: the standard output is lost: {cause}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an `OSError` of the block, which that of a write does not do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
 

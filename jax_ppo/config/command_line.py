@@ -13,7 +13,7 @@ from jax_ppo.config import config_files, loading, parsing, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import suggest_option
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, named_file
 from jax_ppo.migrating.tables import explain_peer_option
 from jax_ppo.storage import remote
 
@@ -91,7 +91,9 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 def write_config(options: dict[str, Any], folder: Path) -> None:
     """Write all options, as nested sections, to config.json in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(options, indent=2) + "\n")
+    path = folder / "config.json"
+    with named_file(path):
+        path.write_text(json.dumps(options, indent=2) + "\n")
 
 
 def print_set_options(options: dict[str, Any], workdir: str, computation: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, named_file
 from jax_ppo.runtime import distributed, work_directory
 
 SAMPLES_FOLDER = "rollouts"
@@ -28,8 +28,12 @@ def replace_file(path: Path) -> Iterator[Path]:
     """
     # In the same folder, since a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".tmp")
-    yield temporary
-    os.replace(temporary, path)
+    try:
+        with named_file(path):
+            yield temporary
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # a part of it, on a full disk
 
 
 def write_json_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import operator
 import shlex
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -124,9 +124,8 @@ class Journal:
         elif error is not None:
             kind_of_end = "error" if isinstance(error, UserError) else type(error).__name__
             end = f"{kind_of_end}: {printable_lines(shorten(str(error), 500))}"
-        with contextlib.suppress(OSError):
-            if distributed.is_main():
-                self._write_report(self._last_step, f", ended {_now()}: {end}")
+        if distributed.is_main():
+            self._write_report(self._last_step, f", ended {_now()}: {end}")
         self._log.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -344,12 +343,13 @@ class Journal:
             return
         started = time.monotonic()
         if always or started >= self._next_plot:
-            plot_curves(
-                csv_path=self._workdir / "training_metrics.csv",
-                evaluations=self.progress.evaluations,
-                png_path=self._workdir / "training_curves.png",
-                panels=self._layout.panels,
-            )
+            with self._warned("training_curves.png"):
+                plot_curves(
+                    csv_path=self._workdir / "training_metrics.csv",
+                    evaluations=self.progress.evaluations,
+                    png_path=self._workdir / "training_curves.png",
+                    panels=self._layout.panels,
+                )
             now = time.monotonic()
             self._next_plot = now + (now - started) / MAX_PLOT_SHARE
         self._write_report(step)
@@ -371,7 +371,16 @@ class Journal:
                 if name != "step" and not name.startswith("critic/") and isinstance(value, float)
             ]
             status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
-        self._report.write(status, self.progress)
+        with self._warned("report.html"):
+            self._report.write(status, self.progress)
+
+    @contextlib.contextmanager
+    def _warned(self, name: str) -> Iterator[None]:
+        """Warn if a file that only shows what others hold cannot be written, and go on."""
+        try:
+            yield
+        except OSError as error:
+            self.warn(f"{name} is not written: {error.strerror}", kind=name)
 
 
 def _now() -> str:

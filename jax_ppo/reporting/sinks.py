@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, named_file
 from jax_ppo.reporting.files import replace_file
 from jax_ppo.reporting.trackers import TRACKERS, MetricSink, open_tracker
 from jax_ppo.runtime import distributed
@@ -46,7 +46,10 @@ class CurveFile:
         """Append a row, or merge the metrics into the last row if it is of the same step."""
         row = {"step": str(step)} | {name: repr(float(x)) for name, x in metrics.items()}
         if step != self._last_step and row.keys() <= set(self._columns):
-            with self._path.open("a", newline="", encoding="utf-8") as file:
+            with (
+                named_file(self._path),
+                self._path.open("a", newline="", encoding="utf-8") as file,
+            ):
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
             self._last_step = step
             return

@@ -1,7 +1,10 @@
 """What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
 
 import contextlib
+import errno
 import json
+import os
+import pathlib
 import signal
 import sys
 import time
@@ -14,6 +17,7 @@ from safetensors import safe_open
 
 import tiny
 from character_tokenizer import CharacterTokenizer
+from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import files, journal
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -95,6 +99,32 @@ def test_a_collapse_is_said_once_and_counted_also_after_a_resume(
     assert len(warnings) == 1 and "step 2" in warnings[0] and quantity in warnings[0]
     (text,) = resumed.warning_texts()
     assert text.endswith("(7 times, last in step 5)")
+
+
+def test_a_full_disk_ends_no_run_for_a_page_and_names_the_file_of_figures(
+    tmp_path, monkeypatch, capsys
+):
+    original = os.replace
+
+    def fail_for(name):
+        def replace(source, target):
+            if pathlib.Path(target).name == name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as that of a write
+            original(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+
+    fail_for("report.html")
+    report_steps(tmp_path, [{}, {}], trainer__plot_freq=1)
+    assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 2
+    warning = "warning: report.html is not written: No space left on device"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert not list(tmp_path.glob("*.tmp"))
+    fail_for("training_metrics.csv")
+    with pytest.raises(OSError) as refusal:
+        report_steps(tmp_path, [{}])
+    explained = command._explain_write_error(refusal.value, tmp_path, "run")
+    assert "the disk is full: training_metrics.csv did not fit" in str(explained)
 
 
 ENDS = ("complete", "ValueError: bad luck", "error: bad options", "stopped by SIGTERM")

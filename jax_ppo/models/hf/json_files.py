@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, named_file
 
 # Longest value that an error message repeats, in characters.
 MAX_QUOTED = 80
@@ -35,4 +35,5 @@ def quote_value(value: Any) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as an indented JSON file."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    with named_file(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
