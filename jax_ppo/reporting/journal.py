@@ -38,6 +38,11 @@ WAITING_PHASES = ("rollout", "forward", "update")
 MAX_STRAGGLER_SHARE = 0.1
 # Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
 MAX_PLOT_SHARE = 0.05
+# Fields of generation_config.json that change no token but, in an export, the run's own.
+NEUTRAL_DEFAULTS = (
+    *("_from_model_config", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("use_cache", "output_attentions", "output_hidden_states"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +258,15 @@ class Journal:
             f"trained model: {folder} (for transformers, or "
             f"{shlex.quote(f'--config.{option}={folder}')})"
         )
+        defaults = path / "generation_config.json"
+        if option == "model.path" and defaults.exists():
+            values = json.loads(defaults.read_text(encoding="utf-8"))
+            kept = [f"{name}={x}" for name, x in values.items() if name not in NEUTRAL_DEFAULTS]
+            if kept:
+                console.print_on_main(
+                    f"note: {folder}/generation_config.json keeps {', '.join(kept)}: transformers "
+                    "and servers sample with that, evaluations here with config.rollout.val_kwargs"
+                )
 
     def warn(self, text: str, kind: str = "") -> None:
         """Show a warning: on the console if it is the first of its kind, and in the report.

@@ -127,6 +127,18 @@ def test_a_full_disk_ends_no_run_for_a_page_and_names_the_file_of_figures(
     assert "the disk is full: training_metrics.csv did not fit" in str(explained)
 
 
+def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, capsys):
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    values = {"eos_token_id": 2, "use_cache": True, "temperature": 0.6, "top_k": 20}
+    (tmp_path / "actor").mkdir()
+    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as journal_of_run:
+        for kept in (values, {"eos_token_id": 2, "transformers_version": "5"}):
+            (tmp_path / "actor" / "generation_config.json").write_text(json.dumps(kept))
+            journal_of_run.report_model(tmp_path / "actor", "model.path")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert "actor/generation_config.json keeps temperature=0.6, top_k=20: " in note
+
+
 ENDS = ("complete", "ValueError: bad luck", "error: bad options", "stopped by SIGTERM")
 
 
