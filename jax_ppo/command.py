@@ -129,14 +129,14 @@ def prepared_run(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = work_directory.validated(workdir)
+    if evaluates:  # before the folder is opened: a run that writes to a bucket would end
+        distributed.run_on_main(lambda: work_directory.refuse_checkpoints(workdir))
     folder = Path()
     try:
         with (
             signals.handle_stop_signals(ends_process=False),
             work_directory.open_work_directory(workdir, console.print_on_main) as folder,
         ):
-            if evaluates:
-                distributed.run_on_main(lambda: work_directory.refuse_checkpoints(folder, workdir))
             model, chosen_dtype = devices.resolve_dtype_here(options.model)
             resolved = dataclasses.replace(options, model=model)
 

@@ -19,7 +19,7 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.runtime import compilation, meshes, work_directory
 from jax_ppo.sampler import engine
-from jax_ppo.storage import staging
+from jax_ppo.storage import paths
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
@@ -75,7 +75,7 @@ def find_checkpoint(model_path: str) -> Path | None:
     """Return the checkpoint of a run that a path names, `None` if it names something else."""
     path = Path(model_path)
     # Other models may be in a folder of this name, too.
-    is_step = path.name.isdecimal() and path.parent.name == staging.CHECKPOINTS
+    is_step = path.name.isdecimal() and path.parent.name == paths.CHECKPOINTS
     return path if is_step and path.is_dir() else None
 
 
@@ -85,7 +85,7 @@ def with_exported_actor(model: Model) -> Model:
     if model.path and (path / "actor" / "config.json").exists():
         return dataclasses.replace(model, path=str(path / "actor"))
     if model.path and (path / "training_metrics.csv").exists():
-        checkpoints = path / staging.CHECKPOINTS
+        checkpoints = path / paths.CHECKPOINTS
         steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
         remedy = "it has no checkpoint either"
         if steps:

@@ -1,19 +1,21 @@
 """The work directory of a run: created, locked against a second run, and seen by all processes.
 
 A work directory is a folder of this machine, of a disk that it mounts, or a gs:// address. For an
-address the run writes to a local folder that stands for it (`storage.staging`), except for its
-checkpoints.
+address the run writes to a local folder that stands for it (`storage.bucket_folder`), except for
+its checkpoints.
 """
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import jax
 import numpy as np
@@ -21,7 +23,8 @@ from jax.experimental import multihost_utils
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
-from jax_ppo.storage import bucket_lock, remote, staging
+from jax_ppo.storage import paths, remote
+from jax_ppo.storage.bucket_folder import BucketFolder
 
 WARM_UP_MODEL = "model"
 LOCK_FILE = "lock"
@@ -33,15 +36,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _Report = Callable[[str], None]
 
 
-class _OpenBucket(NamedTuple):
-    """A work directory in a bucket."""
-
-    staged: staging.StagedFolder  # the local folder that stands for it
-    lock: bucket_lock.BucketLock | None  # the main process alone has it
-
-
 # The work directories in buckets that this process has open, by their local folders.
-_open_buckets: dict[Path, _OpenBucket] = {}
+_open_buckets: dict[Path, BucketFolder] = {}
 # How the runs before ended that left their lock, by the folder.
 _lost_runs: dict[Path, str] = {}
 
@@ -62,8 +58,8 @@ def validated(workdir: str | Path) -> str | Path:
 def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
     """Create and lock the work directory for the duration of the block.
 
-    The main process holds the lock. The operating system releases that of a folder when the process
-    ends, in whichever way; that of an address is not renewed any more.
+    The main process holds the lock of a folder, which the operating system releases when the
+    process ends, in whichever way. In a bucket the run that has started last may write.
 
     Yields:
       The folder to write to.
@@ -84,48 +80,50 @@ def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
-    """Lock a work directory in a bucket, and yield the local folder that stands for it."""
-    staged = staging.StagedFolder(address, jax.process_index())
-    lock = bucket_lock.BucketLock(address) if distributed.is_main() else None
+    """Claim a work directory in a bucket, and yield the local folder that stands for it."""
+    bucket = BucketFolder(address, jax.process_index())
     with contextlib.ExitStack() as stack:
 
-        def take_lock() -> None:
-            assert lock is not None, "called on the main process"
+        def claim() -> None:
             # The first access: it reports a missing bucket, permission or credentials.
             remote.list_files(address, "--workdir")
-            stack.enter_context(staging.locked_and_uploaded(staged, lock, report))
-            _lost_runs[staged.folder] = lock.lost_run
+            before = bucket.claim(_describe_process())
+            stack.callback(bucket.release)
+            _lost_runs[bucket.folder] = before and (
+                f"the run before, {before}, has not ended by itself (killed?); if it still runs, "
+                "it ends before it saves again"
+            )
 
-        distributed.run_on_main(take_lock)
-        staged.fetch(WARM_UP_MODEL)
-        _open_buckets[staged.folder] = _OpenBucket(staged, lock)
-        try:
-            yield staged.folder
-        finally:
-            del _open_buckets[staged.folder]
-
-
-def checkpoint_directory(folder: Path) -> str:
-    """Return where the checkpoints of a run are, from the folder that it writes to."""
-    return f"{shown_path(folder)}/{staging.CHECKPOINTS}"
+        distributed.run_on_main(claim)
+        bucket.fetch(WARM_UP_MODEL)
+        distributed.run_on_main(lambda: stack.enter_context(bucket.uploading(report)))
+        _open_buckets[bucket.folder] = bucket
+        stack.callback(_open_buckets.pop, bucket.folder)
+        yield bucket.folder
 
 
-def shown_path(folder: Path) -> str:
-    """Return the work directory as a user knows it, from the folder that a run writes to."""
-    return _open_buckets[folder].staged.address if folder in _open_buckets else str(folder)
+def checkpoint_directory(folder: str | Path) -> str:
+    """Return where the checkpoints of a run are, from its work directory."""
+    return f"{shown_path(folder)}/{paths.CHECKPOINTS}"
 
 
-def has_checkpoints(folder: Path) -> bool:
-    """Return whether a run has checkpoints, from the folder that it writes to."""
+def shown_path(folder: str | Path) -> str:
+    """Return the work directory as a user knows it, also from the local folder of a bucket."""
+    bucket = _open_buckets.get(Path(folder))
+    return str(folder) if bucket is None else bucket.address
+
+
+def has_checkpoints(folder: str | Path) -> bool:
+    """Return whether a run has checkpoints, from its work directory."""
     directory = checkpoint_directory(folder)
     if remote.is_address(directory):
         return bool(remote.list_files(directory, "--workdir"))
     return Path(directory).is_dir() and any(Path(directory).iterdir())
 
 
-def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
-    """Raise `UserError` if a folder, of `workdir` as the user wrote it, has checkpoints."""
-    if has_checkpoints(folder):
+def refuse_checkpoints(workdir: str | Path) -> None:
+    """Raise `UserError` if a work directory has checkpoints."""
+    if has_checkpoints(workdir):
         raise UserError(
             f"--workdir={workdir}: a training run has checkpoints there, and an evaluation would "
             "replace its metrics and responses; give another --workdir"
@@ -144,13 +142,10 @@ def publish(folder: Path) -> None:
     """Upload what has changed, if the folder stands for a bucket; call it on the main process.
 
     Raises:
-      UserError: another run has taken over the work directory, or it cannot be written to.
+      UserError: another run has claimed the work directory, or it cannot be written to.
     """
     if folder in _open_buckets:
-        bucket = _open_buckets[folder]
-        if bucket.lock is not None:
-            bucket.lock.require_held()
-            bucket.staged.upload()
+        _open_buckets[folder].upload()
 
 
 def fetch_folder(folder: Path, name: str) -> None:
@@ -159,7 +154,7 @@ def fetch_folder(folder: Path, name: str) -> None:
     On a disk there is nothing to do.
     """
     if folder in _open_buckets:
-        _open_buckets[folder].staged.fetch_folder(name)
+        _open_buckets[folder].fetch_folder(name)
 
 
 def remove_file(path: Path) -> None:
@@ -179,10 +174,10 @@ def share_with_all(folder: Path, name: str) -> None:
     fetch_folder(folder, name)
 
 
-def bucket_of(folder: Path) -> staging.StagedFolder | None:
+def bucket_of(folder: Path) -> BucketFolder | None:
     """Return the open bucket that a folder of a run's files is on its way to, if there is one."""
     opened = (_open_buckets[above] for above in folder.parents if above in _open_buckets)
-    return next((bucket.staged for bucket in opened), None)
+    return next(opened, None)
 
 
 @contextlib.contextmanager
@@ -214,7 +209,7 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         # A run that ends, even by an error, empties the file.
         _lost_runs[workdir] = _describe_lost_run(workdir, file.read().splitlines())
         file.truncate(0)
-        _write_line(file, bucket_lock.describe_process())
+        _write_line(file, _describe_process())
         signals.on_abrupt_end(lambda reason, code: _write_line(file, reason))
         try:
             yield
@@ -230,9 +225,19 @@ def _describe_lost_run(workdir: Path, lock: list[str]) -> str:
     if not lock:
         return ""
     written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
-    last = bucket_lock.format_time(written)
+    last = _format_time(written)
     reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
     return f"the run before, {lock[0]}, ended: {reason}; it last wrote at {last}"
+
+
+def _describe_process() -> str:
+    """Return this process in words, for the folder that it uses from now on."""
+    return f"process {os.getpid()} on {socket.gethostname()}, started {_format_time(time.time())}"
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time since the epoch as date, time and zone of this machine."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _refuse_odd(workdir: Path) -> None:

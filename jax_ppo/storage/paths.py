@@ -1,8 +1,10 @@
-"""Local paths that options name."""
+"""Local paths that options name, and the names in a work directory."""
 
 from pathlib import Path
 
 from jax_ppo.errors import UserError, shorten
+
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in a work directory
 
 
 def expand_local_path(path: str, option: str) -> Path:

@@ -138,7 +138,7 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     killed.kill()
     killed.communicate()
     (tmp_path / "may_go_on").touch()
-    assert "lock" in bucket_server.names(server, halves)
+    assert "run" in bucket_server.names(server, halves)
     assert "summary.json" not in bucket_server.names(server, halves)
 
     output = finish(
@@ -148,7 +148,7 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     assert metric_rows(server, halves) == metric_rows(server, whole)
     assert exported_actor(server, halves) == exported_actor(server, whole)
     names = bucket_server.names(server, halves)
-    assert "lock" not in names and {"summary.json", "training_curves.png"} <= set(names)
+    assert "run" not in names and {"summary.json", "training_curves.png"} <= set(names)
     assert len([name for name in names if name.startswith("tensorboard/")]) == 2
     # Those of the killed process, too: the first step's, and the evaluation before it.
     logged = {name for name in bucket_server.names(server, whole) if name.startswith("rollouts/")}
@@ -239,7 +239,7 @@ def test_two_processes_without_a_shared_disk_train_and_resume(
         output, _ = process.communicate(timeout=RUN_SECONDS)
         assert process.returncode == 143, output
     names = bucket_server.names(server, f"{bucket}/run")
-    assert "lock" not in names and "summary.json" in names
+    assert "run" not in names and "summary.json" in names
     # The new machines have nothing but the bucket.
     for process in start_two(command, environment, coordinator_address, caches[2:]):
         finish(process)

@@ -1,11 +1,7 @@
 """Work directories in a bucket: one run at a time, files uploaded, checkpoints written there."""
 
 import contextlib
-import json
 import shutil
-import signal
-import subprocess
-import sys
 import types
 
 import jax
@@ -22,109 +18,59 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import files
 from jax_ppo.runtime import work_directory
-from jax_ppo.storage import bucket_lock, remote, staging
+from jax_ppo.storage import bucket_folder, remote
+from jax_ppo.storage.bucket_folder import BucketFolder
 from jax_ppo.training.checkpoint import Checkpointer
 from waiting import wait_until
 
-HOLDER = """
-import sys, time
-from jax_ppo.storage.bucket_lock import BucketLock
-BucketLock(sys.argv[1]).acquire(print)
-print("locked", flush=True)
-time.sleep(3600)
-"""
 
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Shorten the waits for a holder that may be dead."""
-    monkeypatch.setattr(bucket_lock, "STALE_SECONDS", 0.3)
-    monkeypatch.setattr(bucket_lock, "POLL_SECONDS", 0.05)
-
-
-def lock_of_another_machine(server, address):
-    """Write a lock that no process of this machine can be known to have given up."""
-    contents = {"holder": "process 7 on pod", "token": "t", "machine": "m", "pid": 7, "renewed": 1}
-    bucket_server.put(server, f"{address}/lock", json.dumps(contents))
-
-
-def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(server, bucket):
-    command_line = [sys.executable, "-c", HOLDER, f"{bucket}/run"]
-    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        holder.send_signal(signal.SIGSTOP)
-        waiting = bucket_lock.BucketLock(f"{bucket}/run")
-        lines = []
-
-        def renew_and_report(line):
-            lines.append(line)
-            contents = json.loads(bucket_server.get(*place))
-            bucket_server.put(*place, json.dumps(contents | {"renewed": 1}))
-
-        place = (server, f"{bucket}/run/lock")
-        with pytest.raises(UserError, match=f"another run uses it: process {holder.pid} on "):
-            waiting.acquire(renew_and_report)
-        assert "waiting up to 60 s" in lines[0]
-        holder.kill()
-        holder.wait()
-        # It reports a wait: a dead process of this machine is not waited for.
-        waiting.acquire(pytest.fail)
-        waiting.release()
-
-
-def test_a_lock_that_is_not_renewed_is_taken_over_and_its_holder_notices(server, bucket, quick):
-    lock_of_another_machine(server, bucket)
-    new = bucket_lock.BucketLock(bucket)
-    lines = []
-    new.acquire(lines.append)
-    assert lines == [
-        f"{bucket} is locked by process 7 on pod: waiting up to 0.3 s to see whether that run is "
-        "alive"
-    ]
-    new.renew()
-    new.require_held()
-    lock_of_another_machine(server, bucket)
-    for notice in (new.renew, new.require_held):
-        with pytest.raises(UserError, match="lost its lock, which is now held by process 7 on pod"):
-            notice()
-    new.release()
-    assert bucket_server.names(server, bucket) == ["lock"], "the lock of another run stays"
-
-
-def test_of_two_runs_that_take_over_a_lock_one_succeeds(server, bucket, quick, monkeypatch):
-    lock_of_another_machine(server, bucket)
-    one, two = bucket_lock.BucketLock(bucket), bucket_lock.BucketLock(bucket)
-    write, taken = bucket_lock.BucketLock._write, []
-
-    def write_after_the_other(self, replaces):
-        # Right before the first takes over, the second does.
-        if self is one and replaces and not taken:
-            taken.append(two)
-            two.acquire(print)
-        return write(self, replaces)
-
-    monkeypatch.setattr(bucket_lock.BucketLock, "_write", write_after_the_other)
-    with pytest.raises(UserError, match="another run uses it"):
-        one.acquire(print)
-    two.require_held()
-    two.release()
-
-
-def test_a_lost_run_is_described_to_the_next_one(server, bucket, quick):
-    lock_of_another_machine(server, bucket)
-    for lost in ("the run before, process 7 on pod, ended: without a word (killed?); it last", ""):
+def test_a_run_that_was_killed_is_described_to_the_one_that_resumes_it(server, bucket):
+    BucketFolder(bucket, 0).claim("process 7 on pod")
+    for lost in ("the run before, process 7 on pod, has not ended by itself (killed?)", ""):
         with work_directory.open_work_directory(bucket, print) as folder:
             assert work_directory.lost_run(folder).startswith(lost)
             assert bool(work_directory.lost_run(folder)) == bool(lost)
+    assert bucket_server.names(server, bucket) == []
+
+
+def test_of_two_runs_that_start_together_one_is_refused(server, bucket, monkeypatch):
+    one, two = BucketFolder(bucket, 0), BucketFolder(bucket, 0)
+    read = one._read_claim
+
+    def read_before_the_other_writes():
+        monkeypatch.setattr(one, "_read_claim", read)
+        before = read()
+        two.claim("process 2 on pod")
+        return before
+
+    monkeypatch.setattr(one, "_read_claim", read_before_the_other_writes)
+    with pytest.raises(UserError, match="another run has just started there: process 2 on pod"):
+        one.claim("process 1 on pod")
+    two.folder.mkdir(parents=True)
+    two.upload()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_run_that_another_has_replaced_saves_and_uploads_nothing(server, bucket, is_replaced):
+    cause = "is now that of process 8 on pod" if is_replaced else "was removed"
+    with pytest.raises(UserError, match=f"the object 'run' of this run {cause}"):
+        with work_directory.open_work_directory(bucket, print) as folder:
+            (folder / "training_metrics.csv").write_text("step\n")
+            if is_replaced:
+                BucketFolder(bucket, 1).claim("process 8 on pod")
+            else:
+                remote.open_filesystem(bucket).rm_file(f"{bucket}/run")
+            work_directory.publish(folder)
+    # The other run's object stays.
+    assert bucket_server.names(server, bucket) == ["run"] * is_replaced
 
 
 def test_a_run_whose_local_folder_is_deleted_keeps_its_files_in_the_bucket(server, bucket):
     """Regression: they were taken for removed ones, and deleted."""
-    with pytest.raises(UserError, match="deleted while it ran: .*run the same command again"):
-        with work_directory.open_work_directory(bucket, print) as folder:
-            (folder / "training_metrics.csv").write_text("step\n")
-            work_directory.publish(folder)
-            shutil.rmtree(folder)
+    with work_directory.open_work_directory(bucket, print) as folder:
+        (folder / "training_metrics.csv").write_text("step\n")
+        work_directory.publish(folder)
+        shutil.rmtree(folder)
     assert bucket_server.names(server, bucket) == ["training_metrics.csv"]
 
 
@@ -143,12 +89,10 @@ def test_only_what_the_run_removes_is_removed_from_the_bucket(server, bucket):
     assert bucket_server.names(server, bucket) == ["notes.txt", names[0], "training_metrics.csv"]
 
 
-def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):
+def test_the_files_of_a_run_are_in_the_bucket(server, bucket):
     address = f"{bucket}/runs/a"
     with command.prepared_run(tiny.config(), address) as (_, folder):
         assert (folder / "config.json").exists()
-        with pytest.raises(UserError, match="another run uses it: process"):
-            command.prepared_run(tiny.config(), address).__enter__()
         (folder / "training_metrics.csv").write_text("step\n1\n")
         (folder / "tensorboard").mkdir()
         (folder / "tensorboard" / "events").write_text("e")
@@ -156,10 +100,10 @@ def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):
         (folder / ".actor.writing").mkdir()
         (folder / ".actor.writing" / "model.safetensors").write_text("")
         work_directory.publish(folder)
-        names = ["config.json", "lock", "tensorboard/events", "training_metrics.csv"]
+        names = ["config.json", "run", "tensorboard/events", "training_metrics.csv"]
         assert bucket_server.names(server, address) == names
         (folder / "training_metrics.csv").write_text("step\n1\n2\n")
-    names.remove("lock")
+    names.remove("run")
     assert bucket_server.names(server, address) == names
     assert bucket_server.get(server, f"{address}/training_metrics.csv") == b"step\n1\n2\n"
 
@@ -180,7 +124,7 @@ def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
         assert (folder / "training_metrics.csv").read_text() == "training_metrics.csv"
         assert (folder / "model" / "config.json").exists()
         assert not (folder / "checkpoints").exists() and not (folder / "actor").exists()
-        work_directory.bucket_of(folder / "actor").remove("actor")  # as an export does first
+        work_directory.bucket_of(folder / "actor").remove_export("actor")  # as an export does first
         for name in ("tensorboard/new", "actor/config.json", "actor/model.safetensors"):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text("new")
@@ -196,22 +140,10 @@ def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
 
 
 def test_files_are_uploaded_while_the_run_goes_on(server, bucket, monkeypatch):
-    monkeypatch.setattr(staging, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(staging, "UPLOAD_SECONDS", 0.1)
+    monkeypatch.setattr(bucket_folder, "UPLOAD_SECONDS", 0.1)
     with work_directory.open_work_directory(bucket, print) as folder:
-        first = bucket_server.get(server, f"{bucket}/lock")
         (folder / "training_metrics.csv").write_text("step\n")
         wait_until(lambda: "training_metrics.csv" in bucket_server.names(server, bucket))
-        wait_until(lambda: bucket_server.get(server, f"{bucket}/lock") != first)  # renewed
-
-
-def test_a_run_whose_lock_was_taken_saves_and_uploads_nothing(server, bucket):
-    with pytest.raises(UserError, match="lost its lock"):
-        with work_directory.open_work_directory(bucket, print) as folder:
-            (folder / "training_metrics.csv").write_text("step\n")
-            lock_of_another_machine(server, bucket)
-            work_directory.publish(folder)
-    assert bucket_server.names(server, bucket) == ["lock"]
 
 
 def test_a_run_that_fails_leaves_its_last_files_in_the_bucket(server, bucket):
@@ -329,7 +261,7 @@ def test_a_folder_of_another_kind_is_not_replaced_by_an_export(server, bucket):
 def test_an_export_is_removed_beginning_with_what_makes_it_complete(monkeypatch):
     files = ("actor/a.safetensors", "actor/config.json", "actor/tokenizer.json")
     listed = {name: types.SimpleNamespace(path=name) for name in files}
-    monkeypatch.setattr(staging.remote, "list_files", lambda address, option: listed)
+    monkeypatch.setattr(bucket_folder.remote, "list_files", lambda address, option: listed)
     removed = []
     folder = types.SimpleNamespace(
         address="gs://b/run",
@@ -337,7 +269,7 @@ def test_an_export_is_removed_beginning_with_what_makes_it_complete(monkeypatch)
         _uploaded={},
         _delete=removed.append,
     )
-    staging.StagedFolder.remove(folder, "actor")
+    BucketFolder.remove_export(folder, "actor")
     assert removed[0] == "actor/config.json" and sorted(removed) == sorted(files)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.files import gguf_error
-from jax_ppo.storage import downloads, hub, remote, staging
+from jax_ppo.storage import downloads, hub, paths, remote
 from jax_ppo.storage.paths import expand_local_path
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -84,7 +84,7 @@ def resolve_model_folder(
 
 def _refuse_run(folder: Path, setting: str) -> None:
     """Raise `UserError` for the work directory of a run, or a checkpoint in it: no models."""
-    run = folder.parents[1] if folder.parent.name == staging.CHECKPOINTS else folder
+    run = folder.parents[1] if folder.parent.name == paths.CHECKPOINTS else folder
     if not (run / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
         return
     models = sorted(str(file.parent) for file in run.glob("*/config.json"))

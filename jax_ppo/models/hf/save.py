@@ -172,7 +172,7 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
         temporary.mkdir(parents=True)
         if bucket := work_directory.bucket_of(folder):
-            bucket.remove(bucket.name_of(folder))
+            bucket.remove_export(bucket.name_of(folder))
     distributed.barrier("export begins")
     # In a run that writes to a bucket, each process has a separate folder.
     temporary.mkdir(parents=True, exist_ok=True)
