@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Shaped
 
-from jax_ppo.kernels.masked import assert_one_shape, zero_outside
+from jax_ppo.kernels.masked import ROUNDING, assert_one_shape, zero_outside
 
 
 def gae(
@@ -217,6 +217,19 @@ def remax(
 
 # Advantages without a critic. The n samples b = prompt * n ... prompt * n + n - 1 of a prompt
 # serve as each other's baseline.
+
+
+def equalize_groups(
+    scores: Float[Array, "B ..."], sizes: Float[Array, "B ..."], n: int
+) -> Float[Array, "B ..."]:
+    """Return the scores, all of a group that of its first sample if they differ by rounding alone.
+
+    `sizes`, of what each score was computed from: the sum of the sizes of a response's rewards.
+    """
+    groups, sizes = (x.reshape(-1, n, *x.shape[1:]) for x in (scores, sizes))
+    spread = groups.max(1, keepdims=True) - groups.min(1, keepdims=True)
+    is_equal = spread <= ROUNDING * sizes.max(1, keepdims=True)
+    return jnp.where(is_equal, groups[:, :1], groups).reshape(scores.shape)
 
 
 def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " B"]:

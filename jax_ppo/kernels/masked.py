@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 Axis = int | tuple[int, ...] | None
 
+# Equal float32 numbers differ by at most this part of the largest number they were computed from.
+ROUNDING = 8 * float(jnp.finfo(jnp.float32).eps)
+
 
 def assert_one_shape(**arrays: Shaped[Array, "..."]) -> None:
     """Assert that arrays, the arguments of a function by name, have the same shape."""
@@ -82,13 +85,31 @@ def masked_variance(
     return masked_mean(jnp.square(deviation), mask, axis)
 
 
+def is_constant(
+    x: Shaped[Array, " *shape"],
+    mask: Shaped[Array, " *shape"],
+    size: float | Float[Array, ""] = 0.0,
+) -> Bool[Array, ""]:
+    """Return whether rounding explains every difference between the elements that count.
+
+    `size` is that of the largest number that x was computed from, if x is smaller. Extremes are
+    compared, because the mean of equal numbers is itself rounded.
+    """
+    size = jnp.maximum(masked_max(jnp.abs(x), mask), size)
+    spread = masked_max(x, mask) - masked_min(x, mask)
+    return jnp.isfinite(size) & (spread <= ROUNDING * size)
+
+
 def whiten(
     x: Shaped[Array, " *shape"],
     mask: Shaped[Array, " *shape"],
     shift_mean: bool = True,
     epsilon: float = 1e-8,
+    size: float | Float[Array, ""] = 0.0,
 ) -> Float[Array, " *shape"]:
     """Return (x - E[x]) / sqrt(Var[x] + epsilon), plus E[x] if not `shift_mean`.
+
+    Where x `is_constant`, x - E[x] is 0: divided by sqrt(epsilon), rounding would grow by 10,000.
 
     Mean and variance are over all elements that count, on all axes. The variance is the biased
     one, so that with `shift_mean` a single element gives 0, not NaN. Call it on the whole rollout
@@ -99,6 +120,7 @@ def whiten(
     """
     mean = masked_mean(x, mask)
     whitened = (zero_outside(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
+    whitened = jnp.where(is_constant(x, mask, size), 0.0, whitened)
     if not shift_mean:
         whitened += mean
     return zero_outside(whitened, mask)
@@ -119,10 +141,8 @@ def explained_variance(
     # What the critic leaves unexplained; a constant error does not count.
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
     # Returns that differ only by rounding have a variance of 1e-17, which as a divisor would give
-    # -1e17. They are sums of advantages and values, so the larger of both decides the rounding.
-    spread = masked_max(returns, mask) - masked_min(returns, mask)
-    size = masked_max(jnp.maximum(jnp.abs(returns), jnp.abs(values)), mask)
-    constant = spread <= 8 * jnp.finfo(returns.dtype).eps * size
+    # -1e17. They are sums of advantages and values.
+    constant = is_constant(returns, mask, masked_max(jnp.abs(values), mask))
     variance = jnp.where(constant, 1.0, masked_variance(returns, mask))
     return jnp.where(constant, 0.0, 1.0 - masked_variance(residual, mask) / variance)
 

@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jax_ppo.kernels.masked import masked_mean, masked_variance
+from jax_ppo.kernels.masked import ROUNDING, is_constant, masked_max, masked_mean, masked_variance
 
 
 class Moments(NamedTuple):
@@ -23,7 +24,10 @@ def empty_moments() -> Moments:
 
 
 def update_moments(
-    moments: Moments, x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]
+    moments: Moments,
+    x: Shaped[Array, " *shape"],
+    mask: Shaped[Array, " *shape"],
+    size: float | Float[Array, ""] = 0.0,
 ) -> Moments:
     """Return `moments` with the elements of x where mask = 1 included.
 
@@ -38,18 +42,20 @@ def update_moments(
     A batch whose result is not finite is ignored as a whole, so that it cannot spoil all later
     moments.
 
-    Where mask = 0, x may hold anything, NaN included.
+    Where mask = 0, x may hold anything, NaN included. An x that `is_constant` adds no variance.
     """
     count = jnp.sum(mask.astype(bool)).astype(jnp.float32)
     total = moments.count + count
     share = count / jnp.maximum(total, 1.0)
-    delta = masked_mean(x, mask) - moments.mean
+    constant = is_constant(x, mask, size)
+    delta = jnp.where(constant, masked_max(x, mask), masked_mean(x, mask)) - moments.mean
+    delta = jnp.where(constant & _is_rounding(delta, moments, size), 0.0, delta)
     # What the distance between the two means adds to the squared deviations.
     between = jnp.square(delta) * moments.count * share
     updated = Moments(
         count=total,
         mean=moments.mean + delta * share,
-        m2=moments.m2 + masked_variance(x, mask) * count + between,
+        m2=moments.m2 + jnp.where(constant, 0.0, masked_variance(x, mask)) * count + between,
     )
     # All three numbers are updated or none is.
     finite = jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)
@@ -65,6 +71,17 @@ def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
     biased one of `masked.masked_variance`: low by the factor (count - 1) / count.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
-    # float32 rounds at 1e-7 of the mean: a deviation below 1e-6 of it is rounding.
-    spread = variance > 1e-12 * jnp.square(moments.mean)
+    spread = ~_is_rounding(jnp.sqrt(variance), moments, 0.0)
     return jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)
+
+
+def normalize_by_moments(
+    x: Shaped[Array, " *shape"], moments: Moments, size: float | Float[Array, ""] = 0.0
+) -> Float[Array, " *shape"]:
+    """Return (x - mean) / std; exactly 0 for the only number seen. See `is_constant` for `size`."""
+    deviations, std = x - moments.mean, moments_std(moments)
+    return jnp.where((std == 1.0) & _is_rounding(deviations, moments, size), 0.0, deviations / std)
+
+
+def _is_rounding(deviation: jax.Array, moments: Moments, size: float | jax.Array) -> jax.Array:
+    return jnp.abs(deviation) <= ROUNDING * jnp.maximum(jnp.abs(moments.mean), size)

@@ -58,5 +58,5 @@ def normalize_scores(
     """
     scores_B = scores_B.astype(jnp.float32)
     if shift:
-        scores_B -= moments.mean
+        return moments_lib.normalize_by_moments(scores_B, moments)
     return scores_B / moments_lib.moments_std(moments)

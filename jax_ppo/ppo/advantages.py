@@ -20,7 +20,7 @@ from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import masked
 from jax_ppo.kernels import moments as running_moments
-from jax_ppo.kernels.advantages import length_adaptive_lam
+from jax_ppo.kernels.advantages import equalize_groups, length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Tokens
@@ -130,7 +130,8 @@ def generalized_advantages(
     if critic_lams is not actor_lams:
         # Decoupled GAE: the critic's targets with another lambda.
         _, returns = gae(critic_lams)
-    return Estimates(advantages, returns)
+    terms = jnp.maximum(jnp.abs(token_rewards), jnp.abs(values))
+    return Estimates(advantages, returns, masked.masked_max(terms, masks.actions))
 
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
@@ -138,12 +139,15 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
     means_B = masked.masked_mean(values, loss_mask, axis=1)
     within = masked.masked_mean(jnp.square(values - means_B[:, None]), loss_mask)
     variance = masked.masked_variance(values, loss_mask)
+    share_within = within / jnp.where(variance > 0, variance, 1.0)
     return {
         "critic/returns_mean": masked.masked_mean(returns, loss_mask),
         "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, loss_mask)),
         "critic/values_mean": masked.masked_mean(values, loss_mask),
         "critic/values_std": jnp.sqrt(variance),
-        "critic/values_within_responses": jnp.where(variance > 0, within / variance, 0.0),
+        "critic/values_within_responses": jnp.where(
+            masked.is_constant(values, loss_mask), 0.0, share_within
+        ),
         "critic/explained_variance": masked.explained_variance(values, returns, loss_mask),
     }
 
@@ -207,14 +211,15 @@ def critic_free_advantages(
         return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
+    sizes = masked.masked_sum(jnp.abs(token_rewards), actions, axis=1)
     if entry.needs_components:
         assert extra_scores is not None, "rewards are scored one by one"
-        response_rewards = extra_scores
+        response_rewards, sizes = extra_scores, jnp.abs(extra_scores)
         weights = parsing.parse_weights(options.reward.components).values()
         estimator = functools.partial(estimator, weights=tuple(weights))
     if entry.reads_counts:
         estimator = functools.partial(estimator, counts_B=actions.sum(1))
-    advantages_B = estimator(response_rewards, n)
+    advantages_B = estimator(equalize_groups(response_rewards, sizes, n), n)
     return jnp.where(actions, advantages_B[:, None], 0.0), {}
 
 
@@ -222,7 +227,7 @@ def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: M
     """Whiten advantages over the tokens of the whole rollout that count, if configured."""
     if not options.whitens_advantages:
         return estimates
-    whitened = masked.whiten(estimates.advantages, masks.loss)
+    whitened = masked.whiten(estimates.advantages, masks.loss, size=estimates.size)
     return estimates._replace(advantages=whitened)
 
 
@@ -235,7 +240,8 @@ def normalize_returns(
     assert moments is not None, "the moments of returns start with the first step's control"
     assert estimates.returns is not None, "only a critic has returns to normalize"
     # Moments that already include these returns: the first step has no others.
-    updated = running_moments.update_moments(moments, estimates.returns, masks.values)
-    normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)
+    returns, size = estimates.returns, estimates.size
+    updated = running_moments.update_moments(moments, returns, masks.values, size)
+    normalized = running_moments.normalize_by_moments(returns, updated, size)
     learned = masks.actions if masks.values is masks.loss else masks.values
     return estimates._replace(returns=masked.zero_outside(normalized, learned)), updated

@@ -204,7 +204,8 @@ def reuses_logprobs(config: Config) -> bool:
     is_unused = not (needs_ratios or in_reward or adapts)
     # Reused where they differ by rounding at most, or are only reported.
     if config.rollout.reuse_logprobs == "auto":
-        return is_exact or is_unused
+        # In a reward, their rounding would be all that moves a policy that is its own reference.
+        return is_unused or (is_exact and not in_reward)
     return config.rollout.reuse_logprobs == "always"
 
 

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.masked import ROUNDING
 from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
 from jax_ppo.ppo.step_parts import (
     ProgramInputs,
@@ -243,11 +244,12 @@ def choose_responses(scores_Gxn: np.ndarray, keep: int, by: str) -> np.ndarray:
 
 
 def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
-    """Return whether the figures of each group are equal, bool [G]; NaN is ignored."""
+    """Return whether the figures of each group are equal up to rounding, bool [G], but for NaN."""
     known = ~np.isnan(figures_Gxk)
     highest = np.where(known, figures_Gxk, -np.inf).max(axis=1)
     lowest = np.where(known, figures_Gxk, np.inf).min(axis=1)
-    return highest <= lowest
+    size = np.where(known, np.abs(figures_Gxk), 0).max(axis=1)
+    return highest - lowest <= ROUNDING * size
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))

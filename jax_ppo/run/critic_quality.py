@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.kernels.masked import ROUNDING
 from jax_ppo.kernels.moments import moments_std
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.rewarding import RuleRewards
@@ -144,7 +145,7 @@ def describe_critic(batches: Sequence[Predictions]) -> dict[str, float]:
 def _describe_tokens(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     errors = values.astype(np.float64) - returns
     explained = 0.0
-    if returns.min() < returns.max():
+    if np.ptp(returns) > ROUNDING * np.abs([values, returns]).max():
         explained = float(1 - errors.var() / returns.var(dtype=np.float64))
     return {
         "explained_variance": explained,

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.masked import masked_mean, starts_of_turns
+from jax_ppo.kernels.masked import ROUNDING, masked_mean, starts_of_turns
 from jax_ppo.types import NOTHING, Rollout
 
 _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
@@ -87,7 +87,8 @@ def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str,
     hashes_Gxn = jnp.sort(hashes_B.reshape(-1, n), axis=1)
     repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
     rewards_Gxn = rewards_B.reshape(-1, n)
-    is_uniform_G = rewards_Gxn.max(1) == rewards_Gxn.min(1)
+    spread_G = rewards_Gxn.max(1) - rewards_Gxn.min(1)
+    is_uniform_G = spread_G <= ROUNDING * jnp.abs(rewards_Gxn).max(1)
     return {
         "rollout/duplicates": repeats / hashes_Gxn.size,
         "reward/uniform_groups": is_uniform_G.mean(dtype=jnp.float32),

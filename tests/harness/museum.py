@@ -1207,7 +1207,7 @@ ADVANTAGES = [
         holds="whitening is over the whole rollout",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
-        old="masked.whiten(estimates.advantages, masks.loss)",
+        old="masked.whiten(estimates.advantages, masks.loss, size=estimates.size)",
         new="jax.vmap(masked.whiten)(estimates.advantages, masks.loss)",
     ),
     Exhibit(
@@ -2025,12 +2025,8 @@ MOMENTS_AND_SHAPING = [
         holds="returns are normalized with moments that include them",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="normalize_returns",
-        old=(
-            "normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)"
-        ),
-        new=(
-            "normalized = (estimates.returns - moments.mean) / running_moments.moments_std(moments)"
-        ),
+        old="running_moments.normalize_by_moments(returns, updated, size)",
+        new="running_moments.normalize_by_moments(returns, moments, size)",
     ),
     Exhibit(
         name="the_penalty_begins_where_responses_end",
@@ -2236,8 +2232,8 @@ SURVIVORS = [
         holds="the moments of returns are of the tokens that are trained on",
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
-        old="running_moments.update_moments(moments, estimates.returns, masks.values)",
-        new="running_moments.update_moments(moments, estimates.returns, masks.actions)",
+        old="running_moments.update_moments(moments, returns, masks.values, size)",
+        new="running_moments.update_moments(moments, returns, masks.actions, size)",
     ),
     Exhibit(
         name="the_critics_lambda_defaults_to_one",

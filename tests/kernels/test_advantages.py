@@ -213,6 +213,22 @@ def test_gae_at_gamma_and_lam_1_is_reward_to_go_less_the_value(rng):
     np.testing.assert_allclose(returns, to_go, atol=1e-6)
 
 
+def test_a_group_that_differs_by_rounding_is_equal():
+    """Rewards 1, -0.9 and -0.1 sum to 0 or 2e-8, by their order: sizes 2, which round by 2e-6.
+
+    Divided by its standard deviation, 1e-8, that would be an advantage of 1e-2. In the second group
+    the same difference is one of scores of 1e-8.
+    """
+    scores = jnp.array([0.0, 2e-8, 0.0, 2e-8])
+    equal = kernel.equalize_groups(scores, jnp.array([2.0, 2.0, 2e-8, 2e-8]), 2)
+    np.testing.assert_array_equal(equal, scores.at[1].set(0))
+    np.testing.assert_array_equal(kernel.grpo(equal, 2, by_std=True)[:2], 0)
+    both = jnp.stack([equal, jnp.array([1.0, 1 + 1e-7, 1.0, 2.0])], axis=1)
+    np.testing.assert_array_equal(
+        kernel.equalize_groups(both, jnp.abs(both), 2)[:, 1], [1, 1, 1, 2]
+    )
+
+
 def test_groups_by_hand():
     # Groups (1, 2, 6) and (0, 0, 3). Means 3 and 1;
     # means of the others (4, 3.5, 1.5) and (1.5, 1.5, 0);

@@ -59,6 +59,26 @@ def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain():
     assert explained_variance(values, returns, jnp.ones(4)) == 0
 
 
+def test_spread_that_rounding_explains_is_not_whitened():
+    """The mean of 1,000 times 0.1 in float32 is not 0.1, and (1.1 - V) + V - 1.1 is not 0."""
+    equal, mask = jnp.full(1000, 0.1), jnp.ones(1000)
+    assert masked_mean(equal, mask) != equal[0]
+    np.testing.assert_array_equal(whiten(equal, mask), 0)
+    whitened = whiten(equal, mask, shift_mean=False)
+    np.testing.assert_allclose(whitened, 0.1, rtol=1e-6)
+    assert np.ptp(whitened) == 0
+    values = jnp.array([0.3, -0.7, 0.1, 5.0])
+    errors = (jnp.float32(1.1) - values) + values - 1.1
+    assert np.abs(whiten(errors, jnp.ones(4))).max() > 1e-4
+    np.testing.assert_array_equal(whiten(errors, jnp.ones(4), size=5.0), 0)
+
+
+def test_a_spread_of_ten_times_the_rounding_is_whitened():
+    x = 1 + jnp.array([0.0, 1e-5])
+    np.testing.assert_allclose(whiten(x, jnp.ones(2)), [-0.05, 0.05], rtol=0.02)  # 5e-6 / 1e-4
+    assert not np.isfinite(whiten(jnp.array([1.0, jnp.inf]), jnp.ones(2))).any()
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e6])
 def test_explained_variance_of_equal_returns_is_zero(value):
     returns = jnp.full(

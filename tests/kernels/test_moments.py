@@ -57,6 +57,29 @@ def test_no_spread_divides_by_1():
     )
 
 
+def test_numbers_that_differ_by_rounding_are_normalized_to_zero():
+    moments = kernel.empty_moments()
+    for n in (3, 1000, 7):
+        moments = update_moments(moments, jnp.full(n, 0.1), jnp.ones(n))
+    assert moments.mean == jnp.float32(0.1) and moments.m2 == 0
+    normalize = jax.jit(kernel.normalize_by_moments)
+    x = jnp.array([0.1, np.nextafter(np.float32(0.1), 1), 0.6])
+    np.testing.assert_allclose(normalize(x, moments), [0, 0, 0.5], rtol=1e-6)
+    assert not np.any(normalize(x, moments)[:2])
+
+
+def test_returns_of_zero_have_the_rounding_of_the_values_they_are_computed_from(rng):
+    values = rng.normal(0, 2, 50).astype(np.float32)
+    moments = kernel.empty_moments()
+    for reward in np.array([1.1, 1.3], np.float32):
+        returns = ((reward - values) + values) - reward
+        assert np.ptp(returns) > 0
+        moments = update_moments(moments, returns, jnp.ones(50), np.abs(values).max())
+        normalized = kernel.normalize_by_moments(returns, moments, np.abs(values).max())
+        np.testing.assert_array_equal(normalized, 0)
+    assert (moments.count, moments.mean, moments.m2) == (100, 0, 0)
+
+
 @pytest.mark.parametrize("broken", [[1.0, np.inf], [1.0, np.nan], [1e30, -1e30], [3e38, 3e38]])
 def test_a_batch_whose_moments_overflow_is_ignored(broken):
     """The mean of 1e30 and -1e30 is 0, but their squares overflow."""

@@ -514,3 +514,5 @@ def test_the_variance_of_values_within_responses_by_hand():
     assert metrics["critic/values_within_responses"] == pytest.approx((2 / 3) / (38 / 9))
     flat = critic_metrics(jnp.ones((2, 2)), values, mask)
     assert flat["critic/values_within_responses"] == 0
+    by_rounding = critic_metrics(jnp.array([[1, 1 + 1e-7], [1, 1]]), values, mask)
+    assert by_rounding["critic/values_within_responses"] == 0

@@ -98,6 +98,8 @@ def test_a_group_is_uniform_if_its_known_figures_are_equal():
     nan = np.nan
     figures = np.array([[1, 1, 1], [1, 0, 1], [nan, 1, 1], [nan, 0, 1], [nan, nan, nan]])
     assert is_uniform(figures).tolist() == [True, False, True, False, True]
+    by_rounding = np.array([[0.3, np.nextafter(np.float32(0.3), 1)], [0.3, 0.30001]], np.float32)
+    assert is_uniform(by_rounding).tolist() == [True, False]
 
 
 def test_groups_that_differ_fill_the_places_in_the_order_of_the_draws():

@@ -325,7 +325,8 @@ def test_a_single_optimizer_step_has_ratio_one_by_definition():
         ("auto", {"model__dtype": "bfloat16"}, True),
         ("auto", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, False),
         ("auto", {"model__dtype": "bfloat16", "algorithm__use_kl_in_reward": True}, False),
-        ("auto", {"actor__ppo_epochs": 2, "algorithm__use_kl_in_reward": True}, True),
+        ("auto", {"actor__ppo_epochs": 2}, True),
+        ("auto", {"actor__ppo_epochs": 2, "algorithm__use_kl_in_reward": True}, False),
         ("always", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, True),
         ("never", {}, False),
     ],
@@ -335,6 +336,61 @@ def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
         forward_passes.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes))
         == reuses
     )
+
+
+def zero_head(state):
+    """Return the state with a critic that predicts 0, as at the start of a run."""
+    if "critic" not in state.models:
+        return state
+    head = jax.tree.map(jnp.zeros_like, state.critic["score"])
+    return tiny.with_models(state, critic={**state.critic, "score": head})
+
+
+GROUPED = {"rollout__n": 4}
+
+
+@pytest.mark.parametrize(
+    ("reward", "changes", "shape"),
+    [
+        (0.0, {}, {}),
+        (0.1, {"algorithm__lam": 1.0}, {}),
+        (0.1, {"algorithm__adv_estimator": "grpo", **GROUPED}, {}),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (
+                (0.1, {"algorithm__adv_estimator": "rloo", **GROUPED}, {}),
+                (0.1, {"algorithm__adv_estimator": "reinforce_plus_plus"}, {}),
+                (0.1, {"algorithm__adv_estimator": "reinforce_plus_plus_baseline", **GROUPED}, {}),
+                (0.1, {"reward__normalize": "running"}, {}),
+                (0.1, {"algorithm__lam": 1.0, "critic__normalize_values": True}, {}),
+                (0.0, {"model__dtype": "bfloat16"}, {}),
+                (0.0, {}, {"fsdp": 8}),
+            )
+        ),
+    ],
+)
+def test_equal_rewards_move_no_parameter_of_the_policy(reward, changes, shape):
+    """The KL to a reference that is the policy is exactly 0, though the sampler rounds otherwise.
+
+    Its log-probs are 0 here, which is far from what a forward pass computes.
+    """
+    config = tiny.config(
+        rollout__reuse_logprobs="auto",
+        algorithm__use_kl_in_reward=True,
+        actor__ppo_epochs=2,
+        actor__optim__weight_decay=0.0,
+        critic__optim__weight_decay=0.0,
+        **changes,
+    )
+    rewards = np.full(tiny.B, reward, np.float32)
+    mesh = tiny.make_mesh(8 if shape else 1, **shape)
+    rows = 8 if shape else 2
+    before, after, metrics = run_update(config, mesh, ALL, rows, 0, rewards, prepare=zero_head)
+    assert metrics["kl/reference"] == metrics["actor/grad_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, before.actor, after.actor)
+    # A critic learns what equal rewards are, unless that is 0 or normalized to 0.
+    if config.has_critic and (reward == 0 or "reward__normalize" in changes):
+        jax.tree.map(np.testing.assert_array_equal, before.critic, after.critic)
 
 
 @pytest.mark.parametrize(

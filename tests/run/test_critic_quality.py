@@ -45,6 +45,8 @@ def test_an_exact_critic_explains_everything_and_is_calibrated():
 
 def test_equal_returns_leave_no_variance_to_explain():
     assert describe_critic([predictions([0, 1], [1, 1])])["explained_variance"] == 0
+    by_rounding = predictions([0, 1], [1, np.nextafter(np.float32(1), 2)])
+    assert describe_critic([by_rounding])["explained_variance"] == 0
 
 
 def test_returns_have_no_unit_before_the_moments_have_seen_a_reward():
