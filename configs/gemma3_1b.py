@@ -3,7 +3,7 @@
     python -m jax_ppo.train --config=gemma3_1b
 
 The model is gated on the hub: accept its licence and set HF_TOKEN. The parameters are split over
-the eight chips: 6.87 of 15.75 GiB each, compiled (docs/scaling.md). Not run here at this size; its
+the eight chips: 6.87 of 15.75 GiB each by a compiled plan. Not run here at this size; its
 `:smoke` form was.
 """
 

@@ -2,7 +2,7 @@
 
     python -m jax_ppo.train --config=gsm8k_lora
 
-Fits one TPU v5e chip (8.9 of 15.75 GiB by arithmetic, docs/scaling.md) or a GPU of 16 GB. The
+Fits one TPU v5e chip (9.1 of 15.75 GiB, estimated by jax_ppo.plan) or a GPU of 16 GB. The
 learning rate is ten times that of all parameters, as is usual for adapters. Not run here at this
 size; its `:smoke` form was.
 """

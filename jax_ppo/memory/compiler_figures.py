@@ -1,4 +1,4 @@
-"""Memory of each phase as the machine's own compiler states it."""
+"""Memory of each program as the machine's own compiler states it."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
-from jax_ppo.memory.memory_formulas import PhaseMemory, resident_memory
+from jax_ppo.memory.memory_estimate import ProgramMemory, resident_memory
 from jax_ppo.ppo.programs import compile_programs, find_step_program
 from jax_ppo.runtime import compilation, meshes, sharding
 from jax_ppo.runtime.devices import bytes_per_device
@@ -22,11 +22,11 @@ _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMG])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]]:
+def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
     """Compile the programs of a step.
 
     Returns:
-      The bytes per device in each phase by its program's name, and the names of the programs that
+      The bytes per device of each program by its name, and the names of the programs that
       the compiler refused, whose temporaries it may count with the arrays that they replace.
 
     Raises:
@@ -36,21 +36,21 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     # Arrays that have a separate column, by identity: each program gets the shapes that the one
     # before it returned. Kept here, since another array may get the identity of a deleted one.
     counted = {id(x): x for x in jax.tree.leaves(step.state)}
-    phases: dict[str, PhaseMemory] = {}
+    measured: dict[str, ProgramMemory] = {}
     refused = set()
     names = compile_programs(step, step.state, step.prompts, step.key, step.packed)
     with jax.set_mesh(step.mesh), compilation.compile_programs_with(recorder):
         for name in names:
             kind = find_step_program(name).kind
             compiled = recorder.take()
-            # Small programs that prepare arguments count for the phase that reads the arguments.
+            # Small programs that prepare arguments count for the program that reads the arguments.
             largest = max(compiled, key=lambda program: program.temporary_bytes)
             if kind == "resharding":
                 counted |= {id(x): x for program in compiled for x in program.results}
             if largest.is_refused:
                 refused.add(name)
-            phases[name] = _measure_phase(step, name, largest, counted)
-    return phases, refused
+            measured[name] = _measure_program(step, name, largest, counted)
+    return measured, refused
 
 
 @dataclasses.dataclass
@@ -127,9 +127,9 @@ def _refused_bytes(message: str, arguments: list[Any]) -> int:
     return max(0, used - bytes_per_device(arguments) if total else used)
 
 
-def _measure_phase(
+def _measure_program(
     step: AbstractStep, name: str, program: _CompiledProgram, counted: dict[int, Any]
-) -> PhaseMemory:
+) -> ProgramMemory:
     batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
     # The decoding copy has a separate column.
     if find_step_program(name).kind != "resharding":

@@ -1,24 +1,25 @@
-"""The plan of a step, compiled for the machine or else by formulas, and its tables as text."""
+"""The plan of a step, compiled for the machine or else estimated, and its tables as text."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
 
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError, counted
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import AbstractStep, build_abstract_step
-from jax_ppo.memory.compiler_figures import measure_phases
+from jax_ppo.memory.compiler_figures import measure_programs
 from jax_ppo.memory.memory_check import GIB
-from jax_ppo.memory.memory_formulas import PhaseMemory, estimate_phases
+from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
-from jax_ppo.memory.step_work import PhaseWork, count_bubbles, count_work, predict_seconds
-from jax_ppo.ppo.programs import find_step_program
+from jax_ppo.memory.step_flops import count_program_flops
+from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
+from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.devices import PEAK_RATES, resolve_dtype
+from jax_ppo.runtime.devices import PEAK_RATES, bytes_per_device, resolve_dtype
 from jax_ppo.runtime.topologies import (
     CompilerMissingError,
     Topology,
@@ -28,16 +29,20 @@ from jax_ppo.runtime.topologies import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
-    """One phase of a step."""
+class PlannedProgram:
+    """One program of a step."""
 
-    name: str  # the program's name, see `ppo.programs.PROGRAMS`
-    memory: PhaseMemory  # temporaries are the compiler's figures if there is a compiler
-    estimated_peak: int  # the peak by arithmetic alone
-    work: PhaseWork  # of one device
+    name: str  # see `ppo.programs.PROGRAMS`
+    memory: ProgramMemory  # temporaries are the compiler's figures if there is a compiler
+    flops: float  # operations of matrix products on each device, as MFU counts them
+    read_bytes: float  # bytes of weights, optimizer states and caches that a device moves
     seconds: float | None  # predicted by the device's peak rates; `None` if they are unknown
     is_refused: bool = False  # the compiler refused the program for its memory
-    bubble: float = 0.0  # share of the time in the layers in which a pipeline stage waits, 0..1
+
+    @property
+    def label(self) -> str:
+        """Return the program's name in tables."""
+        return find_step_program(self.name).label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,42 +55,39 @@ class StepPlan:
     decoding_devices: int  # devices that only decode
     decodes_beside: bool  # they decode a whole step while the others learn
     available: float | None  # bytes per device; `None` if unknown
-    is_compiled: bool  # the machine's own compiler measured the temporaries
     source: str  # origin of the temporaries, for the user
-    phases: tuple[Phase, ...]  # in the order of a step
+    programs: tuple[PlannedProgram, ...]  # in the order of a step
     tokens: int  # prompt and response tokens of a step
     response_tokens: int  # tokens of the responses alone
-    # Changes of options, and the estimated bytes per device after each, ascending.
+    # If it does not fit: changes of options, and the estimated bytes per device after each,
+    # ascending, and without any.
     remedies: tuple[tuple[str, int], ...] = ()
+    estimated_peak: int | None = None
 
     @property
     def peak(self) -> int:
         """Return the bytes that the step needs on each device."""
-        return max(phase.memory.peak for phase in self.phases)
-
-    @property
-    def estimated_peak(self) -> int:
-        """Return the bytes that the step needs on each device by arithmetic alone."""
-        return max(phase.estimated_peak for phase in self.phases)
+        return max(program.memory.peak for program in self.programs)
 
     @property
     def fits(self) -> bool | None:
-        """Return whether every phase fits; `None` if the memory is unknown."""
+        """Return whether every program fits; `None` if the memory is unknown."""
         return None if self.available is None else self.peak <= self.available
 
     @property
     def seconds(self) -> float | None:
-        """Return the predicted seconds of a step's phases together; `None` if one is unknown.
+        """Return the predicted seconds of a step's programs; `None` if one is unknown.
 
         Devices that only decode sample the next step, once they have its weights, while the others
         do the rest. Partial rollouts wait for most of their stages.
         """
-        known = {phase.name: phase.seconds for phase in self.phases if phase.seconds is not None}
-        if len(known) < len(self.phases):
+        known = {x.name: x.seconds for x in self.programs if x.seconds is not None}
+        if len(known) < len(self.programs):
             return None
-        first = known.pop("prepare_weights", 0.0)
-        beside = known.pop("sample", 0.0) if self.decodes_beside else 0.0
-        return first + max(beside, sum(known.values()))
+        if not self.decodes_beside:
+            return sum(known.values())
+        copied, beside = known.pop("prepare_weights"), known.pop("sample")
+        return copied + max(beside, sum(known.values()))
 
     def _per_second(self, tokens: int) -> float | None:
         return tokens / self.seconds if self.seconds else None
@@ -100,26 +102,24 @@ class StepPlan:
             "decoding_devices": self.decoding_devices,
             "available": self.available,
             "peak": self.peak,
-            "estimated_peak": self.estimated_peak,
             "fits": self.fits,
-            "is_compiled": self.is_compiled,
             "source": self.source,
-            "phases": [
+            "programs": [
                 {
-                    "name": phase.name,
-                    **vars(phase.memory),
-                    "peak": phase.memory.peak,
-                    "estimated_peak": phase.estimated_peak,
-                    "is_refused": phase.is_refused,
-                    "bubble": phase.bubble,
-                    **vars(phase.work),
-                    "predicted_seconds": phase.seconds,
+                    "name": program.name,
+                    **vars(program.memory),
+                    "peak": program.memory.peak,
+                    "is_refused": program.is_refused,
+                    "flops": program.flops,
+                    "read_bytes": program.read_bytes,
+                    "predicted_seconds": program.seconds,
                 }
-                for phase in self.phases
+                for program in self.programs
             ],
             "predicted_step_seconds": self.seconds,
             "predicted_tokens_per_second": self._per_second(self.tokens),
             "predicted_response_tokens_per_second": self._per_second(self.response_tokens),
+            "estimated_peak": self.estimated_peak,
             "remedies": [
                 {"options": options, "estimated_peak": needed} for options, needed in self.remedies
             ],
@@ -129,8 +129,8 @@ class StepPlan:
 def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> StepPlan:
     """Plan memory and time of a PPO step.
 
-    The step is compiled if the machine's compiler is installed; without it or `compiles` all
-    figures are by arithmetic.
+    The step is compiled if the machine's compiler is installed; without it or `compiles` its
+    temporaries are estimated.
 
     Raises:
       UserError: the options do not match the machine or the models, or a model has no config.json.
@@ -148,25 +148,11 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh, hosts)
-            estimated = estimate_phases(step)
-            work = count_work(step)
-            bubbles = count_bubbles(step)
-        measured, refused = (estimated, set()) if devices is None else _measure(step)
-        rates = PEAK_RATES.get(topology.device_type.jax_kind)
-        phases = tuple(
-            Phase(
-                name=name,
-                memory=measured[name],
-                estimated_peak=estimated[name].peak,
-                is_refused=name in refused,
-                bubble=bubbles.get(name, 0.0),
-                work=work[name],
-                seconds=predict_seconds(
-                    work[name], rates, topology.network_bytes(mesh.shape["model"])
-                ),
-            )
-            for name in estimated
-        )
+        refused: set[str] = set()
+        if devices is None:
+            memory = _estimate(step)
+        else:
+            memory, refused = _measure(step)
         plan = StepPlan(
             topology=topology,
             mesh=dict(mesh.shape),
@@ -174,37 +160,54 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             decoding_devices=separate,
             decodes_beside=bool(separate) and config.rollout.max_staleness == 1,
             available=topology.available_bytes,
-            is_compiled=devices is not None,
             source=" ".join(source.split()),
-            phases=phases,
+            programs=_plan_programs(step, topology, memory, refused),
             tokens=step.samples * config.sequence_length,
             response_tokens=step.samples * config.data.max_response_length,
         )
         if plan.fits is False:
-            remedies = rank_remedies(
-                PossibleChanges(config, mesh), _estimate_peak, plan.estimated_peak, plan.available
+            estimated = _peak(_estimate(step))
+            ranked = rank_remedies(
+                PossibleChanges(config, mesh),
+                lambda changed, mesh: _peak(_estimate(_build_step(changed, mesh))),
+                estimated,
+                plan.available,
             )
-            plan = dataclasses.replace(
-                plan, remedies=tuple((remedy.options, remedy.needed) for remedy in remedies)
-            )
+            remedies = tuple((remedy.options, remedy.needed) for remedy in ranked)
+            plan = dataclasses.replace(plan, remedies=remedies, estimated_peak=estimated)
     return plan
 
 
 def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Device] | None, str]:
     """Return the devices to compile for, `None` without a compiler, and the plan's `source`."""
+    estimated = "estimated, within 15 % of a compiler's peak for plain decoders"
     if not compiles:
-        return None, "arithmetic alone; nothing was compiled"
+        return None, f"{estimated}; nothing was compiled"
     try:
         devices = described_devices(topology)
     except CompilerMissingError as missing:
-        return None, f"arithmetic, because {missing}"
+        return None, f"{estimated}, because {missing}"
     kind = devices[0].device_kind
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
 
 
-def _measure(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]]:
+def _build_step(config: Config, mesh: jax.sharding.Mesh) -> AbstractStep:
+    with jax.set_mesh(mesh):
+        return build_abstract_step(config, mesh)
+
+
+def _estimate(step: AbstractStep) -> dict[str, ProgramMemory]:
+    with jax.set_mesh(step.mesh):
+        return estimate_memory(step)
+
+
+def _peak(memory: dict[str, ProgramMemory]) -> int:
+    return max(program.peak for program in memory.values())
+
+
+def _measure(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
     try:
-        return measure_phases(step)
+        return measure_programs(step)
     except UserError as error:
         if step.is_separate and step.hosts > 1:
             option = f"config.rollout.mesh.devices={step.rollout_mesh.size}"
@@ -215,10 +218,67 @@ def _measure(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]]:
         raise
 
 
-def _estimate_peak(config: Config, mesh: Mesh) -> int:
-    with jax.set_mesh(mesh):
-        estimated = estimate_phases(build_abstract_step(config, mesh))
-    return max(memory.peak for memory in estimated.values())
+def _plan_programs(
+    step: AbstractStep, topology: Topology, memory: dict[str, ProgramMemory], refused: set[str]
+) -> tuple[PlannedProgram, ...]:
+    """Return the programs of a step, if all prompts and responses have their maximum lengths."""
+    prompts, prompt = step.prompts.tokens.shape
+    lengths = np.full(step.samples, step.step_options.sequence_length)
+    counted_flops = count_program_flops(
+        step.step_options, step.nets, np.full(prompts, prompt), lengths
+    )
+    rates = PEAK_RATES.get(topology.device_type.jax_kind)
+    planned = []
+    for program in planned_programs(step):
+        devices = step.rollout_mesh.size if program.kind == "sampling" else step.mesh.size
+        flops = counted_flops.get(program.name, 0.0) / devices
+        read_bytes = _count_read_bytes(step, program)
+        seconds = None
+        if rates is not None and rates.memory_bytes:
+            seconds = max(flops / rates.flops, read_bytes / rates.memory_bytes)
+        planned.append(
+            PlannedProgram(
+                name=program.name,
+                memory=memory[program.name],
+                flops=flops,
+                read_bytes=read_bytes,
+                seconds=seconds,
+                is_refused=program.name in refused,
+            )
+        )
+    return tuple(planned)
+
+
+def _count_read_bytes(step: AbstractStep, program: StepProgram) -> float:
+    """Return the bytes of weights, optimizer states and caches that a device moves."""
+    copy = bytes_per_device(step.decoding_weights)
+
+    def weights(name: str) -> float:
+        """Return the bytes that a pass over a micro-batch reads, gathered ones included."""
+        role = step.role(name)
+        elements = sum(x.size for x in jax.tree.leaves(role.params))
+        return elements * role.itemsize / step.mesh.shape["model"]
+
+    if program.kind == "resharding":
+        return bytes_per_device(step.state.actor) + 2.0 * copy
+    if program.kind == "sampling":
+        # The responses to one batch of prompts are drawn in a step, also if they begin in others.
+        queue = step.queue
+        if step.step_options.rollout.max_staleness > 1:
+            queue //= BATCHES_IN_POOL
+        tokens = step.sampling.max_response_length * -(-queue // min(step.slots, queue))
+        return tokens * float(copy + step.cache_bytes)
+    passes = program.passes(step.step_options, step.nets)
+    if program.kind == "forward pass":
+        rows, _ = step.packed.read_by(program.role)
+        return passes * rows.sample.shape[0] * weights(program.role)
+    if program.kind == "update":
+        steps, micro_batches = step.packed.mini_batches[program.role].packing.sample.shape[:2]
+        # A pass and back reads the weights twice, a frozen policy's pass once.
+        read = 2 * weights(program.role) + sum(map(weights, program.reads(step.step_options)))
+        trained = (step.role(program.role).trained, step.state.optimizers[program.role])
+        return steps * (micro_batches * read + 2.0 * bytes_per_device(trained))
+    return 0.0
 
 
 _COLUMNS = {
@@ -233,9 +293,9 @@ _COLUMNS = {
     "temporaries": "temporary",
 }
 _PREDICTION = (
-    "A prediction, not a measurement: the slowest of products, memory and links at the device's\n"
-    "peak rates, all prompts and responses at their maximum lengths, no work on the host. Runs\n"
-    "are slower."
+    "A prediction, not a measurement: the slower of matrix products and of reading weights and\n"
+    "caches at the device's peak rates, all prompts and responses at their maximum lengths, no\n"
+    "exchanges, no work on the host. Runs are slower."
 )
 _MOST_REMEDIES = 8
 _USUAL_AXES = ("data", "fsdp", "model")
@@ -258,11 +318,7 @@ def _heading(plan: StepPlan) -> str:
         if plan.decoding_devices:
             shape += f"{counted(plan.decoding_devices, 'other device')}, "
         shape += _mesh_text(plan.rollout_mesh)
-    lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
-    bubbles = [f"{find_step_program(x.name).label} {x.bubble:.1%}" for x in plan.phases if x.bubble]
-    if bubbles:
-        lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
-    return "\n".join(lines)
+    return f"{plan.topology.name}, mesh {shape}\ntemporaries: {plan.source}"
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
@@ -273,17 +329,12 @@ def _mesh_text(shape: dict[str, int]) -> str:
 
 def _memory_table(plan: StepPlan) -> str:
     # Only the memory of a single CPU has the process in it.
-    counts = any(phase.memory.process for phase in plan.phases)
+    counts = any(program.memory.process for program in plan.programs)
     columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
     rows = [["GiB per device", *columns.values(), "peak"]]
-    if plan.is_compiled:
-        rows[0].append("by arithmetic")
-    for phase in plan.phases:
-        row = [find_step_program(phase.name).label]
-        figures = [getattr(phase.memory, column) for column in (*columns, "peak")]
-        if plan.is_compiled:
-            figures.append(phase.estimated_peak)
-        rows.append([*row, *(f"{value / GIB:.2f}" for value in figures)])
+    for program in plan.programs:
+        figures = [getattr(program.memory, column) for column in (*columns, "peak")]
+        rows.append([program.label, *(f"{value / GIB:.2f}" for value in figures)])
     return _table(rows)
 
 
@@ -294,10 +345,7 @@ def _verdict(plan: StepPlan) -> str:
     else:
         verdict = _fit_text(plan.peak, plan.available)
         line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
-    if plan.is_compiled:
-        difference = plan.estimated_peak / plan.peak - 1
-        line += f" By arithmetic {plan.estimated_peak / GIB:.2f} GiB ({difference:+.1%})."
-    refused = [find_step_program(phase.name).label for phase in plan.phases if phase.is_refused]
+    refused = [program.label for program in plan.programs if program.is_refused]
     if refused:
         line += (
             f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
@@ -307,10 +355,11 @@ def _verdict(plan: StepPlan) -> str:
 
 
 def _remedies(plan: StepPlan) -> str:
-    assert plan.available is not None, "a plan is refused only if the memory is known"
+    assert plan.available is not None and plan.estimated_peak is not None, "it does not fit"
     if not plan.remedies:
         return "No change of a single option saves memory: more devices are needed."
-    lines = ["Changes that save the most (by arithmetic, GiB per device):"]
+    now = f"{plan.estimated_peak / GIB:.2f} now"
+    lines = [f"Changes that save the most (estimated, GiB per device, {now}):"]
     for options, needed in plan.remedies[:_MOST_REMEDIES]:
         saved = plan.estimated_peak - needed
         verdict = _fit_text(needed, plan.available)
@@ -323,14 +372,13 @@ def _fit_text(needed: int, available: float) -> str:
 
 
 def _time_table(plan: StepPlan) -> str:
-    rows = [["per device", "TFLOP", "GB memory", "GB links", "seconds"]]
-    for phase in plan.phases:
-        work = phase.work
-        figures = (work.flops / 1e12, work.memory_bytes / 1e9, work.link_bytes / 1e9, phase.seconds)
-        rows.append([find_step_program(phase.name).label, *(f"{figure:.3g}" for figure in figures)])
+    rows = [["per device", "TFLOP", "GB read", "seconds"]]
+    for program in plan.programs:
+        figures = (program.flops / 1e12, program.read_bytes / 1e9, program.seconds)
+        rows.append([program.label, *(f"{figure:.3g}" for figure in figures)])
     seconds = plan.seconds
     assert seconds is not None, "the caller has checked"
-    rows.append(["step", "", "", "", f"{seconds:.3g}"])
+    rows.append(["step", "", "", f"{seconds:.3g}"])
     return (
         f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
         f"{plan.response_tokens / seconds:,.0f} are sampled"

@@ -18,7 +18,7 @@ from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
-from jax_ppo.memory.step_work import count_step_flops
+from jax_ppo.memory.step_flops import count_step_flops
 from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.response_sampling import take_given_batch
 from jax_ppo.ppo.rewarding import FailedSteps

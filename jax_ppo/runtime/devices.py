@@ -88,31 +88,29 @@ class PeakRates:
 
     flops: float  # dense bfloat16 floating point operations
     memory_bytes: float = 0  # bytes from and to its memory; 0 if unknown
-    link_bytes: float = 0  # bytes to other devices of the same host or slice; 0 if unknown
 
 
-# TPU: "peak compute per chip", "HBM bandwidth" and "interchip interconnect bandwidth" in
-# cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x; a chip of TPU7x is two devices. GPU:
-# NVIDIA's data sheets of the A100, L4, H100 SXM, H200 and B200, without sparsity; NVLink's
-# bandwidth is stated for both directions together.
-_V5E = PeakRates(197e12, 819e9, 1600e9 / 8)
-_V5P = PeakRates(459e12, 2765e9, 4800e9 / 8)
-_V6E = PeakRates(918e12, 1640e9, 3584e9 / 8)
+# TPU: "peak compute per chip" and "HBM bandwidth" in cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
+# and /tpu7x; a chip of TPU7x is two devices. GPU: NVIDIA's data sheets of the A100, L4, H100 SXM,
+# H200 and B200, without sparsity.
+_V5E = PeakRates(197e12, 819e9)
+_V5P = PeakRates(459e12, 2765e9)
+_V6E = PeakRates(918e12, 1640e9)
 PEAK_RATES = {
-    "TPU v4": PeakRates(275e12, 1228e9, 2400e9 / 8),
+    "TPU v4": PeakRates(275e12, 1228e9),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5": _V5P,
     "TPU v5p": _V5P,
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
-    "TPU7x": PeakRates(2307e12 / 2, 7380e9 / 2, 9600e9 / 8 / 2),
-    "NVIDIA A100-SXM4-40GB": PeakRates(312e12, 1555e9, 600e9 / 2),
-    "NVIDIA A100-SXM4-80GB": PeakRates(312e12, 2039e9, 600e9 / 2),
+    "TPU7x": PeakRates(2307e12 / 2, 7380e9 / 2),
+    "NVIDIA A100-SXM4-40GB": PeakRates(312e12, 1555e9),
+    "NVIDIA A100-SXM4-80GB": PeakRates(312e12, 2039e9),
     "NVIDIA L4": PeakRates(121e12, 300e9),
-    "NVIDIA H100 80GB HBM3": PeakRates(989e12, 3350e9, 900e9 / 2),
-    "NVIDIA H200": PeakRates(989e12, 4800e9, 900e9 / 2),
-    "NVIDIA B200": PeakRates(2250e12, 8000e9, 1800e9 / 2),
+    "NVIDIA H100 80GB HBM3": PeakRates(989e12, 3350e9),
+    "NVIDIA H200": PeakRates(989e12, 4800e9),
+    "NVIDIA B200": PeakRates(2250e12, 8000e9),
 }
 
 

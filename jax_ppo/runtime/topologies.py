@@ -12,7 +12,6 @@ from jax_ppo.errors import UserError, counted, did_you_mean
 
 GIB = 2**30
 GPUS_PER_HOST = 8
-GPU_NETWORK_BYTES = 400e9 / 8  # per second and GPU between hosts: InfiniBand NDR
 EXAMPLES = "v5e:8x8, v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, h100:8, h200:8 or cpu:8"
 
 
@@ -126,16 +125,6 @@ class Topology:
         if memory is None or self.device_type.platform != "cuda":
             return memory
         return memory * _gpu_memory_share()
-
-    def network_bytes(self, model: int) -> float | None:
-        """Return the bytes per second and device between hosts; `None` inside one host or slice.
-
-        The `model` devices that split a matrix are neighbours, so that the others of their host
-        share out what their group sends to other hosts.
-        """
-        if self.device_type.platform != "cuda" or self.num_devices <= GPUS_PER_HOST:
-            return None
-        return GPU_NETWORK_BYTES * max(1, GPUS_PER_HOST // model)
 
 
 def _gpu_memory_share() -> float:

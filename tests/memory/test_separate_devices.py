@@ -36,7 +36,7 @@ def plan(folder, topology, compiles=False, **changes):
 def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
     shared = plan(folder, "h100:2", mesh__data=1, mesh__fsdp=2, **AHEAD)
     separate = plan(folder, "h100:4", mesh__data=1, mesh__fsdp=2, **SEPARATE)
-    ours, theirs = ({phase.name: phase.memory for phase in x.phases} for x in (separate, shared))
+    ours, theirs = ({x.name: x.memory for x in plan.programs} for plan in (separate, shared))
     for name in LEARNING:
         assert ours[name] == theirs[name]
     decodes = ours["sample"]
@@ -48,7 +48,7 @@ def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
     others = (a.vocab_size + 1) * a.hidden_size * 4
     assert ours["prepare_weights"].decoding_copy == max(others, copy - others) < copy
     assert ours["prepare_weights"].parameters == theirs["prepare_weights"].parameters > 0
-    seconds = {phase.name: phase.seconds for phase in separate.phases}
+    seconds = {program.name: program.seconds for program in separate.programs}
     # Both kinds of devices begin once the weights are copied.
     copied = seconds.pop("prepare_weights")
     rest = sum(seconds.values()) - seconds["sample"]
@@ -61,7 +61,7 @@ def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
 def test_partial_rollouts_wait_for_their_stages(folder):
     changes = {"rollout__max_staleness": 2, "rollout__stage_length": 2}
     planned = plan(folder, "h100:4", mesh__data=1, mesh__fsdp=2, **SEPARATE | changes)
-    assert planned.seconds == pytest.approx(sum(phase.seconds for phase in planned.phases))
+    assert planned.seconds == pytest.approx(sum(program.seconds for program in planned.programs))
 
 
 def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
@@ -72,12 +72,12 @@ def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
         plan(folder, "v5p:2x2x2", **options)
     # Two hosts like one: from each, the copies to its own device.
     one, two = (
-        {phase.name: phase for phase in plan(folder, topology, **changes).phases}
+        {program.name: program for program in plan(folder, topology, **changes).programs}
         for topology, changes in (("v5p:2x2x1", options), ("v5p:2x2x2", SEPARATE))
     )
     for name in ("prepare_weights", "sample"):
         assert one[name].memory.decoding_copy == two[name].memory.decoding_copy > 0
-    assert one["prepare_weights"].work == two["prepare_weights"].work
+    assert one["prepare_weights"].read_bytes == two["prepare_weights"].read_bytes
 
 
 def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypa
     def describe(topology, compiles):
         return cpu_devices(topology), "a compiler"
 
-    monkeypatch.setattr(step_plan, "measure_phases", refuse)
+    monkeypatch.setattr(step_plan, "measure_programs", refuse)
     monkeypatch.setattr(step_plan, "_describe_machine", describe)
     with pytest.raises(UserError, match=r"devices=2: takes a part of each of 2 hosts.*failed: not"):
         plan(folder, "v5p:2x2x2", True, **SEPARATE)
@@ -99,8 +99,8 @@ def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypa
 def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
     compiled = plan(folder, "cpu:4", True, mesh__data=1, mesh__fsdp=2, **SEPARATE)
     shared = plan(folder, "cpu:2", True, mesh__data=1, mesh__fsdp=2, **AHEAD)
-    ours, theirs = ({phase.name: phase.memory for phase in x.phases} for x in (compiled, shared))
-    assert compiled.is_compiled and ours["update_actor"] == theirs["update_actor"]
+    ours, theirs = ({x.name: x.memory for x in plan.programs} for plan in (compiled, shared))
+    assert compiled.source.startswith("compiled") and ours["update_actor"] == theirs["update_actor"]
     for name in ("decoding_copy", "batch", "temporaries", "cache"):
         assert getattr(ours["sample"], name) == getattr(theirs["sample"], name), name
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
+from jax_ppo.memory.step_flops import count_forward_flops, count_step_flops
 from jax_ppo.ppo.step_parts import StepOptions
 
 PROMPTS = np.array([3, 5])

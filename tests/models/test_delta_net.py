@@ -18,7 +18,7 @@ import hf_reference as reference
 import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.delta_net import convolve, last_inputs
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import (

@@ -13,7 +13,7 @@ import hf_reference as reference
 import recorded
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.experts import balance_losses, run_experts, select_experts

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 

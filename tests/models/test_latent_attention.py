@@ -17,7 +17,7 @@ import hf_reference as reference
 import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.experts import limit_to_groups, select_experts
 from jax_ppo.models.hf.config import from_hf_config, text_config

@@ -17,10 +17,7 @@ import hf_reference as reference
 import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
-from jax_ppo.kernels.platform import assume_platform
-from jax_ppo.memory import memory_formulas, step_work
-from jax_ppo.memory.abstract_step import build_abstract_step
-from jax_ppo.memory.step_work import count_forward_flops, count_work
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -34,7 +31,7 @@ from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.networks import Networks, existing_targets
+from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 from tiny_actor import make_prompts
 
@@ -314,49 +311,6 @@ def test_operations_by_hand():
     mlps = 3 * D * (4 * 48 + 2 * 96)
     expected = 2 * (attention + mlps + 6 * 3 * D * P)
     assert count_forward_flops(ARCHITECTURE, np.array([1])) == expected
-
-
-@pytest.fixture(scope="module")
-def step(tmp_path_factory):
-    """Return the abstract step of a model with further embeddings on a mesh of two devices."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(to_hf_config(ARCHITECTURE)))
-    mesh = tiny.make_mesh(2, data=1, fsdp=2)
-    options = {"mesh__data": 1, "mesh__fsdp": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}
-    with jax.set_mesh(mesh):
-        config = tiny.config(model__path=str(folder), model__dtype="bfloat16", **options)
-        return build_abstract_step(config, mesh)
-
-
-def test_a_pass_reads_of_further_embeddings_the_rows_of_its_tokens(step):
-    """The time to lay out the copy for decoding counts the whole table."""
-
-    def leave_out(params):
-        return {name: x for name, x in params.items() if name != "embed_per_layer"}
-
-    few = dataclasses.replace(step, decoding_weights=leave_out(step.decoding_weights))
-    role = step.role("actor")
-    fewer = dataclasses.replace(role, params=leave_out(role.params))
-    assert len(fewer.params) < len(role.params)
-    for count in (step_work._sample, step_work._verify):
-        assert count(few) == count(step)
-    assert step_work._pass_work(step, fewer, 2, 18) == step_work._pass_work(step, role, 2, 18)
-    assert (
-        step_work._prepare_weights(few).memory_bytes
-        < count_work(step)["prepare_weights"].memory_bytes
-    )
-    with assume_platform("tpu"):
-        wide = memory_formulas.cast_weight_bytes(role)
-        assert memory_formulas.cast_weight_bytes(fewer) == wide > 0
-
-
-def test_a_prefill_has_the_further_embeddings_of_its_tokens(step):
-    """Of all layers at once, and twice those of the layer that it runs; all prompts fit."""
-    few = dataclasses.replace(ARCHITECTURE, per_layer_size=0)
-    nets = Networks(actor=Transformer(few, jnp.bfloat16))
-    plain = memory_formulas._sampling_temporaries(dataclasses.replace(step, nets=nets))
-    added = memory_formulas._sampling_temporaries(step) - plain
-    assert added == step.queue * tiny.P * (6 * 6 + 2 * 6) * 2
 
 
 def test_the_default_pattern_ends_with_a_layer_without_a_window():

@@ -44,13 +44,13 @@ def plan(tmp_path, monkeypatch):
 
 
 def test_one_entry_puts_a_program_into_the_plan(plan):
-    names = [phase.name for phase in plan().phases]
+    names = [program.name for program in plan().programs]
     planned = plan(SECOND_READING)
-    assert [phase.name for phase in planned.phases] == [*names, "forward_reference"]
-    phases = {phase.name: phase for phase in planned.phases}
+    assert [program.name for program in planned.programs] == [*names, "forward_reference"]
+    found = {program.name: program for program in planned.programs}
     # Policy and reference are read in one program; here the reference is read twice, alone.
-    assert phases["forward_reference"].work.flops == phases["forward_policy"].work.flops
-    assert phases["forward_reference"].memory.temporaries > 0
+    assert found["forward_reference"].flops == found["forward_policy"].flops
+    assert found["forward_reference"].memory.temporaries > 0
     assert step_plan.format_plan(planned).count("forward, reference ") == 2  # memory and time
 
 

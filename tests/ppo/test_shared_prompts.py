@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
+from jax_ppo.memory.step_flops import count_forward_flops, count_step_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import mini_batches
 from jax_ppo.ppo.forward_passes import join_sequences

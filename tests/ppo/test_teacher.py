@@ -16,7 +16,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import advantages
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.memory import step_plan
-from jax_ppo.memory.step_work import count_forward_flops, count_step_flops
+from jax_ppo.memory.step_flops import count_forward_flops, count_step_flops
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
@@ -248,7 +248,7 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
     plans = [
         step_plan.plan_step(config, parse_topology("v5e:1x1"), compiles=False) for config in configs
     ]
-    alone, rewarding, losing = [{phase.name: phase for phase in plan.phases} for plan in plans]
+    alone, rewarding, losing = [{x.name: x for x in plan.programs} for plan in plans]
     assert rewarding.keys() - alone.keys() == {"forward_teacher"}
     forward = rewarding["forward_teacher"]
     assert forward.memory.frozen > alone["update_actor"].memory.frozen == 0
@@ -256,7 +256,7 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
     before, after = rewarding["update_actor"], losing["update_actor"]
     assert after.memory.temporaries > before.memory.temporaries
     epochs = configs[0].actor.ppo_epochs
-    assert after.work.flops - before.work.flops == pytest.approx(epochs * forward.work.flops)
+    assert after.flops - before.flops == pytest.approx(epochs * forward.flops)
     net = tiny.networks(configs[0])
     lengths = np.full(8, 10)
     counts = [

@@ -30,11 +30,6 @@ def num_stages() -> int:
     return 1 if mesh.empty or "stage" in mesh.manual_axes else mesh.shape["stage"]
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a stage's time in which it has no micro-batch, 0..1."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def run_stages(
     run_stage: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
     layers: Any,

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_work import count_forward_flops
+from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.deberta.architecture import deberta_from_hf_config
 from jax_ppo.models.deberta.encoder import (
     Deberta,

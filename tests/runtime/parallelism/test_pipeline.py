@@ -129,12 +129,6 @@ def test_stages_exchange_hidden_states_and_no_layers(cudnn_anywhere):
     assert all(T in shape for c in outside for shape in c.shapes), outside
 
 
-def test_the_bubble_is_the_share_of_ticks_without_a_micro_batch():
-    """Two stages and four micro-batches: of five ticks each stage idles in one."""
-    assert pipeline.bubble(2, 4) == pytest.approx(1 / 5)
-    assert pipeline.bubble(1, 4) == 0
-
-
 def test_what_cannot_be_split_into_stages_is_refused():
     mesh = tiny.make_mesh(8, stage=8)
     with pytest.raises(
