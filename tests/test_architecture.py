@@ -18,14 +18,15 @@ MAY_IMPORT = {
     "registries": set(),
     "kernels": {"registries"},
     "processes": {"errors"},
+    "thoughts": set(),
     "json_server": {"errors"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage", "migrating"},
     "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
-    "rewards": {"errors", "types", "config", "processes", "json_server"},
-    "data": {"errors", "types", "storage", "processes"},
+    "rewards": {"errors", "types", "config", "processes", "json_server", "thoughts"},
+    "data": {"errors", "types", "storage", "processes", "thoughts"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
     "sampler": FOUNDATIONS | {"config", "runtime", "models", "json_server"},
     "reporting": {"errors", "config", "runtime", "training"},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["environments"] = {
     *("errors", "types", "config", "data", "rewards", "runtime", "sampler", "processes"),
-    "json_server",
+    *("json_server", "thoughts"),
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
 MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}

@@ -1,15 +1,20 @@
 """Prompts with responses: the data of supervised training and of reward models."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, report_dropped, tokenize_prompts
+from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.thoughts import close_thought
 from jax_ppo.types import Example, Sequences
+
+log = logging.getLogger(__name__)
 
 # The fields of types.Example that must be present, in the order of their use.
 DEMONSTRATION_FIELDS = ("response",)
@@ -133,8 +138,12 @@ def _encode_fitting_responses(
 ) -> dict[int, list[np.ndarray]]:
     """Return the token ids of each field's response, by the rows whose responses all fit."""
     responses = {}
+    closed = 0
     for row, example in enumerate(prompts.examples):
-        texts = [getattr(example, field) for field in fields]
+        mark = tokenizer_lib.opened_thought(tokenizer, example.prompt, prompts.tokens[row])
+        given = [getattr(example, field) for field in fields]
+        texts = [close_thought(mark, text) for text in given]
+        closed += texts != given
         if any(certainly_exceeds(tokenizer, text, max_response_length) for text in texts):
             continue
         encoded = encode_responses(
@@ -143,6 +152,9 @@ def _encode_fitting_responses(
         # A pair is dropped unless both of its responses fit.
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]
+    if closed:
+        fact = "closed the thought that a prompt opens before the replies of"
+        log.warning("%s: %s %d of %d examples", prompts.name, fact, closed, len(prompts))
     return responses
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax_ppo.data.tokenizer import Tokenizer
 from jax_ppo.errors import UserError
+from jax_ppo.thoughts import is_part_of_mark
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a blank
@@ -14,8 +15,7 @@ _CHECKED_TOKENS = 500
 
 
 def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
-    """Return the bytes that each token adds to a text; special tokens add none.
-
+    """Return the bytes that each token adds to a text; of special tokens, only thoughts' marks do.
     The vocabulary is a byte-level or a SentencePiece one.
 
     Raises:
@@ -32,7 +32,7 @@ def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
     special = set(tokenizer.all_special_ids)
     contents = [b""] * (max(tokenizer.get_vocab().values()) + 1)
     for text, index in tokenizer.get_vocab().items():
-        if index in special:
+        if index in special and not is_part_of_mark(text):
             continue
         if index in added:
             contents[index] = added[index].encode()

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from jax_ppo.data.messages import Messages, Prompt, add_response, is_prefilled, join_contents
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
+from jax_ppo.thoughts import find_opened, is_part_of_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,7 +21,7 @@ EOS = "<eos>"
 UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
-_OPENED_TAG = re.compile(r"(<\w+>)\s*\Z")
+_LONGEST_MARK = 64  # tokens of the mark of a thought, which may be single characters
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
@@ -200,7 +203,26 @@ def decode_tokens(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> list
 
 
 def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return decode_texts(tokenizer, [ids])[0]
+
+
+def decode_texts(
+    tokenizer: Any, rows: Sequence[Sequence[int] | np.ndarray], **options: bool
+) -> list[str]:
+    """Return the texts of responses, without special tokens other than the marks of thoughts."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {index: is_part_of_mark(str(token)) for index, token in added if token.special}
+    has_marks = any(special.values())
+    if has_marks:
+        rows = [[index for index in row if special.get(index, True)] for row in rows]
+    return list(tokenizer.batch_decode(rows, skip_special_tokens=not has_marks, **options))
+
+
+def opened_thought(tokenizer: Any, prompt: Prompt, ids: Sequence[int] | np.ndarray) -> str:
+    """Return the mark of the thought that a prompt, `ids` as tokens, opens, "" if none."""
+    begun = prompt[-1]["content"] if not isinstance(prompt, str) and is_prefilled(prompt) else ""
+    (end,) = tokenizer.batch_decode([ids[-_LONGEST_MARK:]], skip_special_tokens=False)
+    return find_opened(end, begun)
 
 
 def encode_prompt(
@@ -276,9 +298,9 @@ def _render_response(
 
     whole = render(response)
     # A thought that the prompt has opened is not opened again.
-    opened = _OPENED_TAG.search(text)
-    if opened and response.lstrip().startswith(opened[1]):
-        response = response.lstrip().removeprefix(opened[1]).lstrip()
+    opened = find_opened(text)
+    if opened and response.lstrip().startswith(opened):
+        response = response.lstrip().removeprefix(opened).lstrip()
     is_kept = "".join(response.split()) in "".join(whole[len(text) :].split())
     if whole.startswith(text) and is_kept:
         return whole[len(text) :]

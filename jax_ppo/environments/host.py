@@ -22,7 +22,7 @@ import numpy as np
 from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.prompt_batches import pad_token_rows
-from jax_ppo.data.tokenizer import ChatTemplate, encode_prompt, encode_text
+from jax_ppo.data.tokenizer import ChatTemplate, decode_texts, encode_prompt, encode_text
 from jax_ppo.environments.protocol import (
     FAILED,
     FAILURES,
@@ -247,9 +247,7 @@ class HostEnvironment:
         contexts = np.full(B, SAME_CONTEXT, np.int32)
         figures = np.full((B, len(self._metric_names)), NOTHING, np.float32)
         (waiting,) = np.nonzero(lengths)
-        texts = self._tokenizer.batch_decode(
-            [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
-        )
+        texts = decode_texts(self._tokenizer, [turns[b, : lengths[b]] for b in waiting])
         # Before the threads: dialogues are constructed in order, examples perhaps read from a disk.
         examples = {}
         replaced = {}

@@ -26,6 +26,7 @@ from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate
 from jax_ppo.environments.protocol import FAILURES
 from jax_ppo.errors import UserError, printable_lines, shorten
+from jax_ppo.thoughts import after_thinking
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ TOOLS_PREFIX = "tools:"
 PYTHON_TOOL = "python"
 ROLE = "tool"  # of the messages with results
 
-_OPENED, _CLOSED, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_OPENED, _CLOSED = "<tool_call>", "</tool_call>"
 _LONGEST_ERROR = 500  # characters
 
 Turn = tuple[str | tuple[str, ...], float, bool, dict[str, float]]
@@ -103,12 +104,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and arguments of each call in a turn; thoughts before it have none.
+    """Yield the name and arguments of each call in a turn; thoughts have none.
 
     Raises:
       ValueError: the next call is malformed.
     """
-    for part in text.rpartition(_THOUGHT)[2].split(_OPENED)[1:]:
+    for part in after_thinking(text).split(_OPENED)[1:]:
         body, closed, _ = part.partition(_CLOSED)
         if not closed:
             raise ValueError(f"the call is not closed by {_CLOSED}")

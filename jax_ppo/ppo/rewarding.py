@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.data.tokenizer import decode_texts, opened_thought
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
@@ -87,6 +89,7 @@ class LocalResponses(NamedTuple):
     # What the policy wrote of the texts, without observations: rules read these, a reward model the
     # whole texts.
     policy_texts: list[str]
+    thoughts: list[str]  # the marks of thoughts that their prompts have opened, "" without one
 
 
 def policy_text(
@@ -95,13 +98,18 @@ def policy_text(
     """Return what the policy wrote in a dialogue, which rules read, a line for each turn.
 
     `response` [length], `is_action` and `starts`, bool [T], are as in `Rollout`. A turn begins at
-    a start, as after an empty observation, and after tokens that the policy did not choose.
+    a start, as after an empty observation, and after tokens that the policy did not choose, with
+    the mark of the thought that these have opened.
     """
     is_action, starts = is_action[: len(response)], starts[: len(response)]
     borders = np.flatnonzero(np.diff(is_action) | starts[1:]) + 1
     parts = zip(np.split(response, borders), np.split(is_action, borders), strict=True)
-    turns = [part for part, is_turn in parts if is_turn.all()]
-    return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
+    turns, opened = [], ""
+    for part, is_turn in parts:
+        if is_turn.all():
+            turns.append(opened + decode_texts(tokenizer, [part])[0])
+        opened = "" if is_turn.all() else opened_thought(tokenizer, "", part)
+    return "\n".join(turns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +178,7 @@ class RuleScorer:
                 self.mesh, responses.indices, per_sample, total, real
             )
             answers = _gather_answers(responses.indices, scored)
+        read = list(map("".join, zip(responses.thoughts, responses.policy_texts, strict=True)))
         return RuleRewards(
             scores=self._place(responses, scored.scores, total),
             steps=steps,
@@ -180,9 +189,7 @@ class RuleScorer:
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
             answers=answers,
-            misses=describe_misses(
-                scored_misses(responses.examples, responses.policy_texts, scored)
-            ),
+            misses=describe_misses(scored_misses(responses.examples, read, scored)),
             extra_scores=self._place_components(responses, scored, total),
         )
 
@@ -231,7 +238,7 @@ class RuleScorer:
         responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         texts: list[str] = []
         if responses:  # a process may have no share
-            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+            texts = decode_texts(self.tokenizer, responses)
         policy_texts = texts
         if rollout.turn_rewards is not None:
             masks = placement.local_rows(rollout.action_mask)[1]
@@ -244,7 +251,10 @@ class RuleScorer:
             ]
         n = len(rollout.responses) // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
-        return LocalResponses(indices, examples, responses, texts, policy_texts)
+        prompts = zip(batch.examples, batch.prompts.tokens, batch.prompts.lengths, strict=True)
+        opened = [opened_thought(self.tokenizer, e.prompt, ids[:end]) for e, ids, end in prompts]
+        thoughts = [opened[i // n] for i in indices]
+        return LocalResponses(indices, examples, responses, texts, policy_texts, thoughts)
 
     def _apply_rule(self, responses: LocalResponses, real: int) -> ScoredBatch:
         """Score the responses to the first `real` of all rows; the others count as failed."""
@@ -261,6 +271,7 @@ class RuleScorer:
                 self.options.max_timeouts,
                 responses.tokens[:count],
                 lambda done: activity.update(f"{done}/{count} responses"),
+                responses.thoughts[:count],
             )
         return scored.fill_up(len(responses.texts), self.options.fallback_score)
 
@@ -272,9 +283,10 @@ class RuleScorer:
         self, scored: ScoredBatch, responses: list[np.ndarray], max_length: int
     ) -> np.ndarray:
         """Return the rewards of steps at the tokens that complete them, float32 [b, T]."""
-        decode = functools.partial(
-            self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+
+        def decode(ids: SequenceOf[int]) -> str:
+            return decode_texts(self.tokenizer, [ids], clean_up_tokenization_spaces=False)[0]
+
         # A process may have no response at all, which `np.stack` does not take.
         rewards = np.zeros((len(responses), max_length), np.float32)
         for row, (steps, response) in enumerate(zip(scored.step_rewards, responses, strict=True)):

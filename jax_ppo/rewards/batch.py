@@ -24,6 +24,7 @@ from jax_ppo.rewards.samples import (
     score_sample,
 )
 from jax_ppo.rewards.worker_pool import RewardWorkers
+from jax_ppo.thoughts import after_thinking
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
@@ -83,9 +84,11 @@ def score_batch(
     max_timeouts: int = Reward.max_timeouts,
     tokens: Sequence[Sequence[int] | np.ndarray] = (),
     report_progress: ProgressReporter = ignore_progress,
+    thoughts: Sequence[str] = (),
 ) -> ScoredBatch:
     """Score n responses, each for its example; `tokens` are those of the responses, if known.
 
+    `thoughts` are the marks of thoughts that the prompts have opened, "" without one.
     A sample that cannot be scored affects no other and gets the fallback score. Such samples are
     counted, and the first one of the batch is logged with its traceback. `RewardWorkers` read
     `max_timeouts` from their own options.
@@ -97,6 +100,8 @@ def score_batch(
         RewardRow.from_example(example, ids)
         for example, ids in zip(examples, tokens or [()] * len(examples), strict=True)
     ]
+    if thoughts:
+        rows = [row._replace(thought=mark) for row, mark in zip(rows, thoughts, strict=True)]
     outcomes = _score_samples(reward_function, rows, responses_text, max_timeouts, report_progress)
     results: list[RewardResult] = []
     failed = np.zeros(len(outcomes), bool)
@@ -229,6 +234,8 @@ def describe_misses(misses: Iterable[Miss]) -> tuple[str, ...]:
         if miss.answer is not None:
             line += f"read {miss.answer!r} "
         is_cut = len(miss.response) > _TAIL
-        line += f"in {'...' * is_cut}{miss.response[-_TAIL:]!r}"
+        is_thought = bool(miss.response) and not after_thinking(miss.response)
+        line += "in " + "a thought that does not end: " * is_thought
+        line += f"{'...' * is_cut}{miss.response[-_TAIL:]!r}"
         lines.setdefault(line)
     return tuple(lines)

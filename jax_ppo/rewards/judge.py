@@ -18,8 +18,9 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import JSONServer
 from jax_ppo.rewards.custom import read_reward_output
-from jax_ppo.rewards.rules import RewardResult, after_thinking
+from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.thoughts import after_thinking
 
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
 PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")

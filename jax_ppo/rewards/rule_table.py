@@ -55,11 +55,15 @@ def _alternatives(ground_truth: Any) -> list[Any]:
     return [str(truth) if isinstance(truth, (int, float)) else truth for truth in truths]
 
 
-def _any_of(score: Callable[[str, Any], RewardResult]) -> RewardFunction:
-    """Return the reward function that scores a response for the best of a row's right answers."""
+def _any_of(score: Callable[[str, Any], RewardResult], answers: bool = True) -> RewardFunction:
+    """Return the reward function that scores a response for the best of a row's right answers.
+
+    A rule for `answers`, which skips thoughts, also reads the mark of one that the prompt opened.
+    """
 
     def score_row(row: RewardRow, response: str) -> RewardResult:
         results = []
+        response = row.thought * answers + response
         for truth in _alternatives(row.ground_truth):
             results.append(score(response, truth))
             if results[-1].correct:
@@ -69,13 +73,15 @@ def _any_of(score: Callable[[str, Any], RewardResult]) -> RewardFunction:
     return score_row
 
 
-def _without_argument(score: Callable[[str, Any], RewardResult]) -> Callable[[str], RewardFunction]:
+def _without_argument(
+    score: Callable[[str, Any], RewardResult], answers: bool = True
+) -> Callable[[str], RewardFunction]:
     """Return the `bind` of a rule that takes the response, the ground truth and no argument."""
 
     def bind(argument: str) -> RewardFunction:
         if argument:
             raise ValueError("takes no argument")
-        return _any_of(score)
+        return _any_of(score, answers)
 
     return bind
 
@@ -91,7 +97,7 @@ def _bind_format(argument: str) -> RewardFunction:
     tags = tuple(tag.strip() for tag in (argument or "think,answer").split(","))
     if not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
         raise ValueError("expected tag names, as in format[think,answer]")
-    return lambda row, response: text_rules.score_format(response, tags)
+    return lambda row, response: text_rules.score_format(row.thought + response, tags)
 
 
 def _bind_length(argument: str) -> RewardFunction:
@@ -250,7 +256,7 @@ RULES = {
     ),
     # The data choose the pattern and a model the text, so that the time to match has no bound.
     "regex": Rule(
-        bind=_without_argument(text_rules.score_regex),
+        bind=_without_argument(text_rules.score_regex, answers=False),
         sources=("regex",),
         obstacle=_pattern_obstacle,
         is_isolated=True,

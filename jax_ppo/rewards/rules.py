@@ -10,11 +10,10 @@ import json
 import re
 
 from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
+from jax_ppo.thoughts import after_thinking
 
 GSM8K_METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
-
-THINKING_TAGS = ("think", "thinking", "reasoning", "thought")
 
 JOYFUL_WORDS = frozenset(
     "happy happily smile smiled love loved fun play played playing laugh laughed hug "
@@ -26,8 +25,6 @@ JOYFUL_ENOUGH = 5  # distinct words for the full score
 _STRICT = re.compile(r"#### (?=([-\u2212]?[0-9.,][^\n]*))")
 _LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
 _WORD = re.compile(r"[a-z]+")
-_END = re.compile(rf"</(?:{'|'.join(THINKING_TAGS)})>")
-_START = re.compile(rf"<(?:{'|'.join(THINKING_TAGS)})>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +46,6 @@ class RewardResult:
     ignored: tuple[str, ...] = ()
     # Whether a user-defined function returned None, as TRL's do where they do not apply.
     is_missing: bool = False
-
-
-def after_thinking(response: str) -> str:
-    """Return the text after the thinking, which the chat template or the response has opened.
-
-    If the thinking does not end, only the text before it counts.
-    """
-    return _START.split(_END.split(response)[-1])[0]
 
 
 def read_final_part(response: str) -> tuple[str, bool]:

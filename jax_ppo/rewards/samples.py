@@ -29,6 +29,7 @@ class RewardRow(NamedTuple):
     extra_info: dict[str, Any] = {}  # further columns
     prompt: str | tuple[dict[str, str], ...] = ""  # text, or the messages of a chat
     completion_ids: Sequence[int] | np.ndarray = ()  # the tokens of the response, if they are known
+    thought: str = ""  # the mark of a thought that the prompt has opened; "" without one
 
     @classmethod
     def from_example(

@@ -6,13 +6,12 @@ import string
 from typing import Any
 
 from jax_ppo.rewards.rules import (
-    THINKING_TAGS,
     RewardResult,
-    after_thinking,
     grade_answer,
     listed_texts,
     read_final_part,
 )
+from jax_ppo.thoughts import after_thinking
 
 # A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
 # upper-case and no article. "A or B" is none.
@@ -147,13 +146,9 @@ def score_format(solution: str, tags: tuple[str, ...]) -> RewardResult:
     """Return 1 if the response consists of these tags in order, each once, otherwise 0.
 
     The form is `<think>...</think><answer>...</answer>` for the tags think and answer, optionally
-    with blanks between them. The first opening tag may be missing if it is one of THINKING_TAGS:
-    many chat templates end with it, so that it belongs to the prompt.
+    with blanks between them.
     """
     solution = solution.strip()
-    opening = f"<{tags[0]}>"
-    if tags[0] in THINKING_TAGS and opening not in solution:
-        solution = opening + solution
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     once = all(solution.count(mark) == 1 for mark in marks)
     pattern = r"\s*".join(rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)

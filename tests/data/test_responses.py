@@ -10,7 +10,7 @@ import pytest
 from jax_ppo.data import responses, sources
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompts import PromptEncoding
-from jax_ppo.data.tokenizer import encode_prompt, encode_responses
+from jax_ppo.data.tokenizer import encode_prompt, encode_responses, train_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -254,3 +254,34 @@ def test_empty_responses_are_dropped(trained, caplog):
     )
     with pytest.raises(UserError, match="all 1 examples have an empty response"):
         responses.tokenize_responses(examples[:1], trained[0], responses.PREFERENCE_FIELDS, **sizes)
+
+
+def test_a_plain_reply_closes_the_thought_that_its_prompt_opens(tmp_path, caplog):
+    """Regression: it was trained within the thought, which no template renders."""
+    made = train_tokenizer(["[user] [assistant] How many? <think> Is it 2."], 512, tmp_path)
+    made.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n<think>\n{% endif %}"
+    )
+    asked = ({"role": "user", "content": "How many?"},)
+    thought = "Is it 3?\n</think>\n\n2."
+    examples = [Example(asked, "x", response=text) for text in ("2.", thought)]
+    examples += [
+        Example(asked, "x", response=thought, rejected="2."),
+        Example((*asked, {"role": "assistant", "content": "<think>Is"}), "x", response="2."),
+        Example("How many?\n<think>", "x", response="2."),
+        Example("How many?", "x", response="2."),
+    ]
+    encoding = PromptEncoding(max_prompt_length=64)
+
+    def trained(rows, fields):
+        dataset = responses.tokenize_responses(rows, made, fields, encoding, 64)
+        return [[made.decode(ids) for ids in field] for field in dataset.responses]
+
+    closed = "\n</think>\n\n2.<eos>"
+    assert trained(examples, ("response",)) == [
+        [closed, f"{thought}<eos>", f"{thought}<eos>", closed, closed, "2.<eos>"]
+    ]
+    line = "closed the thought that a prompt opens before the replies of 3 of 6 examples"
+    assert line in caplog.text
+    assert trained(examples[2:3], ("response", "rejected")) == [[f"{thought}<eos>"], [closed]]

@@ -41,3 +41,11 @@ def test_another_vocabulary_is_refused(decoder):
     message = r"^config\.rollout\.stop=\('b',\): strings cannot be searched for"
     with pytest.raises(UserError, match=message):
         make_stop_search(options, wrapped, vocab_size=3)
+
+
+def test_marks_of_thoughts_have_bytes_as_they_have_text(tmp_path):
+    tokenizer = train_tokenizer([TEXT], 512, tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]", "<|im_end|>"]})
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.convert_tokens_to_ids(["[/THINK]", "<|im_end|>"])
+    assert [contents[index] for index in ids] == [b"[/THINK]", b""]

@@ -10,16 +10,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.data.responses import tokenize_responses
 from jax_ppo.data.tokenizer import (
+    decode_continuation,
+    decode_texts,
     decode_tokens,
     encode_prompt,
     encode_responses,
     load_tokenizer,
+    opened_thought,
     render_prompt,
     train_tokenizer,
     validate_chat_template,
 )
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
+from jax_ppo.thoughts import MARKS
 from jax_ppo.types import Example
 
 CHAT = (
@@ -371,3 +375,29 @@ def test_a_token_keeps_its_blank_and_a_character_of_several_tokens_is_whole():
     # Bytes that are no character, as an untrained model draws them, are shown where they end.
     texts = decode_tokens(BYTE_LEVEL, before, [ids[0]] * 20)
     assert len(texts) == 20 and "".join(texts).count("\N{REPLACEMENT CHARACTER}") == 20
+
+
+def test_texts_keep_the_marks_of_thoughts_though_they_are_special_tokens(with_specials):
+    """Regression: rules read an answer in Magistral's thought, whose marks were dropped."""
+    made = with_specials
+    made.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|im_end|>"]})
+    ids = made.encode("[THINK]Tom[/THINK]has 3<|im_end|>", add_special_tokens=False)
+    assert decode_texts(made, [ids, ids[:1]]) == ["[THINK]Tom[/THINK]has 3", "[THINK]"]
+    assert decode_continuation(made, made.bos_token_id, ids) == "[THINK]Tom[/THINK]has 3"
+
+
+@pytest.mark.parametrize("mark", ["<think>", "[THINK]"])
+def test_a_prompt_opens_a_thought_by_its_template_or_its_last_message(with_specials, mark):
+    made = chat_ml(with_specials, opening=f" {mark}\n")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "[THINK]", "[/THINK]"]})
+
+    def opened(prompt, chat_template=True):
+        return opened_thought(made, prompt, encode_prompt(made, prompt, chat_template))
+
+    assert opened(ASKED) == mark
+    assert opened(ASKED, False) == ""
+    assert opened(f"Tom {mark}") == mark
+    begun = {"role": "assistant", "content": f"{mark}Three and"}
+    assert opened((*ASKED, begun)) == mark
+    assert opened((*ASKED, begun | {"content": f"{begun['content']}{MARKS[mark]}"})) == ""
+    assert opened(({"role": "user", "content": f"Begin with {mark}"},), False) == mark

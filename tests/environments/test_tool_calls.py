@@ -133,6 +133,8 @@ def test_calls_are_answered_in_order_and_a_turn_without_one_ends_the_dialogue(lo
     ended = ("", 0.0, True, {"tool_calls": 0, "tool_errors": 0})
     assert step(made, "It is 24.") == ended
     assert step(made, f"<think>{calls[0]}</think>24") == ended, "thoughts call nothing"
+    assert step(made, f"<seed:think>{calls[0]}</seed:think>24") == ended
+    assert step(made, f"<think>{calls[0]}") == ended
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ class CharacterTokenizer:
     """Encodes and decodes text by its code points."""
 
     eos_token_id = None
+    added_tokens_decoder = {}
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(map(chr, row)) for row in rows]

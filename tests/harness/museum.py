@@ -1759,9 +1759,9 @@ RULES_IN_A_RUN = [
         test=(
             "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
-        where="RuleScorer._decode_local",
-        old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
-        new="self.tokenizer.batch_decode(responses, skip_special_tokens=False)",
+        where="decode_texts",
+        old="tokenizer.batch_decode(rows, skip_special_tokens=not has_marks, **options)",
+        new="tokenizer.batch_decode(rows, skip_special_tokens=False, **options)",
     ),
     Exhibit(
         name="rules_see_the_wrong_example",

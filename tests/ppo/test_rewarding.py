@@ -20,6 +20,7 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import rewarding
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
+from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.environment import PerDialogue
@@ -131,6 +132,8 @@ from jax_ppo.runtime import distributed, meshes, placement, sharding
 from jax_ppo.types import Example, Prompts, Rollout
 
 class Tokenizer:
+    added_tokens_decoder = {}
+
     def batch_decode(self, responses, skip_special_tokens):
         return [" ".join(map(str, response)) for response in responses]
 
@@ -208,6 +211,8 @@ def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes(coordi
 class Words:
     """A tokenizer whose token i is the letter i."""
 
+    added_tokens_decoder = {}
+
     def batch_decode(self, responses, skip_special_tokens):
         return ["".join(chr(token) for token in response) for response in responses]
 
@@ -273,6 +278,52 @@ def test_turns_with_nothing_between_them_are_lines_of_their_own():
     read = functools.partial(rewarding.policy_text, Words(), response, is_action)
     assert read(starts) == "1\n2=\n4"
     assert read(np.zeros_like(starts)) == "12=\n4"
+
+
+def test_a_thought_that_the_template_opens_before_a_turn_belongs_to_the_turn():
+    """Regression: an answer within it, after a first turn that had ended its own, scored 1."""
+    first, observation, second = "4?</think>call", "result<think>\n", "#### 5"
+    response = np.array([ord(c) for c in first + observation + second])
+    is_action = np.ones(len(response), bool)
+    is_action[len(first) : -len(second)] = False
+    read = rewarding.policy_text(Words(), response, is_action, np.zeros_like(is_action))
+    assert read == "4?</think>call\n<think>#### 5"
+
+
+def test_a_rule_knows_of_the_thought_that_the_prompt_has_opened():
+    """Regression: only the response was read, and an answer within its thought scored 1."""
+    prompts = ["5?<think>", "5?"]
+    answers = ["#### 5", "4?</think>#### 5", "#### 5", "<think>#### 5"]
+
+    def pad(texts, width):
+        return np.array([[*map(ord, text), *[0] * (width - len(text))] for text in texts])
+
+    lengths = np.array(list(map(len, answers)), np.int32)
+    rollout = Rollout(
+        prompts=None,
+        responses=jnp.asarray(pad(answers, 16), jnp.int32),
+        logprobs=None,
+        lengths=jnp.asarray(lengths),
+        truncated=None,
+        action_mask=None,
+    )
+    scorer = RuleScorer(
+        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
+        tokenizer=Words(),
+        options=Reward(),
+        rule=resolve_reward_function(Reward()),
+        model_weight=1.0,
+        reward_inputs=None,
+    )
+    batch = PromptBatch(
+        tuple(Example(prompt, "openai/gsm8k", "5") for prompt in prompts),
+        Prompts(tokens=pad(prompts, 16), lengths=np.array(list(map(len, prompts)))),
+        np.arange(2),
+        2,
+    )
+    rewards = scorer.score(batch, rollout)
+    assert np.asarray(rewards.scores).tolist() == [0, 1, 1, 0]
+    assert rewards.misses[0] == "looked for '5', in a thought that does not end: '<think>#### 5'"
 
 
 def score_two(rollout, **changes):

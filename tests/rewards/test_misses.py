@@ -34,6 +34,11 @@ def test_what_could_move_a_cursor_is_escaped():
     assert line == "looked for '72', in '\\x1b[2J'"
 
 
+def test_an_answer_within_a_thought_is_shown_as_such():
+    (line,) = describe(["<think>#### 72"])
+    assert line == "looked for '72', in a thought that does not end: '<think>#### 72'"
+
+
 def test_long_answers_are_cut():
     examples = [Example("question", "exact", ground_truth=TRUTH)]
     scored = score_batch(resolve_reward_function(Reward()), examples, ["y" * 5000])

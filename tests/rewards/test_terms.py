@@ -14,6 +14,7 @@ from jax_ppo.rewards import math_rules, reward_functions, row_validation, text_r
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.terms import Term, parse_terms
 from jax_ppo.rewards.worker_pool import RewardWorkers
+from jax_ppo.thoughts import MARKS
 from jax_ppo.types import Example
 
 GOOD = "<think>6*7</think>\n<answer>42</answer>"
@@ -350,7 +351,8 @@ def test_answer_tags_work_with_every_rule_for_answers_and_with_format(response, 
     rules += ["multiple_choice"] if truth == "B" else []
     form = "reasoning,answer" if "reasoning" in response else "think,answer"
     for rule in rules:
-        result = resolve(f"{rule}:1,format[{form}]:1")(RewardRow("any", truth), response)
+        row = RewardRow("any", truth, thought="<think>" * response.startswith("thinking that"))
+        result = resolve(f"{rule}:1,format[{form}]:1")(row, response)
         assert (result.score, result.correct) == (2, True), rule
         wrong = response.replace(f"{truth}</answer>", "9</answer>").replace(f"\n{truth}\n", "9")
         assert not resolve(f"{rule}:1")(RewardRow("any", truth), wrong).correct, rule
@@ -404,8 +406,7 @@ def test_json(response, correct, is_json):
         ("<think>1<answer>2</answer></think>", 0),
         ("<think>1</think> so <answer>2</answer>", 0),
         ("", 0),
-        # The template may have opened the thinking.
-        ("1</think>\n\n<answer>2</answer>", 1),
+        ("1</think>\n\n<answer>2</answer>", 0),
         ("<answer>2</answer>", 0),
         ("1</think></think><answer>2</answer>", 0),
         ("1</think>2</answer>", 0),
@@ -424,3 +425,31 @@ def test_exact_regex_and_length():
         1,
         0,
     ]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_an_answer_within_a_thought_that_the_prompt_has_opened_is_none(mark):
+    """Regression: with a template that ends with <think>, `#### 5` in the thought scored 1."""
+    forms = {
+        **dict.fromkeys(["gsm8k", "gsm8k[flexible]", "sums", "arithmetic"], ("5", "#### 5")),
+        "exact": ("5", "5"),
+        "math_dapo": ("5", "Answer: 5"),
+        "multiple_choice": ("B", "The answer is B"),
+        "search_qa": ("Ulm", "<answer>Ulm</answer>"),
+    }
+    for rule, (truth, answer) in forms.items():
+        score = resolve(f"{rule}:1")
+        row = RewardRow("any", truth, thought=mark)
+        assert not score(row, answer).correct, rule
+        assert score(row, f"Is it 6?{MARKS[mark]}{answer}").correct, rule
+        assert score(row._replace(thought=""), answer).correct, rule
+    row = RewardRow("any", "^5$", thought=mark)
+    assert resolve("regex:1")(row, "5").correct, "a pattern reads all of the response"
+
+
+def test_the_format_has_its_first_tag_in_the_prompt_or_in_the_response():
+    score, response = resolve("format[think,answer]:1"), "1</think><answer>2</answer>"
+    assert score(RewardRow("any", thought="<think>"), response).score == 1
+    assert score(RewardRow("any", thought="<think>"), f"<think>{response}").score == 0
+    assert score(RewardRow("any"), response).score == 0
+    assert score(RewardRow("any"), f"<think>{response}").score == 1

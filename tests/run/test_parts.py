@@ -70,6 +70,8 @@ def test_keys_differ_by_seed_stream_and_step():
 class Letters:
     """A tokenizer whose token i is letter i; 0 (padding) and 1 (end of sequence) are special."""
 
+    added_tokens_decoder = {}
+
     def batch_decode(self, rows, skip_special_tokens=False):
         specials = ("", "") if skip_special_tokens else ("<pad>", "<eos>")
         return ["".join(chr(96 + i) if i > 1 else specials[i] for i in row) for row in rows]

@@ -149,6 +149,7 @@ class Letters:
 
     eos_token_id = None
     chat_template = "a template"
+    added_tokens_decoder = {}
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(map(chr, row)) for row in rows]

@@ -194,6 +194,8 @@ def test_dialogues_are_those_of_a_loop_over_one_sequence(
 class Numbers:
     """A tokenizer of texts that hold the ids of tokens."""
 
+    added_tokens_decoder = {}
+
     def batch_decode(self, rows, skip_special_tokens):
         return [" ".join(map(str, row)) for row in rows]
 

@@ -195,6 +195,7 @@ class Letters:
 
     chat_template = None
     eos_token_id = None
+    added_tokens_decoder = {}
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(map(chr, row)) for row in rows]
