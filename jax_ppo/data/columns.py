@@ -20,7 +20,7 @@ SYSTEMS = ("system", "system_prompt")
 PAIR = ("chosen", "rejected")
 RESPONSES = ("completion", "response", "output", "solution")
 GROUND_TRUTHS = ("ground_truth", "expected_answer", "final_answer")
-VERL = ("reward_model", "extra_info")
+VERL = ("reward_model", "reward_spec", "extra_info")
 
 # Of several columns of one kind, the earlier one takes precedence.
 MEANINGS = {
@@ -33,7 +33,7 @@ MEANINGS = {
     "response": (RESPONSES, "response to imitate"),
     "ground truth": (GROUND_TRUTHS, "reference answer"),
     "answer": (("answer",), "reference answer, and a response if there is no other"),
-    "verl's": (VERL, "`reward_model.ground_truth` is the reference answer"),
+    "verl's": (VERL, "`ground_truth` of the first or second is the reference answer"),
     "source": (("data_source",), "selects the rule"),
     "tools": (("tools",), "functions that the chat template describes"),
 }

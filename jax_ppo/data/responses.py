@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, report_dropped, tokenize_prompts
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.thoughts import close_thought

@@ -6,8 +6,8 @@ reference answer:
 
 GSM8K:   an `answer` with `#### N`, what follows is the reference answer.
 MATH:    `problem`, with `answer`, or a `solution` that has the answer in `\boxed{}`.
-verl:    `reward_model` {style, ground_truth}, and optionally `extra_info`, whose entry `answer` may
-         be a response to imitate.
+verl:    `reward_model` {style, ground_truth}, in SkyRL's data `reward_spec`, and optionally
+         `extra_info`, whose entry `answer` may be a response to imitate.
 HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: ..." with the
          same beginning. They are plain text, even if the tokenizer has a chat template. The prompt
          ends with the last "\n\nAssistant:" that both share.
@@ -70,11 +70,14 @@ def parse_row(
     columns = columns or Columns()
     values = _known_values(row, location, columns)
     _refuse_unread_values(values, location)
-    if "reward_model" in values:
-        for name in set(names.VERL) & values.keys():
+    is_verl = not {"reward_model", "reward_spec"}.isdisjoint(values)
+    for name in set(names.VERL) & values.keys():
+        if is_verl or isinstance(from_json(values[name]), dict):
             values[name] = _require_object(values[name], location, name)
-        if columns.prompt in values.get("extra_info", {}):
-            values.setdefault(columns.prompt, values["extra_info"][columns.prompt])
+    if "reward_spec" in values:
+        values.setdefault("reward_model", values.pop("reward_spec"))
+    if columns.prompt in _own_extra_info(values):
+        values.setdefault(columns.prompt, values["extra_info"][columns.prompt])
     pair = _read_pair(values, location, columns)
     reading, readings = _choose_prompt(row, values, pair, location, columns)
     prompt = _add_instruction(reading, values, instruction)
@@ -149,7 +152,7 @@ def _require_object(value: Any, location: str, name: str) -> Row:
     if isinstance(value, str) and value.startswith("{"):
         value = from_json(value)
     if not isinstance(value, dict):
-        expected = {"reward_model": "style and ground_truth", "extra_info": "named values"}[name]
+        expected = "named values" if name == "extra_info" else "style and ground_truth"
         raise UserError(f"{location}: {name} must have {expected}, got {quote_cell(value)}")
     return value
 
@@ -387,7 +390,7 @@ def _find_responses(
 ) -> tuple[str, ...]:
     """Return the response of a row, both of a pair, or none."""
     key = columns.response
-    extra_info = _find_verl_extra_info(values)
+    extra_info = _own_extra_info(values)
     if key:
         value = values.get(key, extra_info.get(key))
         if value is None:
@@ -472,17 +475,23 @@ def _read_answer(answer: Any, location: str) -> tuple[Any, bool]:
 
 
 def _find_extra_info(row: Row, values: Row, reading: _Reading) -> Row:
-    """Return what reward functions get besides the prompt: in verl's form its extra_info."""
+    """Return what reward functions get besides the prompt: the row's own extra_info, if any.
+
+    Except in verl's form, unknown columns are added to it.
+    """
     if "reward_model" in values:
-        return _find_verl_extra_info(values)
+        return _own_extra_info(values)
+    if own := _own_extra_info(values):
+        return {name: x for name, x in values.items() if name not in names.KNOWN} | own
     parsed = {names.PROMPT, *names.CHATS, *names.PAIR, "completion"}
     if reading.column not in names.REQUESTS:
         parsed.add(reading.column)
     return {name: value for name, value in row.items() if name not in parsed}
 
 
-def _find_verl_extra_info(values: Row) -> Row:
-    return values.get("extra_info", {}) if "reward_model" in values else {}
+def _own_extra_info(values: Row) -> Row:
+    extra_info = values.get("extra_info")
+    return extra_info if isinstance(extra_info, dict) else {}
 
 
 def _read_tools(value: Any, location: str) -> tuple[Any, ...]:

@@ -221,7 +221,7 @@ def _report_ignored_columns(
             source,
             ", ".join(dict.fromkeys(ignored)),
             ""
-            if any("reward_model" in layout for layout in layouts)
+            if any({"reward_model", "reward_spec"} & set(layout) for layout in layouts)
             else "; a reward function gets them in extra_info",
         )
 

@@ -15,7 +15,8 @@ _CHECKED_TOKENS = 500
 
 
 def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
-    """Return the bytes that each token adds to a text; of special tokens, only thoughts' marks do.
+    """Return the bytes that each token adds to a text; special ones add only marks of thoughts.
+
     The vocabulary is a byte-level or a SentencePiece one.
 
     Raises:

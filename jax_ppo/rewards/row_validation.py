@@ -1,12 +1,18 @@
 """Validation of rows before a run: whether rules can score them, and have their packages."""
 
+import difflib
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError
 from jax_ppo.rewards.rule_table import RULES, SOURCES
 from jax_ppo.rewards.terms import AUTO, parse_terms, rules_of_source
+
+# As in Search-R1's data; columns of an answer in other public data.
+_SEARCH_TASKS = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split()
+_REFERENCE = re.compile(r"(?i:labels?|targets?|gold\w*|gt|truth|\w*(answer|reference)\w*)")
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -43,7 +49,7 @@ def find_obstacles(
                 yield (
                     f"{location}: ground_truth={example.ground_truth!r} {obstacle}, as "
                     f"{_describe_rule(name, source)} requires; correct the data, or set "
-                    "config.reward.function=module:function"
+                    f"config.reward.function=module:function{_suggest_key(example)}"
                 )
 
 
@@ -75,5 +81,23 @@ def _describe_missing_rule(source: str) -> str:
     return (
         f"{described} has no built-in rule; expected one of {examples} and others "
         "(docs/data-and-rewards.md), a rule by config.reward.terms=RULE:1.0, or "
-        f"config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
+        f"config.reward.function=module:function.{_suggest_source(source)}"
     )
+
+
+def _suggest_source(source: str) -> str:
+    """Return a line about the source of a rule whose task has a similar name, if there is one."""
+    if "countdown" in source.lower():
+        return " The equations of Countdown need a function."
+    tasks = {name.rpartition("/")[2].lower(): name for name in SOURCES}
+    tasks |= {task: f"searchR1_{task}" for task in _SEARCH_TASKS}
+    near = difflib.get_close_matches(source.rpartition("/")[2].lower(), tasks, n=1)
+    return f" Did you mean {tasks[near[0]]!r}?" if near else ""
+
+
+def _suggest_key(example: "Example") -> str:
+    """Return which column may be the reference answer of a row without one."""
+    names = [str(name) for name in example.extra_info if _REFERENCE.fullmatch(str(name))]
+    if not names or example.ground_truth not in ("", []):
+        return ""
+    return f"; if {names[0]} is the answer, set config.data.ground_truth_key={names[0]}"

@@ -86,6 +86,28 @@ def test_other_columns_are_kept_for_reward_functions():
     assert example.extra_info == {"data_source": "mine", "ground_truth": 7, "level": "hard"}
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_extra_info_is_the_rows_own_also_without_verls_reward_model(as_text):
+    """Regression: a function got it one level deeper, and `extra_info.get("index", 0)` was 0."""
+    own = {"index": 1, "level": "easy"}
+    row = {"prompt": "p", "ground_truth": 7, "level": "hard", "other": 2}
+    row["extra_info"] = json.dumps(own) if as_text else own
+    assert parse_row(row, "here").extra_info == {"index": 1, "level": "easy", "other": 2}
+    assert parse_row(row | {"extra_info": "a note"}, "here").extra_info["extra_info"] == "a note"
+    named = parse_row(row | {"extra_info": {"answer": "7"}}, "here")
+    assert named.response == "7", "as in verl's form"
+
+
+def test_rows_of_skyrls_form():
+    """Regression: its reference answer was not read."""
+    row = {"prompt": [user("2+3?")], "env_class": "gsm8k", "extra_info": {"index": 0}}
+    row["reward_spec"] = {"method": "rule", "ground_truth": "5"}
+    example = parse_row(row, "here")
+    assert (example.ground_truth, example.extra_info) == ("5", {"index": 0})
+    with pytest.raises(UserError, match="reward_spec must have style and ground_truth, got 5"):
+        parse_row(row | {"reward_spec": 5}, "here")
+
+
 def test_rows_of_maths_form():
     row = {"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "Level 1"}
     example = parse_row(row, "here", instruction="Box it.")

@@ -1,3 +1,4 @@
+import dataclasses
 import decimal
 import fractions
 import logging
@@ -372,6 +373,32 @@ def test_check_sources():
         assert words in str(error.value)
     with pytest.raises(UserError, match="example 1: ground_truth='five' is not a whole number"):
         validate_data_sources([Example("q", "arithmetic", "five")])
+
+
+@pytest.mark.parametrize(
+    ("source", "suggestion"),
+    [
+        ("gsm8k", "function. Did you mean 'openai/gsm8k'?"),
+        ("nq", "function. Did you mean 'searchR1_nq'?"),
+        ("RUC-NLPIR/HotpotQA", "function. Did you mean 'searchR1_hotpotqa'?"),
+        ("math500", "function. Did you mean 'HuggingFaceH4/MATH-500'?"),
+        ("countdown", "function. The equations of Countdown need a function."),
+        ("mine", "function."),
+    ],
+)
+def test_a_source_by_the_name_of_its_task_gets_its_suggestion(source, suggestion):
+    with pytest.raises(UserError) as error:
+        validate_data_sources([Example("q", source)])
+    assert str(error.value).endswith(suggestion)
+
+
+@pytest.mark.parametrize("name", ["label", "target", "gold_answer", "answerKey"])
+def test_a_column_that_may_be_the_missing_reference_answer_is_named(name):
+    row = Example("q", "openai/gsm8k", extra_info={"id": 3, name: "5"})
+    with pytest.raises(UserError, match=f"set config.data.ground_truth_key={name}$"):
+        validate_data_sources([row])
+    with pytest.raises(UserError, match="config.reward.function=module:function$"):
+        validate_data_sources([dataclasses.replace(row, ground_truth="five")])
 
 
 def test_rewards_of_steps_are_read_and_checked():

@@ -15,7 +15,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.run import build, run_models
 from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.training.random_streams import Stream, sample_key
-from jax_ppo.types import NOTHING, Example
+from jax_ppo.types import NOTHING, Example, Prompts
 
 
 def make_packer(config, mesh=None):
@@ -95,7 +95,8 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special(monk
         reward_inputs=None,
     )
     examples = tuple(Example(name, "mine", name) for name in ("first", "second"))
-    batch = PromptBatch(examples, None, np.arange(2), 2)
+    prompts = Prompts(np.full((2, 1), 2), np.ones(2, int))
+    batch = PromptBatch(examples, prompts, np.arange(2), 2)
     rollout = tiny.make_rollout(mesh)
     responses = np.array([[2, 3, 1], [4, 0, 9], [5, 6, 7], [1, 9, 9]], np.int32)
     rollout = dataclasses.replace(
