@@ -7,7 +7,9 @@ second.
 import atexit
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
+import json
 import os
 import pkgutil
 import shlex
@@ -138,7 +140,9 @@ def prepared_run(
             work_directory.open_work_directory(workdir, console.print_on_main) as folder,
         ):
             model, chosen_dtype = devices.resolve_dtype_here(options.model)
-            resolved = dataclasses.replace(options, model=model)
+            [date, *_] = distributed.allgather_json(_run_date(options, folder, evaluates))
+            data = dataclasses.replace(options.data, date=date)
+            resolved = dataclasses.replace(options, model=model, data=data)
 
             def write_options() -> None:
                 # A run's own stay until its resume is accepted; `Journal` writes them then.
@@ -159,6 +163,19 @@ def prepared_run(
         if explained := _explain_write_error(error, folder, workdir):
             raise explained from error
         raise
+
+
+def _run_date(options: Config, folder: Path, evaluates: bool) -> str:
+    """Return `data.date`, or that of the first start of this, or the evaluated, run, or today's."""
+    from jax_ppo.runtime import work_directory
+
+    path = Path(options.model.path)
+    runs = (path, path.parent, path.parent.parent) if evaluates else (folder,)
+    has_run = not options.data.date and (evaluates or work_directory.has_checkpoints(folder))
+    for run in runs if has_run else ():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a model's has no `data`
+            return str(json.loads((run / "config.json").read_text())["data"].get("date", ""))
+    return options.data.date or datetime.date.today().isoformat()
 
 
 def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> UserError | None:

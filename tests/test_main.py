@@ -1,6 +1,7 @@
 """`python -m jax_ppo` lists the commands and runs them."""
 
 import contextlib
+import datetime
 import importlib
 import io
 import json
@@ -11,6 +12,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -161,3 +163,26 @@ def test_an_end_of_python_that_no_signal_asked_for_is_an_error(raised, tmp_path,
         command.run_job(lambda: job)
     line = f"error: {raised} was raised at {tmp_path / 'ends.py'}:2, not by a signal"
     assert ended.value.code == line
+
+
+def test_a_run_and_its_evaluations_keep_the_date_of_the_first_start(tmp_path, monkeypatch):
+    """Regression: a template that writes the date made other prompts on the next day."""
+
+    def date(workdir, today, evaluates=False, **options):
+        clock = types.SimpleNamespace(today=lambda: datetime.date.fromisoformat(today))
+        monkeypatch.setattr(command, "datetime", types.SimpleNamespace(date=clock))
+        with command.prepared_run(tiny.config(**options), workdir, evaluates) as (resolved, _):
+            return resolved.data.date
+
+    run = tmp_path / "run"
+    assert date(run, "2026-02-03") == "2026-02-03"
+    assert date(run, "2026-02-04") == "2026-02-04", "nothing is trained yet"
+    (run / "checkpoints" / "2").mkdir(parents=True)
+    assert date(run, "2026-02-05") == "2026-02-04"
+    assert date(run, "2026-02-05", data__date="2026-01-01") == "2026-01-01", "refused on resume"
+    for path in (run, run / "checkpoints" / "2", run / "actor", run / "best" / "actor"):
+        found = date(tmp_path / "evaluation", "2026-02-06", True, model__path=str(path))
+        assert found == "2026-02-04", path
+    assert date(tmp_path / "evaluation", "2026-02-06", True, model__path="A/B") == "2026-02-06"
+    (run / "config.json").write_text('{"data": {}}')
+    assert date(run, "2026-02-05") == "", "a run from before dates were kept writes today's"

@@ -299,6 +299,9 @@ class Data:
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     chat_template_kwargs: str = option("",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}')
+    date: str = option("",
+        "the date that chat templates write, as YYYY-MM-DD; empty: of the run's first start, "
+        "also where its models are evaluated; else today", fixed_on_resume=True)
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
     curriculum: str = option("none",

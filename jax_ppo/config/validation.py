@@ -6,6 +6,7 @@ first problem, too.
 """
 
 import dataclasses
+import datetime
 import functools
 import shlex
 import urllib.parse
@@ -281,6 +282,8 @@ def validate_config(config: Config, command: str) -> None:
     else:
         _validate_ppo_config(config, command)
         command = "train"
+    if date := config.data.date:
+        _parse(f"config.data.date={date!r}", date, datetime.date.fromisoformat)
     _apply(MESH_RULES, config)
     _validate_loggers(config.trainer.logger)
     # Requirements come after the rules, whose messages are more specific.

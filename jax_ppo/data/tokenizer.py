@@ -1,5 +1,6 @@
 """Tokenizers, loaded or trained, and the encoding of prompts and responses."""
 
+import datetime
 import inspect
 import re
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
 _LONGEST_MARK = 64  # tokens of the mark of a thought, which may be single characters
+_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
@@ -52,11 +54,13 @@ ChatTemplate = bool | dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
 
-def load_tokenizer(path: str, option: str = "config.model.tokenizer_path") -> Tokenizer:
+def load_tokenizer(
+    path: str, option: str = "config.model.tokenizer_path", date: str = ""
+) -> Tokenizer:
     """Load the transformers tokenizer that an option names.
 
     It is in an existing folder, at an address such as gs://BUCKET/FOLDER, or on the hub as
-    OWNER/NAME or OWNER/NAME@REVISION.
+    OWNER/NAME or OWNER/NAME@REVISION. Its template writes the `date`, "" for today's.
 
     Raises:
       UserError: there is no such folder or model, it has no tokenizer or one that needs code from
@@ -76,9 +80,13 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path") -> To
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         # Some wrong values in the files raise an error only when the tokenizer is used.
         tokenizer.decode(tokenizer.encode("a"))
+        if date and isinstance(tokenizer.chat_template, str):
+            write = datetime.date.fromisoformat(date).strftime
+            template = _DATE.sub(lambda call: repr(write(call[2])), tokenizer.chat_template)
+            tokenizer.chat_template = template
         return tokenizer
     except Exception as error:
         contents = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"

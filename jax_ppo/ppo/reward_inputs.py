@@ -44,6 +44,7 @@ def make_reward_inputs(
     folder: Path,
     actor_tokenizer: Any,
     report: Callable[[str], None],
+    date: str = "",
     prompts_are_chats: bool = True,
 ) -> "RewardInputs | None":
     """Return the maker of the reward model's input, or `None` if it reads the sampled tokens.
@@ -57,7 +58,7 @@ def make_reward_inputs(
             f"note: config.reward.model_path={options.model_path!r} is a classifier of tokens, as "
             "critics are exported: its score of a token is the return expected after it"
         )
-    tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
+    tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer, date)
     is_encoder = isinstance(net, Deberta)
     if is_encoder and options.score_position != "auto":
         raise UserError(
@@ -100,11 +101,11 @@ def make_reward_inputs(
 
 
 def _load_reward_tokenizer(
-    options: Reward, net: Transformer | Deberta, folder: Path, actor_tokenizer: Any
+    options: Reward, net: Transformer | Deberta, folder: Path, actor_tokenizer: Any, date: str
 ) -> Any:
     """Return the reward model's tokenizer; a decoder without one has the actor's."""
     if tokenizer_lib.has_tokenizer(folder):
-        return tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
+        return tokenizer_lib.load_tokenizer(str(folder), "config.reward.model_path", date)
     if isinstance(net, Deberta):
         raise UserError(
             f"config.reward.model_path={options.model_path!r}: {folder} has no tokenizer (none of "

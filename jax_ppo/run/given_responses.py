@@ -33,7 +33,7 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     scores_any = config.score.reward_key or config.rewards_by_environment_alone
     scores_any = scores_any or reward_functions.scores_any_row(config.reward)
     reader = ResponseReader(
-        tokenizer=load_model_tokenizer(config.model, folder),
+        tokenizer=load_model_tokenizer(config.model, folder, config.data.date),
         parse=make_parser(config.data, config.score.response_key).parse,
         chat_template=chat_template(config.data),
         vocab_size=read_architecture(folder).vocab_size,

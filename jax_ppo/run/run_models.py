@@ -65,7 +65,7 @@ def read_run_models(
     for folder in dict.fromkeys(folders.values()):
         for line in describe_unread_parts(folder):
             report(line)
-    tokenizer = load_model_tokenizer(config.model, folders.actor)
+    tokenizer = load_model_tokenizer(config.model, folders.actor, config.data.date)
     if config.critic.path and config.critic.keep_head is None and "critic" in folders:
         if critic_head(config.critic, folders["critic"]) == "reward":
             report("critic.keep_head: on, since critic.path holds a critic")
@@ -94,6 +94,7 @@ def read_run_models(
             net=nets.reward,
             folder=folders["reward"],
             actor_tokenizer=tokenizer,
+            date=config.data.date,
             report=report,
             prompts_are_chats=prompts_are_chats,
         )
@@ -133,11 +134,11 @@ def validate_run_models(
                 )
 
 
-def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
+def load_model_tokenizer(options: Model, model_folder: Path, date: str) -> Any:
     """Return the tokenizer of `model.tokenizer_path`, or the one in the model's folder."""
     if options.tokenizer_path:
-        return tokenizer_lib.load_tokenizer(options.tokenizer_path)
-    return tokenizer_lib.load_tokenizer(str(model_folder), option="config.model.path")
+        return tokenizer_lib.load_tokenizer(options.tokenizer_path, date=date)
+    return tokenizer_lib.load_tokenizer(str(model_folder), "config.model.path", date)
 
 
 def validate_model(

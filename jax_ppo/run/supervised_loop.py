@@ -320,7 +320,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
 
     # 2. The model's folder, tokenizer and architecture.
     folder = resolve_model_folder(config.model.path)
-    tokenizer = load_model_tokenizer(config.model, folder)
+    tokenizer = load_model_tokenizer(config.model, folder, config.data.date)
     architecture = read_architecture(folder)
     for line in describe_unread_parts(folder):
         console.print_on_main(line)

@@ -1,3 +1,4 @@
+import datetime
 import json
 import shutil
 
@@ -401,3 +402,18 @@ def test_a_prompt_opens_a_thought_by_its_template_or_its_last_message(with_speci
     assert opened((*ASKED, begun)) == mark
     assert opened((*ASKED, begun | {"content": f"{begun['content']}{MARKS[mark]}"})) == ""
     assert opened(({"role": "user", "content": f"Begin with {mark}"},), False) == mark
+
+
+def test_a_template_writes_the_date_that_a_run_keeps(with_specials, tmp_path):
+    """Regression: a run that was resumed on another day trained on other prompts."""
+    made = with_specials
+    made.chat_template = (
+        "\n{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}"
+        "{% if strftime_now is defined %}{{ day() }}{% endif %} {{ messages[0].content }}"
+    )
+    made.save_pretrained(tmp_path)
+    kept = load_tokenizer(str(tmp_path), date="2026-02-03")
+    assert render_prompt(kept, ASKED, True) == ("\n03 Feb 2026 Tom", False)
+    validate_chat_template(kept, True)
+    today = render_prompt(load_tokenizer(str(tmp_path)), ASKED, True)[0]
+    assert today == f"\n{datetime.date.today():%d %b %Y} Tom"
