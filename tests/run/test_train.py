@@ -1288,7 +1288,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
         "estimate_experience",
         "update_actor",
         "update_critic",
-        *["reward_model_scores", "complete"] * with_model,
+        *["reward_model_scores"] * with_model,
     ):
         assert threads[name] == ["precompilation"], (name, threads)
     # These programs do not depend on the options, so another test may have compiled them.
