@@ -73,9 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "packing.enabled": False,
         "actor.ppo_micro_batch_size_per_device": 5,
     },
-    "groups of 6, shared prompts, recomputation": {
+    "groups of 6, recomputation": {
         "rollout.n": 6,
-        "packing.share_prompts": True,
         "actor.ppo_micro_batch_size_per_device": 3,
         "model.gradient_checkpointing": True,
     },

@@ -79,7 +79,6 @@ class Step:
       architecture: Architecture of all three models.
       samples: Number of responses.
       responses: Number of them to each prompt.
-      share_prompts: As in config.packing.
       prompt: Maximum tokens per prompt.
       response: Maximum tokens per response.
       rows: Rows of `prompt + response` tokens per micro-batch; `None` for jax_ppo's default.
@@ -96,7 +95,6 @@ class Step:
     _: dataclasses.KW_ONLY
     samples: int = 32
     responses: int = 1
-    share_prompts: bool = False
     prompt: int = 64
     response: int = 64
     rows: int | None = None
@@ -126,7 +124,6 @@ class Step:
             rollout=schema.RolloutOptions(
                 n=self.responses, logprob_micro_batch_size_per_device=rows
             ),
-            packing=schema.PackingOptions(share_prompts=self.share_prompts),
         )
 
     @property
@@ -136,7 +133,7 @@ class Step:
 
     @property
     def row_length(self) -> int:
-        return round_row_length("auto", self.platform, self.config.row_tokens)
+        return round_row_length("auto", self.platform, self.config.sequence_length)
 
     @functools.cached_property
     def nets(self) -> Networks:
@@ -246,26 +243,20 @@ class Step:
         )
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
-        """Pack one mini-batch of samples of these lengths; shared prompts have full length.
+        """Pack one mini-batch of samples of these lengths.
 
         Returns:
           The packing [1, A, R, L] and the number of non-empty micro-batches among the A, [1].
         """
-        shared = None
-        if self.share_prompts:
-            room = (self.row_length - self.prompt + 1) // (self.response + 1)
-            shared = packing.SharedPrompts(
-                np.full(self.samples, self.prompt), self.responses, responses_per_row=room
-            )
         at_once = packing.rows_per_micro_batch(
             self.rows,
             self.row_length,
-            shared.max_bundles(self.samples) if shared else self.samples,
+            self.samples,
             meshes.row_shards(self.mesh),
             meshes.gathers_weights(self.mesh),
         )
         return packing.pack_samples(
-            lengths, np.arange(self.samples)[None], at_once, self.row_length, shared=shared
+            lengths, np.arange(self.samples)[None], at_once, self.row_length
         )
 
     def packing(self) -> MiniBatches:

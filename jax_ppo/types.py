@@ -148,17 +148,13 @@ class Packing:
     """The place of each sample's tokens in packed rows. Leading dimensions may precede R.
 
     A row holds whole samples one after the other. `sample` also serves as the segment id that
-    attention does not cross. Where samples share prompts, samples of one prompt are neighbors in a
-    row: the first is whole, and the others begin with the prompt's last token, from which their
-    first token is predicted, and read the tokens before it from the first.
+    attention does not cross.
     """
 
     sample: Int32[Array, "*leading R L"]  # index into the batch of samples, -1 in empty places
     position: Int32[Array, "*leading R L"]  # position in that sample's sequence, 0 in empty places
     # The virtual replicas that R rows are divided among in equal parts; 0 without any.
     replicas: int = dataclasses.field(default=0, metadata={"static": True})
-    # The number n of samples b n, ..., b n + n - 1 that share prompt b; 0 if each has its own copy.
-    samples_per_prompt: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @pytree

@@ -97,12 +97,8 @@ PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
 MOST_TAKERS_OF_CONFIG = 40
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: `main` of commands, and what the two
-# implementations of models and of caches have in common.
-SHARED_NAMES = {
-    "main",
-    *("Attention", "Layer", "MLP"),
-    *("attend_to_cache", "empty_cache", "write_rows", "write_tokens"),
-}
+# implementations of models have in common.
+SHARED_NAMES = {"main", "Attention", "Layer", "MLP"}
 
 
 def violations(path: str, source: str) -> list[str]:

@@ -39,8 +39,6 @@ LORA_TARGETS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
 )
 STORED_DTYPES = ("float32", "bfloat16")
-# Rows in which responses share a prompt may have as many tokens, however short samples are.
-MIN_SHARED_ROW = 1024
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 T = TypeVar("T")  # all options, or a section
 
@@ -128,6 +126,8 @@ COMPARES_COMPONENTS = Condition(
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
+CONTINUES_RESPONSES = Condition(lambda c: c.rollout.max_staleness > 1,
+    "`rollout.max_staleness` is above 1")
 HAS_ROLLOUT_MESH = Condition(
     lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
     "`rollout.mesh.model` or `rollout.mesh.devices` is set",
@@ -738,10 +738,6 @@ class RolloutMesh:
     data: int = option(-1,
         "groups of devices with a copy of the weights each; -1: as many as there are devices for",
         unit="groups", at_least=-1, requires=(HAS_ROLLOUT_MESH,))
-    context: int = option(1,
-        "devices that split the cache of a sequence, each with a copy of the weights, for "
-        "responses whose cache does not fit on one",
-        unit="devices", at_least=1, requires=(HAS_ROLLOUT_MESH,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -856,11 +852,6 @@ class RolloutOptions(Sampling):
         "samples that a device decodes at once; others take the place of those that have ended. "
         "0: as many as fit into memory",
         unit="samples", at_least=0)
-    stage_length: int | None = option(None,
-        "decode all responses up to this length, then those that have not ended up to twice this "
-        "length, and so on, with fewer at once in the same memory; the samples stay the same. "
-        "Unset: one stage",
-        unit="tokens", at_least=1, requires=(HAS_BUILT_IN_ENGINE,))
     stop: str = option("",
         "strings that end a response, or a turn of a dialogue: one string, or a JSON list such as "
         '["Question:", "\\n\\n"]; the token that completes one is still part of the response',
@@ -898,10 +889,14 @@ class RolloutOptions(Sampling):
     max_staleness: int = option(0,
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "
-        "rollouts: a step draws rollout.stage_length tokens at a time of the responses to twice "
+        "rollouts: a step draws rollout.partial_length tokens at a time of the responses to twice "
         "its prompts until enough are complete, and the others, also dialogues, continue under "
         "newer weights for at most this many steps",
         unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
+    partial_length: int | None = option(None,
+        "tokens of each response that partial rollouts draw at a time; unset: an eighth of "
+        "data.max_response_length",
+        unit="tokens", at_least=1, effective_when=(CONTINUES_RESPONSES,), read_by=PPO)
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
         unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)
@@ -1081,13 +1076,8 @@ class PackingOptions:
     enabled: bool = option(True, "pack several samples into a row; off: one sample per row, padded")
     row_length: int | None = option(None,
         "tokens per row; unset: max_prompt_length + max_response_length, rounded up for splash "
-        "attention; in supervised training the longest example; with share_prompts room for "
-        "several responses to a prompt",
+        "attention; in supervised training the longest example",
         unit="tokens", at_least=2)
-    share_prompts: bool = option(False,
-        "whether the rollout.n responses to a prompt read one copy of it in the rows of forward "
-        "passes and updates; results differ by rounding alone; faster with long prompts",
-        read_by=PPO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1325,18 +1315,6 @@ class Config:
     def sequence_length(self) -> int:
         """Return the number of tokens of the longest prompt and response together, S."""
         return self.data.max_prompt_length + self.data.max_response_length
-
-    @property
-    def row_tokens(self) -> int:
-        """Return the number of tokens that a packed row has room for if none is configured."""
-        prompt, response = self.data.max_prompt_length, self.data.max_response_length
-        if not self.packing.share_prompts:
-            return self.sequence_length
-        # As many responses to a prompt as keep the row within twice the longest sample, since the
-        # cost of attention grows with the square of the row.
-        longest = max(MIN_SHARED_ROW, 2 * self.sequence_length)
-        responses = min(self.responses_per_prompt, (longest - prompt + 1) // (response + 1))
-        return max(self.sequence_length, prompt - 1 + responses * (response + 1))
 
 
 @functools.cache

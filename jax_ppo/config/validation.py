@@ -85,24 +85,11 @@ FILE_RULES = (
         "the rewards are in the rows; unset config.reward.model_path, or this for the reward "
         "model's"),
 )
-_SHARES = "; set one of them to its default"
 ROW_RULES = (
     _Rule("packing.row_length",
         lambda c, value: (value or c.sequence_length) < c.sequence_length,
         "a row must hold config.data.max_prompt_length + config.data.max_response_length = "
         "{c.sequence_length} tokens; set it to that or more"),
-    _Rule("packing.share_prompts", lambda c, value: value and not c.packing.enabled,
-        f"config.packing.enabled=False gives each sample a separate row{_SHARES}"),
-    _Rule("packing.share_prompts", lambda c, value: value and c.mesh.context > 1,
-        f"config.mesh.context={{c.mesh.context}} splits rows by tokens{_SHARES}"),
-    _Rule("packing.share_prompts",
-        lambda c, value: value and c.actor.router_aux_loss_coef,
-        "config.actor.router_aux_loss_coef={c.actor.router_aux_loss_coef} is computed per sample"
-        f"{_SHARES}"),
-    _Rule("packing.share_prompts",
-        lambda c, value: value and c.critic.router_aux_loss_coef,
-        "config.critic.router_aux_loss_coef={c.critic.router_aux_loss_coef} is computed per sample"
-        f"{_SHARES}"),
 )
 SAMPLING_RULES = (
     _Rule(("rollout.top_k", "rollout.val_kwargs.top_k"), lambda c, value: value == 0,
@@ -129,11 +116,6 @@ _WITHIN_TURN = (
     "expected less than config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which "
     "bounds all calls of a turn together")
 ENVIRONMENT_RULES = (
-    _Rule("rollout.stage_length",
-        lambda c, value: value and c.rollout.multi_turn.max_contexts > 1 and (
-            c.actor.router_replay.mode != "disabled"),
-        "the experts of contexts are recorded in one stage; unset it, or "
-        "config.actor.router_replay.mode"),
     _Rule("rollout.multi_turn.environment", lambda c, value: value and ":" not in value,
         "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
     _Rule("rollout.multi_turn.python_timeout",
@@ -413,24 +395,22 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     setting = f"config.rollout.max_staleness={value_of('rollout.max_staleness')}"
     remedy = "config.rollout.max_staleness to 0 or 1"
     does = "whose responses continue from step to step"
-    length = value_of("rollout.stage_length")
-    longest = value_of("data.max_response_length")
+    longest, length = value_of("data.max_response_length"), value_of("rollout.partial_length")
     assert isinstance(longest, int)
     names: tuple[str, ...] = CONTINUED_RESPONSES
     if value_of("rollout.exact"):
         setting, remedy = "config.rollout.exact=True", "config.rollout.exact=False"
         does = "which draws each token again"
         names = (*names, "rollout.multi_turn.environment", *EXACT_RESPONSES)
-        if longest == 1:
-            raise UserError(
-                f"{setting}: expected config.data.max_response_length of at least 2, got 1: "
-                "a response of one token does not continue"
-            )
-    elif not isinstance(length, int) or length >= longest:
+    elif isinstance(length, int) and length >= longest:
         raise UserError(
-            f"config.rollout.stage_length={length}: expected the tokens that are drawn at a time "
-            f"with {setting}, fewer than config.data.max_response_length={longest}, such as "
-            f"{max(1, longest // 8)}"
+            f"config.rollout.partial_length={length}: expected fewer tokens than "
+            f"config.data.max_response_length={longest}"
+        )
+    if longest == 1:
+        raise UserError(
+            f"{setting}: expected config.data.max_response_length of at least 2, got 1: a response "
+            "of one token does not continue"
         )
     _require_values(value_of, default_values(names), f"{setting}, {does}; or set {remedy}")
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config, Create
 from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
-from jax_ppo.memory.decoding_slots import queue_cache_shapes
+from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -25,7 +25,6 @@ from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.sampler.stages import cache_bytes_per_device
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.types import Params, Prompts
@@ -72,7 +71,7 @@ class AbstractStep(ProgramInputs):
     packed: RolloutPacking
     rollout_mesh: Mesh
     decoding_weights: Params  # the copy of the weights that decodes
-    caches: Any  # shapes of the slots' cache and of the prefill buffer, for each stage of one queue
+    caches: Any  # shapes of the slots' cache and of the prefill buffer, of each queue
     least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
     hosts: int  # of the machine
 
@@ -109,9 +108,9 @@ class AbstractStep(ProgramInputs):
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes per device of the larger stage's cache."""
+        """Return the bytes per device of the larger queue's cache."""
         # Each shard of rows has a separate queue.
-        return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
+        return max(cache_bytes_per_device(caches, self.rollout_mesh) for caches in self.caches)
 
 
 def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractStep:
@@ -152,7 +151,6 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
             config,
             mesh,
             has_critic=nets.critic is not None,
-            has_reward_model=nets.reward is not None and reads_rollout,
         ),
         place=placement.abstract,
     )
@@ -175,7 +173,7 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         prompts=placement.abstract(prompts, sharding.batch_rows(mesh, count)),
         key=key.update(sharding=sharding.replicated(mesh)),
         # A packing has one shape for all lengths.
-        packed=packer.pack(0, np.ones(samples, np.int32), prompts.lengths),
+        packed=packer.pack(0, np.ones(samples, np.int32)),
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
         caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),

@@ -1,7 +1,6 @@
 """Choose how many samples a device decodes at once, from the memory that the weights leave."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
-from jax_ppo.sampler.continuation import continuation_options
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import constrains_logits
-from jax_ppo.sampler.slots import record_bytes
-from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
+from jax_ppo.sampler.slots import Cache, build_job, initial_state, record_bytes
 from jax_ppo.types import Prompts
 
 # Where the platform does not report its memory, as on CPUs.
@@ -56,8 +53,8 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
     def slot_bytes(slots: int) -> int:
         """Return the bytes per device of the cache and the logits of one queue's slots."""
         options = dataclasses.replace(sampling, slots=slots)
-        stages = queue_cache_shapes(config.data, config.rollout, actor, rollout_mesh, options)
-        cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
+        queues = queue_cache_shapes(config.data, config.rollout, actor, rollout_mesh, options)
+        cache = max(cache_bytes_per_device(caches, rollout_mesh) for caches in queues)
         # Drawing a token sorts or masks a second copy of the float32 logits.
         arrays = 3 if constrains_logits(options) else 2
         logits = arrays * slots * actor.architecture.vocab_size * 4
@@ -81,22 +78,21 @@ def queue_cache_shapes(
     actor: Transformer,
     rollout_mesh: Mesh,
     sampling: SamplingOptions,
-) -> list[Any]:
-    """Return the shapes of the caches of one queue of prompts, for each stage.
+) -> list[tuple[Cache, Cache]]:
+    """Return the shapes of the caches of slots and prompts of a queue.
 
-    Continuing what is drawn again counts as one; continuing a pool's responses is the only one.
+    `rollout.exact` has a second queue, of responses that continue; partial rollouts have it alone.
     """
     count, width = data.train_batch_size, data.max_prompt_length
     queues = [] if rollout.max_staleness > 1 else [(count, width, sampling)]
     if rollout.max_staleness > 1 or rollout.exact:
         # Each sample has its own prompt, of all tokens of prompt and response but the last.
         batches = BATCHES_IN_POOL if rollout.max_staleness > 1 else 1
-        continued = continuation_options(sampling, width) if rollout.exact else sampling
-        continued = dataclasses.replace(continued, n=1, stage_length=None, max_response_length=1)
+        continued = dataclasses.replace(sampling, n=1, max_response_length=1)
         longest = width + data.max_response_length - 1
         queues.append((count * batches * sampling.n, longest, continued))
     model = actor.clone(unrolled=True, remat=False)
-    stages = []
+    caches = []
     for count, width, options in queues:
         rows = meshes.rows_per_shard(rollout_mesh, count)
         prompts = Prompts(
@@ -106,5 +102,22 @@ def queue_cache_shapes(
         # Key-value heads are copied until the mesh in context can split them. An abstract mesh
         # must have as many devices as the one before.
         with jax.set_mesh(rollout_mesh):
-            stages += cache_shapes(model, options, prompts)
-    return stages
+            caches.append(_cache_shapes(model, options, prompts))
+    return caches
+
+
+def _cache_shapes(
+    model: Transformer, options: SamplingOptions, prompts: Prompts
+) -> tuple[Cache, Cache]:
+    def make_caches(prompts: Prompts) -> tuple[Cache, Cache]:
+        keys_N = jnp.zeros(len(prompts.lengths) * options.n)
+        state = initial_state(build_job(model, options, {}, prompts, keys_N))
+        return state.slots.cache, state.prefill_buffer
+
+    return jax.eval_shape(make_caches, prompts)
+
+
+def cache_bytes_per_device(caches: tuple[Cache, Cache], mesh: Mesh) -> int:
+    """Return the bytes per device of the caches of a queue; heads are split over `model`."""
+    size = sum(int(x.size) * int(x.dtype.itemsize) for x in jax.tree.leaves(caches))
+    return size // int(mesh.shape["model"])

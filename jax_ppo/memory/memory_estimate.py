@@ -93,7 +93,7 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
         case "sampling":
             return _sampling_bytes(step)
         case "forward pass":
-            return _forward_bytes(step, program.role, step.packed.read_by(program.role)[0])
+            return _forward_bytes(step, program.role, step.packed.forward[0])
         case "update":
             packing = step.packed.mini_batches[program.role].packing
             # A loss may run frozen policies on the same rows.

@@ -178,9 +178,6 @@ class PossibleChanges:
         slots = min(config.rollout.max_num_seqs or samples, samples) // 4
         if slots:
             yield self._change({"rollout.max_num_seqs": slots})
-        stage = config.data.max_response_length // 4
-        if config.rollout.stage_length is None and stage:
-            yield self._change({"rollout.stage_length": stage})
 
     def _change(self, values: dict[str, Any], joined_by: str = " and ") -> Change:
         words = joined_by.join(f"config.{name}={value}" for name, value in values.items())

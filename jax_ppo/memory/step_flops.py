@@ -17,10 +17,9 @@ def count_step_flops(
     step: int,
     prompt_lengths: np.ndarray,
     lengths: np.ndarray,
-    whole_prompts: dict[str, np.ndarray] | None = None,
 ) -> float:
     """Return the FLOPs of all programs of a step, see `count_program_flops`."""
-    flops = count_program_flops(options, nets, prompt_lengths, lengths, whole_prompts)
+    flops = count_program_flops(options, nets, prompt_lengths, lengths)
     # During the critic's warm-up the actor's parameters stay.
     if not options.forward.shared_trunk and step < options.update.warmup_steps:
         flops.pop("update_actor", None)
@@ -32,30 +31,24 @@ def count_program_flops(
     nets: Networks,
     prompt_lengths: np.ndarray,
     lengths: np.ndarray,
-    whole_prompts: dict[str, np.ndarray] | None = None,
 ) -> dict[str, float]:
     """Return the FLOPs that each program of a step needs that runs a model, by its name.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
-    responses; in the other programs as often as rows hold it. All of `ppo_epochs` count, even if
+    responses. All of `ppo_epochs` count, even if
     `actor.target_kl` cut them short. A reward model with its own tokenizer counts as if its inputs
     were as long as the samples.
 
     `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
-    adjacent; `whole_prompts` is `RolloutPacking.whole_prompts`, `None` if samples share none.
+    adjacent.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
 
-    def role_passes(role: ModelRole, passes: int, rows: str) -> float:
+    def role_passes(role: ModelRole, passes: int) -> float:
         logits = num_logits if role.has_logits else 0
         architecture = role.model(nets).architecture
-        flops = passes * count_forward_flops(architecture, lengths, logits)
-        if whole_prompts is not None and role.name != "reward":
-            # Of a prompt that another sample has, only the last token is computed.
-            shared = np.repeat(repeated_lengths - 1, passes - whole_prompts[rows])
-            flops -= count_forward_flops(architecture, shared)
-        return flops
+        return passes * count_forward_flops(architecture, lengths, logits)
 
     counts: dict[str, float] = {}
     for program in programs.PROGRAMS:
@@ -68,16 +61,15 @@ def count_program_flops(
             flops -= count_forward_flops(policy, repeated_lengths)
             counts[program.name] = flops + count_forward_flops(policy, prompt_lengths)
         elif program.kind == "forward pass":
-            role = find_role(program.role)
-            counts[program.name] = passes * role_passes(role, 1, "forward")
+            counts[program.name] = role_passes(find_role(program.role), passes)
         elif program.kind == "update":
             role = find_role(program.role)
             # The backward pass has a product for the gradient of each product's input and, unless
             # only adapters are trained, one for that of its weights.
             training_passes = 3 if role.model(nets).lora is None else 2
-            flops = training_passes * role_passes(role, passes, role.name)
+            flops = training_passes * role_passes(role, passes)
             for name in program.reads(options):
-                flops += role_passes(find_role(name), passes, role.name)
+                flops += role_passes(find_role(name), passes)
             counts[program.name] = flops
     return counts
 

@@ -270,7 +270,7 @@ def _count_read_bytes(step: AbstractStep, program: StepProgram) -> float:
         return tokens * float(copy + step.cache_bytes)
     passes = program.passes(step.step_options, step.nets)
     if program.kind == "forward pass":
-        rows, _ = step.packed.read_by(program.role)
+        rows, _ = step.packed.forward
         return passes * rows.sample.shape[0] * weights(program.role)
     if program.kind == "update":
         steps, micro_batches = step.packed.mini_batches[program.role].packing.sample.shape[:2]

@@ -2,8 +2,7 @@
 
 Each program takes q [B, T, H, d], k and v [B, T, K, d] and segments int32 [B, T] (or `None` if
 each row is one segment), and returns [B, T, H, d] in the type of q. Query head h reads key head
-h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment; or,
-with `PrefixedSegments`, also the tokens of another segment, which the segments after it share.
+h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment.
 The options are
 
     scale           factor on the product of query and key; None: d ** -0.5
@@ -17,7 +16,7 @@ and the programs
             except for the keys that no query of a block reads
     cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no scores, and with
             segments a mask [B, Q, T] of one block of queries at a time
-    splash  TPU only, without shared prefixes; it stores no scores
+    splash  TPU only; it stores no scores
 
 attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
 runs them.
@@ -25,7 +24,7 @@ runs them.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +50,7 @@ Queries = Float[Array, "B T H d"]
 Keys = Float[Array, "B T K d"]
 
 
-class PrefixedSegments(NamedTuple):
-    """Segments of rows in which several segments continue one copy of a prefix."""
-
-    own: Int[Array, "B T"]  # the segment of each token
-    # The segment of the earlier tokens that each token reads besides its own segment.
-    prefixes: Int[Array, "B T"]
-    positions: Int[Array, "B T"]  # of each token in its sequence, which columns are not
-
-
-Segments = Int[Array, "B T"] | PrefixedSegments | None
+Segments = Int[Array, "B T"] | None
 
 
 def run_attention(
@@ -131,8 +121,6 @@ def blocks_of_queries(
     for start in starts:
         stop = length if start == starts[-1] else start + size
         first = max(0, start + 1 - (sliding_window or stop)) // tile * tile
-        if isinstance(segments_BxT, PrefixedSegments):
-            first = 0  # a window reaches back over the responses between a token and its prompt
         yield slice(start, stop), slice(first, stop)
 
 
@@ -288,7 +276,6 @@ def splash_attention(
 
     `interpret` runs the Python code of the kernel on any platform, slowly.
     """
-    assert not isinstance(segments_BxT, PrefixedSegments), "select_attention_program refuses it"
     T, H = q_BxTxHxd.shape[1:3]
     attend_heads = make_splash_kernel(
         H, T, softcap=softcap, sliding_window=sliding_window, interpret=interpret
@@ -380,17 +367,6 @@ def visible_keys(
     # Columns of the row serve as well as positions in the segment: only differences count.
     distance = columns_Q[:, None] - jnp.arange(keys.start or 0, keys.stop)
     visible = (distance >= 0)[None]
-    if isinstance(own_segments, PrefixedSegments):
-        assert isinstance(key_segments, PrefixedSegments), "queries and keys are of the same rows"
-        key_segment = key_segments.own[:, None]
-        visible &= (own_segments.own[:, :, None] == key_segment) | (
-            own_segments.prefixes[:, :, None] == key_segment
-        )
-        if sliding_window is None:
-            return visible
-        distance_BxQxS = own_segments.positions[:, :, None] - key_segments.positions[:, None]
-        return visible & (distance_BxQxS < sliding_window)
-    assert not isinstance(key_segments, PrefixedSegments), "queries and keys are of the same rows"
     if sliding_window is not None:
         visible &= distance < sliding_window
     if own_segments is not None and key_segments is not None:

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 
 from jax_ppo.models.attention import (
     Keys,
-    PrefixedSegments,
     Queries,
     Segments,
     attend_block_of_queries,
@@ -37,7 +36,6 @@ def run_attention_over_parts(
 ) -> Queries:
     """Run a program for the parts of packed rows; arguments as for `attention.run_attention`."""
     assert segments is not None, "packed rows have segments"
-    assert not isinstance(segments, PrefixedSegments), "the options refuse shared prompts"
     if program == "splash":
         length = q.shape[1] * num_row_parts()
         kernel = make_splash_kernel(q.shape[2], length, num_row_parts(), **options)

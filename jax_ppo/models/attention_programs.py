@@ -75,7 +75,6 @@ def program_obstacle(
     softcap: float | None = None,
     sinks: bool = False,
     gpu_generation: int | None = None,
-    shares_prefixes: bool = False,
 ) -> str | None:
     """Return why a program for whole sequences cannot run, or `None` if it can.
 
@@ -88,7 +87,6 @@ def program_obstacle(
       softcap: soft cap of the scores, or `None`.
       sinks: whether heads have scores that belong to no key.
       gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
-      shares_prefixes: whether samples of a row share tokens (`attention.PrefixedSegments`).
     """
     max_head = MAX_CUDNN_HEAD_ELSEWHERE
     if gpu_generation is not None:
@@ -116,10 +114,6 @@ def program_obstacle(
             ),
         ),
         "splash": (
-            (
-                shares_prefixes,
-                "splash attention takes no shared prompts (config.packing.share_prompts=True)",
-            ),
             (platform != "tpu", f"splash attention needs a TPU, this is {platform}"),
             (
                 length % SPLASH_BLOCKS[-1],

@@ -57,7 +57,6 @@ def select_cache_program(
     attention: str,
     architecture: Architecture,
     max_columns: int,
-    is_split: bool = False,
 ) -> str:
     """Return the program for one new token per row; raise `ValueError` if it cannot run.
 
@@ -67,7 +66,6 @@ def select_cache_program(
       attention: program for whole sequences (attention.py).
       architecture: of the decoder.
       max_columns: maximum of S.
-      is_split: whether devices hold parts of the columns (split_cache.py).
     """
     obstacle = None
     # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.
@@ -77,8 +75,6 @@ def select_cache_program(
             "cuDNN reads the cache only where whole sequences take its attention, these take "
             f"{attention}"
         )
-    elif is_split:
-        obstacle = "cuDNN reads whole sequences, config.rollout.mesh.context splits them"
     elif any(architecture.layers_are_local) and window is not None and window < max_columns:
         obstacle = (
             "cuDNN reads the cache of layers without a sliding window, this model's is "

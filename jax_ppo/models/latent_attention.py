@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jax_ppo.models import rope
 from jax_ppo.models.attention import Segments
-from jax_ppo.models.cache import Columns
+from jax_ppo.models.cache import Columns, attend_to_cache, write_tokens
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
     Attention,
@@ -34,7 +34,6 @@ from jax_ppo.models.layers import (
     Layer,
     LayerKind,
     RMSNorm,
-    cache_module,
 )
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
@@ -131,12 +130,11 @@ class LatentAttention(Attention):
             out = self._attend_to_heads(q, k, v, kind, segments_BxT)
             cache = columns, columns
         else:
-            layout = cache_module()
             q = to_heads.to_latents(q[:, 0], 0)[:, None]
             q = pad_query_heads(jnp.concatenate([q, q_rotated], axis=-1), 1)
             decoding = self.options.decoding
-            cache = layout.write_tokens(decoding, cache, columns, columns, columns_B)
-            out = layout.attend_to_cache(decoding, q, cache, columns_B, scale=a.attention_scale)
+            cache = write_tokens(decoding, cache, columns, columns, columns_B)
+            out = attend_to_cache(decoding, q, cache, columns_B, scale=a.attention_scale)
             out = drop_padded_heads(out, a.num_heads, 1)[:, 0, :, : a.latent_size]
             out = to_heads.from_latents(out, unrotated, width)[:, None]
         out = checkpoint_name(out, ATTENTION_OUTPUT).reshape(B, T, a.num_heads * width)

@@ -12,16 +12,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jax_ppo.models import cache as whole_cache
-from jax_ppo.models import rope, split_cache
+from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import PrefixedSegments, Segments, run_attention
+from jax_ppo.models.attention import Segments, run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
-from jax_ppo.models.cache import Columns, LayerCache
+from jax_ppo.models.cache import Columns, LayerCache, attend_to_cache, write_tokens
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_cache_parts, num_row_parts
+from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -76,11 +75,6 @@ def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     a = architecture
     flags = (a.layers_are_local, a.layers_are_rotated, a.layers_are_linear, a.layers_are_dense)
     return tuple(map(LayerKind, *flags, a.layers_are_shared))
-
-
-def cache_module() -> Any:
-    """Return the module of the decoding cache: split_cache.py if devices split its columns."""
-    return split_cache if num_cache_parts() > 1 else whole_cache
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
@@ -242,10 +236,9 @@ class Attention(DecoderModule):
             cache = cache if is_shared and cache is not None else (k, v)
             out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, factors)
         else:
-            layout = cache_module()
             if not is_shared:
-                cache = layout.write_tokens(self.options.decoding, cache, k, v, columns_B)
-            out = layout.attend_to_cache(
+                cache = write_tokens(self.options.decoding, cache, k, v, columns_B)
+            out = attend_to_cache(
                 self.options.decoding,
                 q,
                 cache,
@@ -419,10 +412,8 @@ class Layer(DecoderModule):
                 returns_routed_experts=self.options.returns_routed_experts,
                 name="mlp",
             )
-            # The routers' loss, which alone reads them, is refused where samples share prompts.
-            own = segments_BxT.own if isinstance(segments_BxT, PrefixedSegments) else segments_BxT
             run_mlp = functools.partial(
-                experts, segments_RxL=own, routed_experts_RxLxk=inputs.routed_experts
+                experts, segments_RxL=segments_BxT, routed_experts_RxLxk=inputs.routed_experts
             )
         else:
             width, name = (a.dense_size, "dense_mlp") if is_dense else (a.intermediate_size, "mlp")

@@ -164,8 +164,7 @@ class Transformer(LayerOptions):
           positions_BxT: position of each token in its own sequence, from 0 and below T (below S
             with a cache).
           segments_BxT: A token attends to the earlier tokens in its row that have the same
-            segment, or that its segment continues (`attention.PrefixedSegments`; only layers with
-            attention). `None`: each row is one segment. Not used with a cache.
+            segment. `None`: each row is one segment. Not used with a cache.
           cache: what each layer remembers (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.

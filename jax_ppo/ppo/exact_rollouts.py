@@ -28,7 +28,7 @@ from jax_ppo.ppo.step_parts import ProgramInputs, SampledBatch, StepObserver, St
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.continuation import DrawStates, begin_draws, continuation_options
+from jax_ppo.sampler.continuation import DrawStates, begin_draws
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
 from jax_ppo.sampler.sampling import sample_keys
@@ -51,7 +51,7 @@ def draw_exactly(
         rollout = dataclasses.replace(rollout, slot_steps=None)
         with observer.phase("rollout"):
             lengths = sample_lengths(sampled.batch, rollout)
-            packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
+            packed = parts.packer.pack(step, lengths)
         with observer.phase("forward"):
             rollout, replaced, draws, changed = _draw_again(
                 parts, state, rollout, packed.forward, key
@@ -68,9 +68,7 @@ def draw_exactly(
         metrics["rollout/redrawn_tokens"] += count
         with newest_weights(parts, state, observer) as engine:
             assert isinstance(engine, BuiltInEngine), "the options require it"
-            rollout, _, taken = engine.continue_responses(
-                replaced, draws, version, _continuation(parts, rollout)
-            )
+            rollout, _, taken = engine.continue_responses(replaced, draws, version, parts.sampling)
             slot_steps = slot_steps + taken
 
 
@@ -86,7 +84,7 @@ def compile_exact_sampling(
     without_steps = dataclasses.replace(rollout, slot_steps=None)
     drawn, replaced, draws, _ = _draw_again(step, state, without_steps, packed, key, compile_ahead)
     assert isinstance(step.engine, BuiltInEngine), "the options require it"
-    list(step.engine.precompile_continuation(params, replaced, draws, _continuation(step, rollout)))
+    list(step.engine.precompile_continuation(params, replaced, draws, step.sampling))
     return dataclasses.replace(drawn, slot_steps=rollout.slot_steps)
 
 
@@ -117,10 +115,6 @@ def _draw_again(
     )
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
     return rollout, *run(_replace_tokens, step.sampling, rollout, outputs.drawn, key, layout)
-
-
-def _continuation(step: ProgramInputs, rollout: Rollout) -> SamplingOptions:
-    return continuation_options(step.sampling, rollout.prompts.tokens.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames=("count", "layout"))

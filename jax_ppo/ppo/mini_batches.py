@@ -14,7 +14,6 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
-from jax_ppo.training.packing import SharedPrompts
 from jax_ppo.types import MiniBatches, Packing, Rollout
 
 PackedRows = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
@@ -25,19 +24,9 @@ class RolloutPacking:
     """Packed rows for one rollout, on the mesh."""
 
     forward: PackedRows  # rows of all samples, for the passes that only read
-    # Rows of all samples that share nothing, for a reward model; `forward` if those do not share
-    # either, or if nothing reads them.
-    whole: PackedRows
     mini_batches: dict[str, MiniBatches]  # the actor's and a separate critic's, by role
     padding: float  # share of the places in the actor's rows that hold no token, 0..1
     lengths: np.ndarray  # int [B] on the host, tokens of each sample's prompt and response
-    # Where samples share prompts, for "forward" and each trained role: int [B] on the host, how
-    # often the rows hold a sample's whole prompt, not its last token alone.
-    whole_prompts: dict[str, np.ndarray] | None = None
-
-    def read_by(self, role: str) -> PackedRows:
-        """Return the rows of all samples that a role's forward pass reads."""
-        return self.whole if role == "reward" else self.forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +57,6 @@ class RolloutPacker:
     # Virtual replicas, among which the rows of each micro-batch are divided as among devices; 0
     # without any.
     replicas: int = 0
-    # Number of responses to a prompt that share it and always fit a row; 0 if each sample has its
-    # own copy of its prompt.
-    responses_per_row: int = 0
-    # Whether a reward model reads the sampled tokens, where nothing is shared.
-    has_reward_model: bool = False
     # Whether forward passes read the rows of the actor's first epoch, in the micro-batches of its
     # update.
     reads_as_updated: bool = False
@@ -81,61 +65,31 @@ class RolloutPacker:
         default_factory=lambda: placement.place
     )
 
-    def pack(
-        self, step: int, lengths: np.ndarray, prompt_lengths: np.ndarray | None = None
-    ) -> RolloutPacking:
+    def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
         """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
 
-        `lengths` counts the tokens of each sample's prompt and response, int [B]; `prompt_lengths`
-        the tokens of each prompt, int [N], where samples may share it.
+        `lengths` counts the tokens of each sample's prompt and response, int [B].
         """
-        shared = None
-        if self.responses_per_row:
-            assert prompt_lengths is not None, "samples that share prompts need their lengths"
-            n = len(lengths) // len(prompt_lengths)
-            shared = SharedPrompts(np.repeat(prompt_lengths, n), n, self.responses_per_row)
         # Roles that divide a rollout alike share one packing, which is made and sent once.
-        divide = functools.cache(lambda x: self._mini_batches(step, lengths, x, shared))
+        divide = functools.cache(lambda x: self._mini_batches(step, lengths, x))
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
         _, places, rows = divided["actor"]
-        if self.reads_as_updated:
-            forward, forward_rows = self._first_epoch(rows)
-        else:
-            forward, forward_rows = self._pack_all(lengths, shared)
-        whole, whole_prompts = forward, None
-        if shared is not None:
-            packings = {role: packed for role, (_, _, packed) in divided.items()}
-            packings["forward"] = forward_rows
-            whole_prompts = {
-                name: packing.count_starts(x, len(lengths)) for name, x in packings.items()
-            }
-            if self.has_reward_model:
-                whole = self.pack_rows(lengths)
         return RolloutPacking(
-            forward=forward,
-            whole=whole,
+            forward=self._first_epoch(rows) if self.reads_as_updated else self.pack_rows(lengths),
             mini_batches={role: batches for role, (batches, _, _) in divided.items()},
             padding=1 - int((rows.sample >= 0).sum()) / places,
             lengths=lengths,
-            whole_prompts=whole_prompts,
         )
 
     def pack_rows(self, lengths: np.ndarray) -> PackedRows:
-        """Pack all samples of a rollout for the passes that only read; they share nothing."""
-        return self._pack_all(lengths, None)[0]
-
-    def _pack_all(
-        self, lengths: np.ndarray, shared: SharedPrompts | None
-    ) -> tuple[PackedRows, Packing]:
-        """Return the rows of all samples on the mesh, and on the host."""
+        """Pack all samples of a rollout for the passes that only read."""
         # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
-        packed, counts = self._pack(lengths, one_group, self.forward_rows_per_device, shared)
+        packed, counts = self._pack(lengths, one_group, self.forward_rows_per_device)
         rows = jax.tree.map(lambda x: x[0], packed)
-        placed = self.place(rows, sharding.rows(self.mesh, axis=1))
-        return (placed, self._replicate(counts[0])), rows
+        return self.place(rows, sharding.rows(self.mesh, axis=1)), self._replicate(counts[0])
 
-    def _first_epoch(self, packed: Packing) -> tuple[PackedRows, Packing]:
+    def _first_epoch(self, packed: Packing) -> PackedRows:
         """Return the micro-batches of the actor's first epoch, the empty ones last."""
         mini_batches = len(packed.sample) // self.partitions["actor"].epochs
 
@@ -146,10 +100,10 @@ class RolloutPacker:
         order = np.argsort(~is_used, kind="stable")
         rows = jax.tree.map(lambda x: join(x)[order], packed)
         placed = self.place(rows, sharding.rows(self.mesh, axis=1))
-        return (placed, self._replicate(np.asarray(is_used.sum(), np.int32))), rows
+        return placed, self._replicate(np.asarray(is_used.sum(), np.int32))
 
     def _mini_batches(
-        self, step: int, lengths: np.ndarray, partition: Partition, shared: SharedPrompts | None
+        self, step: int, lengths: np.ndarray, partition: Partition
     ) -> tuple[MiniBatches, int, Packing]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch on its own.
 
@@ -170,7 +124,7 @@ class RolloutPacker:
         )
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
-        packed, counts = self._pack(lengths, groups, partition.rows_per_device, shared)
+        packed, counts = self._pack(lengths, groups, partition.rows_per_device)
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         rows, length = packed.sample.shape[2:]
         mini_batches = MiniBatches(
@@ -181,11 +135,7 @@ class RolloutPacker:
         return mini_batches, int(counts.sum()) * rows * length, packed
 
     def _pack(
-        self,
-        lengths: np.ndarray,
-        groups: np.ndarray,
-        rows_per_device: int | None,
-        shared: SharedPrompts | None,
+        self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         parts = meshes.row_parts(self.mesh)
@@ -193,12 +143,12 @@ class RolloutPacker:
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device,
             self.row_length // parts,
-            shared.max_bundles(groups.shape[1]) if shared else groups.shape[1],
+            groups.shape[1],
             shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
         packed, counts = packing.pack_samples(
-            lengths, groups, rows_at_once, self.row_length, self.packed, shared
+            lengths, groups, rows_at_once, self.row_length, self.packed
         )
         packed = packing.split_columns(packed, shards, parts)
         return dataclasses.replace(packed, replicas=self.replicas), counts
@@ -207,13 +157,10 @@ class RolloutPacker:
         return self.place(array, sharding.replicated(self.mesh))
 
 
-def make_packer(
-    config: Config, mesh: Mesh, has_critic: bool, has_reward_model: bool = False
-) -> RolloutPacker:
+def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
     """Return the packer that the options describe.
 
-    The critic's options default to the actor's. `has_critic` is about a separate critic,
-    `has_reward_model` about one that reads the sampled tokens.
+    The critic's options default to the actor's. `has_critic` is about a separate critic.
     """
     actor = Partition(
         epochs=config.actor.ppo_epochs,
@@ -229,19 +176,13 @@ def make_packer(
             rows_per_device=critic.ppo_micro_batch_size_per_device or actor.rows_per_device,
         )
     row_length = packed_row_length(
-        config.packing, config.model.attention, config.row_tokens, config.mesh.context
+        config.packing, config.model.attention, config.sequence_length, config.mesh.context
     )
-    responses_per_row = 0
-    if config.packing.share_prompts and config.responses_per_prompt > 1:
-        room = row_length - config.data.max_prompt_length + 1
-        responses_per_row = room // (config.data.max_response_length + 1)
     return RolloutPacker(
         mesh=mesh,
         seed=config.seed,
         prompts_per_step=config.data.train_batch_size,
         row_length=row_length,
-        responses_per_row=responses_per_row,
-        has_reward_model=has_reward_model,
         reads_as_updated=config.rollout.exact,
         packed=config.packing.enabled,
         forward_rows_per_device=(

@@ -130,7 +130,7 @@ def _compile_reward_model(step: ProgramInputs, shapes: StepShapes) -> None:
         net,
         shapes.state.role_params("reward", step.nets),
         _join_sequences(step, shapes),
-        *shapes.packed.whole,
+        *shapes.packed.forward,
         step.step_options.experience.reward.score_position,
     )
 

@@ -64,6 +64,9 @@ def sampling_options(
     Of `eos_ids`, which end a response, repeated ones and `None` are left out; `stop` is the result
     of `make_stop_search`.
     """
+    partial_length = None
+    if rollout.max_staleness > 1:
+        partial_length = rollout.partial_length or max(1, max_response_length // 8)
     return SamplingOptions(
         max_response_length=max_response_length,
         temperature=options.temperature,
@@ -73,7 +76,7 @@ def sampling_options(
         n=options.n,
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         slots=rollout.max_num_seqs or None,
-        stage_length=rollout.stage_length,
+        partial_length=partial_length,
         min_new_tokens=rollout.min_new_tokens,
         stop=stop,
         environment=environment,

@@ -85,7 +85,7 @@ def take_ppo_step(
     # Wait for the lengths of the responses, which the packing depends on.
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
-        packed = parts.packer.pack(step, lengths, sampled.batch.prompts.lengths)
+        packed = parts.packer.pack(step, lengths)
     # With max_staleness = 1, the samples of the next step come from the weights before this step's
     # update; devices that only decode begin now. With more, unfinished responses continue.
     # Validation forbids selecting samples by reward in such runs.
@@ -107,7 +107,7 @@ def take_ppo_step(
     # 3. Apply the rules on the host while the mesh computes, then add a reward model's scores.
     with observer.phase("reward"):
         rule_rewards = apply_rules(parts, sampled, batches)
-    rewards = parts.rules.add_model_scores(nets, state, rule_rewards, (sequences, *packed.whole))
+    rewards = parts.rules.add_model_scores(nets, state, rule_rewards, (sequences, *packed.forward))
 
     # 4. Estimate advantages and returns.
     experience, metrics = estimate_experience(

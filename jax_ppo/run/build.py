@@ -131,7 +131,6 @@ def build_run(
             config,
             mesh,
             has_critic=models.nets.critic is not None,
-            has_reward_model=models.nets.reward is not None and models.reward_inputs is None,
         ),
         rules=RuleScorer(
             mesh=mesh,

@@ -123,7 +123,7 @@ class PPOTraining:
         key = run.sample_keys(Stream.TRAINING, 0)
         # A packing has the same shape for all lengths, so any lengths will do.
         ones = np.ones(run.samples, np.int32)
-        packed = run.packer.pack(0, ones, ones[: run.step_options.prompts_per_step])
+        packed = run.packer.pack(0, ones)
         return compile_programs(run, run.states.shapes(), prompts, key, packed, rollout)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
@@ -222,7 +222,6 @@ def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) 
             step,
             sampled.batch.prompts.lengths,
             result.packed.lengths,
-            result.packed.whole_prompts,
         ),
         samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},

@@ -78,10 +78,9 @@ def read_run_models(
         config.model,
         nets.actor,
         packed_row_length(
-            config.packing, config.model.attention, config.row_tokens, config.mesh.context
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
         ),
         decodes=config.rollout.engine == "built-in",
-        shares_prompts=config.packing.share_prompts,
     )
     if attention:
         report(attention)

@@ -27,7 +27,6 @@ from jax_ppo.errors import UserError
 # In the order of the devices: neighbours exchange the most, stages the least.
 AXES = ("stage", "data", "fsdp", "expert", "context", "model")
 REPLICA = "replica"  # a further axis, whose devices share virtual replicas; it splits no array
-COLUMNS = "columns"  # a further axis of meshes to decode on, which splits the cache's columns
 # The axes that split the rows of a batch; the parts of a row are on neighbouring devices.
 ROWS = ("stage", "data", "fsdp", "expert", "context")
 # Those that split parameters, which are gathered layer by layer. Experts are split over `expert` in
@@ -175,31 +174,20 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     elif shape.model is None:
         return mesh
     model = shape.model or 1
-    others = shape.context * model
-    data = devices.size // others if shape.data == -1 else shape.data
-    if data * others != devices.size:
-        factors = [f"config.rollout.mesh.data={shape.data}"]
-        if shape.context > 1:
-            factors.append(f"config.rollout.mesh.context={shape.context}")
-        factors.append(f"config.rollout.mesh.model={model}")
-        raise UserError(f"{' x '.join(factors)}: must multiply to {number}")
-    sizes = {"data": data, COLUMNS: shape.context, "model": model}
-    axes: tuple[str, ...] = AXES
-    if shape.context > 1:
-        # Neighbours split matrices, as in a run's mesh.
-        axes = (*AXES[:-1], COLUMNS, AXES[-1])
-    devices = devices.reshape([sizes.get(axis, 1) for axis in axes])
-    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+    data = devices.size // model if shape.data == -1 else shape.data
+    if data * model != devices.size:
+        raise UserError(
+            f"config.rollout.mesh.data={shape.data} x config.rollout.mesh.model={model}: must "
+            f"multiply to {number}"
+        )
+    sizes = {"data": data, "model": model}
+    devices = devices.reshape([sizes.get(axis, 1) for axis in AXES])
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def shares_devices(mesh: Mesh, other: Mesh) -> bool:
     """Return whether two meshes have devices in common."""
     return not set(mesh.devices.flat).isdisjoint(other.devices.flat)
-
-
-def cache_parts(mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of devices that split the columns of a cache."""
-    return int(mesh.shape.get(COLUMNS, 1))
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
@@ -312,7 +300,7 @@ def _dimensions_of_decoder(a: Any) -> dict[str, dict[str, int]]:
 
 def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:
     """Raise `UserError` if the mesh splits what is only computed for whole sequences or models."""
-    parts = max(mesh.shape.get(axis, 1) for axis in ("context", COLUMNS))
+    parts = mesh.shape.get("context", 1)
     stages = mesh.shape.get("stage", 1)
     sinks = "the model has attention sinks, which are only computed for whole sequences"
     kinds = "some layers of the model {}, and stages have layers of one kind"

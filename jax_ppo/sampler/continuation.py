@@ -1,8 +1,8 @@
 """Partial rollouts: responses that continue, under newer weights, where they stopped.
 
-A call draws up to `stage_length` tokens of each response that has not ended. Like a later stage
-(`stages.py`) it runs the tokens drawn before again, as part of the prompts and with the weights of
-the call; their log-probs stay those under the weights that drew them. Dialogues stay open from call
+A call draws up to `partial_length` tokens of each response that has not ended. It runs the tokens
+drawn before again, as part of the prompts and with the weights of the call; their log-probs stay
+those under the weights that drew them. Dialogues stay open from call
 to call, also within a turn or an observation. Between two calls the host decides which samples
 leave; shapes never change.
 """
@@ -20,10 +20,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
-from jax_ppo.sampler.dialogues import record_dialogues, start_dialogues
+from jax_ppo.sampler.dialogues import extend_contexts, record_dialogues, start_dialogues
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Dialogues, build_job, initial_state
-from jax_ppo.sampler.stages import build_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -67,18 +66,6 @@ def begin_dialogues(
     return record_dialogues(options, rollout, begun), draws._replace(dialogues=begun)
 
 
-def continuation_options(options: SamplingOptions, prompt_length: int) -> SamplingOptions:
-    """Return how responses continue at once to their ends, in the memory of the slots before.
-
-    `options` say how they were sampled so far, to prompts [N, P = `prompt_length`].
-    """
-    T = options.max_response_length
-    slots = options.slots
-    if slots is not None:
-        slots = max(1, slots * (prompt_length + stage_limits(options)[0]) // (prompt_length + T))
-    return dataclasses.replace(options, n=1, slots=slots, stage_length=T)
-
-
 def has_ended(rollout: Rollout, draws: DrawStates) -> jax.Array:
     """Return which responses are complete, bool [N]: all that cannot continue."""
     ended_N = ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
@@ -94,7 +81,7 @@ def continue_responses(
     version: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
 ) -> tuple[Rollout, DrawStates]:
-    """Draw up to `options.stage_length` tokens of each response that has not ended. Pure.
+    """Draw up to `options.partial_length` tokens of each response that has not ended. Pure.
 
     With unchanged weights, `generate_responses` would draw the same tokens, up to the rounding of
     logits, however the calls divide them. `model`, `options` and `params` are as there;
@@ -102,26 +89,46 @@ def continue_responses(
     `DecodeJob`. `rollout` has versions if weights may differ from call to call; `version` is the
     step that began with `params`.
     """
-    assert options.stage_length is not None, "the options require it"
     assert not options.returns_routed_experts
     options = dataclasses.replace(options, n=1)
     T = options.max_response_length
-    started_N = rollout.lengths
-    ended_N = has_ended(rollout, draws)
-    first = build_job(
-        model, options, params, rollout.prompts, jax.random.wrap_key_data(draws.keys), any_shard
+    started_N, ended_N = rollout.lengths, has_ended(rollout, draws)
+    # Those that have not ended come first, in their order.
+    order_N = jnp.argsort(ended_N, stable=True)
+    prompts, responses = rollout.prompts, rollout.responses
+    extended, dialogues = append_responses(prompts, responses, started_N, T - 1), draws.dialogues
+    keys_N = jax.random.wrap_key_data(draws.keys)
+    if dialogues is not None and dialogues.contexts is not None:
+        begun = initial_state(build_job(model, options, params, prompts, keys_N, any_shard))
+        begun = begun._replace(responses=responses, lengths=started_N, dialogues=dialogues)
+        extended, dialogues = extend_contexts(prompts, begun, T - 1)
+    job = build_job(
+        model,
+        options,
+        params,
+        jax.tree.map(lambda x: x[order_N], extended),
+        keys_N[order_N],
+        any_shard,
+        start=started_N[order_N],
+        limit=jnp.minimum(started_N + (options.partial_length or T), T)[order_N],
+        count=(~ended_N).sum(),
+        originals=jax.tree.map(lambda x: x[order_N], prompts),
     )
-    begun = initial_state(first)._replace(
-        responses=rollout.responses,
-        logprobs=rollout.logprobs,
-        lengths=started_N,
-        finished=ended_N,
-        stop_states=draws.stop_states,
-        dialogues=draws.dialogues,
+    results = {
+        "responses": responses,
+        "logprobs": rollout.logprobs,
+        "lengths": started_N,
+        "finished": ended_N,
+        "stop_states": draws.stop_states,
+        "dialogues": dialogues,
+    }
+    results = jax.tree.map(lambda x: x[order_N], results)
+    decoded = decode_queue(job, initial_state(job)._replace(**results))
+    # In the order of the samples again.
+    place_N = jnp.argsort(order_N)
+    state = decoded._replace(
+        **{name: jax.tree.map(lambda x: x[place_N], getattr(decoded, name)) for name in results}
     )
-    limit_N = jnp.minimum(started_N + options.stage_length, T)
-    stage = build_next_stage(first, rollout.prompts, begun, started_N, limit_N)
-    state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]
     is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
@@ -142,6 +149,23 @@ def continue_responses(
     if state.dialogues is not None:
         continued = record_dialogues(options, continued, state.dialogues)
     return continued, DrawStates(draws.keys, state.stop_states, state.dialogues)
+
+
+def append_responses(
+    prompts: Prompts, responses_NxT: jax.Array, lengths_N: jax.Array, longest: int
+) -> Prompts:
+    """Return prompts [N, P + longest] that end with the responses' first `lengths_N` tokens."""
+    P = prompts.tokens.shape[1]
+    prompt_lengths = prompts.lengths[:, None]
+    columns = jnp.arange(P + longest)
+    from_prompt = jnp.pad(prompts.tokens, ((0, 0), (0, longest)))
+    # Clipped indices belong to columns that hold the prompt, or that nothing reads.
+    index = jnp.clip(columns - prompt_lengths, 0, longest - 1)
+    from_response = jnp.take_along_axis(responses_NxT[:, :longest], index, axis=1)
+    return Prompts(
+        tokens=jnp.where(columns < prompt_lengths, from_prompt, from_response),
+        lengths=prompts.lengths + lengths_N,
+    )
 
 
 def continuation_program(

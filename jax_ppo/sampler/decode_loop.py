@@ -3,14 +3,12 @@
 No slot waits for the longest response: a slot whose response has ended takes the next sample of the
 queue (`slots.py`). Once the queue is empty, the samples still being decoded move into fewer slots
 whenever they fit three quarters, half or a quarter of them; each number of slots has a separate
-`while_loop`. (Short responses keep all slots.) With stages (`stages.py`), samples that outgrow a
-stage wait until the next one, whose fewer slots have more room. With an environment a response may
-have several turns (`dialogues.py`).
+`while_loop`. (Short responses keep all slots.) With an environment a response may have several
+turns (`dialogues.py`).
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +35,6 @@ from jax_ppo.sampler.slots import (
     needs_prefill,
     slot_widths,
 )
-from jax_ppo.sampler.stages import build_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Params, Prompts, Rollout
 
 PADDING = -1  # the index of a sample that is not decoded
@@ -75,16 +72,10 @@ def generate_responses(
         raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
     model = model.clone(returns_routed_experts=options.returns_routed_experts)
     keys_N = sampling.sample_keys(key, indices_N)
-    limits = stage_limits(options)
     count = (indices_N != PADDING).sum() if has_padding else None
-    first = build_job(
-        model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
-    )
+    job = build_job(model, options, params, prompts, keys_N, any_shard, count=count)
     prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
-    state = decode_queue(first, _first_state(first, prompts_N, indices_N, has_padding))
-    for start, limit in itertools.pairwise(limits):
-        stage = build_next_stage(first, prompts_N, state, start, limit)
-        state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
+    state = decode_queue(job, _first_state(job, prompts_N, indices_N, has_padding))
     rollout = Rollout(
         prompts=dataclasses.replace(prompts_N, rows=None),
         responses=state.responses,
@@ -107,11 +98,10 @@ def _first_state(
 ) -> DecodeState:
     """Return the state before the first token, with dialogues if there is an environment.
 
-    Takes the job of the first stage and the prompt of each sample, [N, P].
+    Takes the prompt of each sample, [N, P].
     """
     state = initial_state(job)
     if has_padding:
-        # Later stages continue what is not finished.
         state = state._replace(finished=indices_N == PADDING)
     if job.options.environment is None:
         return state
@@ -175,16 +165,11 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
     record = state.routing
-    replayed = None
-    if record is not None and job.start:
-        # An earlier stage has run these tokens: they pass through the same experts again.
-        replayed = routing.recorded_prompts(record, state.prefilled)
     output: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params},
         tokens_GxP,
         columns_GxP,
         is_prompt_GxP,
-        routed_experts=replayed,
         # The decode step runs a prompt's last token.
         ends_B=lengths_G - 1,
     )

@@ -328,9 +328,9 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 
 def leave_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Free the slots of dialogues that go on in a later stage, perhaps within a turn."""
+    """Free the slots of dialogues that go on in a later call, perhaps within a turn."""
     if isinstance(job.limit, int) and job.limit == job.options.max_response_length:
-        return state  # no later stage: a turn that reaches the limit waits, and is the last
+        return state  # no later call: a turn that reaches the limit waits, and is the last
     slots = state.slots
     limit_B = job.limit_of(jnp.minimum(slots.sample, job.samples - 1))
     leaves_B = (slots.drawn == limit_B) & ~waiting_slots(job, state)

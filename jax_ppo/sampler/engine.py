@@ -30,9 +30,8 @@ class SamplingOptions:
     # B, the most samples decoded together (on each device that rows are split over); `None` is no
     # limit.
     slots: int | None = None
-    # Tokens of the responses that the first stage of decoding has room for (`stages.py`); `None` is
-    # one stage with room for all. It changes no sample.
-    stage_length: int | None = None
+    # Tokens that a call of `continue_responses` draws of each response; `None` is all.
+    partial_length: int | None = None
     # Tokens before which no EOS is drawn, and in which no `stop` is searched for.
     min_new_tokens: int = 0
     # Strings that end a response as an EOS does; the token that completes one is its last.

@@ -81,17 +81,6 @@ def record_tokens(
     return record._replace(sequences=sequences)
 
 
-def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
-    """Return the recorded experts of the next prompts to be prefilled, [G, P, layers, k].
-
-    Each of them must have one sample. `first` is the first of these in the order of the queue;
-    those past the end have no meaning.
-    """
-    G, P = record.buffer.shape[:2]
-    rows_G = jnp.minimum(first + jnp.arange(G), len(record.sequences) - 1)
-    return record.sequences[rows_G, :P]
-
-
 def recorded_tokens(
     record: RoutingRecord, sample_B: jax.Array, positions_B: jax.Array, is_again_B: jax.Array
 ) -> jax.Array:

@@ -7,8 +7,8 @@ prefill buffer, from where each of their n samples copies keys and values into i
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
 When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
 draws the first token of the response. The prefill has run it too, but recurrent states do not
-include it: a token must not change them twice. In a later stage (`stages.py`) the prompt includes
-the tokens that earlier stages have drawn, and S has the room of that stage.
+include it: a token must not change them twice. Where responses continue (`continuation.py`) the
+prompt includes the tokens that were drawn before.
 """
 
 import dataclasses
@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models import cache as whole_cache
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.layers import cache_module
+from jax_ppo.models.cache import empty_cache, empty_state, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
@@ -41,7 +40,7 @@ class Slots(NamedTuple):
 
     # int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
     sample: jax.Array
-    drawn: jax.Array  # int32 [B], tokens of its response so far, of all stages
+    drawn: jax.Array  # int32 [B], tokens of its response so far
     token: jax.Array  # int32 [B], the last token of its sequence, which has not been run yet
     # One entry per layer, with B rows and S columns; it may keep the rows of slots that no longer
     # exist (see `compact_slots`).
@@ -108,7 +107,7 @@ class DecodeJob:
     options: SamplingOptions  # how to sample
     params: Params  # the actor's weights, laid out for decoding
     # [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not answered.
-    # In a later stage they include tokens of the responses.
+    # Where responses continue, they include their tokens.
     prompts: Prompts
     originals: Prompts  # [N / n, P or less], the prompts without tokens of the responses
     keys_N: jax.Array  # one random key per sample
@@ -155,7 +154,7 @@ def build_job(
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
     *,
     start: int | jax.Array = 0,
-    limit: int | jax.Array | None = None,
+    limit: jax.Array | None = None,
     count: int | jax.Array | None = None,
     originals: Prompts | None = None,
 ) -> DecodeJob:
@@ -163,8 +162,6 @@ def build_job(
 
     See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples,
     without `originals` the prompts.
-    Where the limit is an array, a slot draws at most `options.stage_length` tokens, and the prompts
-    have columns for all tokens of a sequence but the last.
     """
     rows, P = prompts.tokens.shape
     # More slots than samples would never be used.
@@ -177,17 +174,11 @@ def build_job(
         tokens=jnp.pad(tokens, ((0, -rows % group), (0, 0))),
         lengths=jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1),
     )
-    if limit is None:
-        limit = options.max_response_length
-    if count is None:
-        count = len(keys_N)
-    if isinstance(start, int) and isinstance(limit, int):
-        span = limit - start
-        columns = P + span
-    else:
-        assert options.stage_length is not None, "samples that continue draw so many tokens"
-        span = options.stage_length
-        columns = P + 1
+    longest = options.max_response_length
+    # Where responses continue, the prompts have columns for all tokens but the last.
+    span, columns = longest, P + longest
+    if limit is not None:
+        span, columns = options.partial_length or longest, P + 1
     return DecodeJob(
         model=model,
         options=options,
@@ -198,10 +189,10 @@ def build_job(
         group=group,
         width=width,
         start=start,
-        limit=limit,
+        limit=longest if limit is None else limit,
         span=span,
         columns=columns,
-        count=count,
+        count=len(keys_N) if count is None else count,
         any_shard=any_shard,
     )
 
@@ -214,11 +205,11 @@ def initial_state(job: DecodeJob) -> DecodeState:
     N = job.samples
     B = job.width
 
-    def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
+    def cache(rows: int, columns: int) -> Cache:
         return tuple(
-            whole_cache.empty_state(architecture, rows, job.model.dtype)
+            empty_state(architecture, rows, job.model.dtype)
             if heads is None
-            else layout.empty_cache(
+            else empty_cache(
                 job.model.decoding,
                 rows,
                 columns,
@@ -242,11 +233,11 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, job.columns, cache_module()),
+            cache=cache(B, job.columns),
         ),
         entered=jnp.int32(0),
         prefilled=jnp.int32(0),
-        prefill_buffer=cache(job.group, P),  # never split
+        prefill_buffer=cache(job.group, P),
         responses=jnp.zeros((N, T), jnp.int32),
         logprobs=jnp.zeros((N, T)),
         lengths=jnp.zeros(N, jnp.int32),
@@ -323,7 +314,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
 
     entering = jax.tree.map(lambda x: x[buffer_g], state.prefill_buffer)
     cache = tuple(
-        cache_module().write_rows(job.model.decoding, layer, slot_g, new)
+        write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
     )
     # The decode step runs the last prompt token again, to draw the first response token.

@@ -15,31 +15,22 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 
 
-def packed_row_length(packing: PackingOptions, attention: str, row_tokens: int, parts: int) -> int:
+def packed_row_length(packing: PackingOptions, attention: str, longest: int, parts: int) -> int:
     """Return L, the number of tokens of a packed row in PPO, which `parts` devices split.
 
-    Unless configured, it is `row_tokens` (`Config.row_tokens`), rounded up so that the platform's
+    Unless configured, it is the length of the longest sample, rounded up so that the platform's
     attention program runs. Further samples fill what is left of a row.
     """
     return packing.row_length or attention_programs.round_row_length(
-        attention, _platform(), row_tokens, parts
+        attention, _platform(), longest, parts
     )
 
 
-def build_decoder(
-    architecture: Architecture, options: Model, row_length: int, shares_prompts: bool = False
-) -> Transformer:
-    """Return the decoder for packed rows of `row_length` tokens, which may share prompts.
+def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
+    """Return the decoder for packed rows of `row_length` tokens.
 
-    Raise `UserError` if the attention program of `options` cannot run on this machine, or if layers
-    with recurrent states would share prompts.
+    Raise `UserError` if the attention program of `options` cannot run on this machine.
     """
-    if shares_prompts and architecture.linear_layers:
-        raise UserError(
-            "config.packing.share_prompts=True: expected a model of attention layers alone; this "
-            f"one has {sum(architecture.layers_are_linear)} layers with a state that passes from "
-            "token to token, of which each response needs its own"
-        )
     dtype = jnp.dtype(options.dtype)
     try:
         # Chosen once, by what this machine and this model can run.
@@ -47,7 +38,7 @@ def build_decoder(
             options.attention,
             _platform(),
             dtype,
-            **_attention_facts(architecture, row_length, shares_prompts),
+            **_attention_facts(architecture, row_length),
         )
     except ValueError as obstacle:
         raise UserError(
@@ -71,7 +62,6 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
             decoder.attention,
             decoder.architecture,
             sequence_length,
-            is_split=options.mesh.context > 1,
         )
     except ValueError as obstacle:
         raise UserError(
@@ -84,12 +74,10 @@ def describe_attention(
     decoder: Transformer,
     row_length: int,
     decodes: bool = False,
-    shares_prompts: bool = False,
 ) -> str:
     """Return a line that names the attention program of each phase; "" if all use xla as asked.
 
-    `decodes` says whether the built-in engine samples from this decoder, `shares_prompts` whether
-    samples of a row share prompts.
+    `decodes` says whether the built-in engine samples from this decoder.
     """
     platform = _platform()
     reason = None
@@ -98,7 +86,7 @@ def describe_attention(
             attention_programs.PLATFORM_PROGRAMS.get(platform, "xla"),
             platform,
             decoder.dtype,
-            **_attention_facts(decoder.architecture, row_length, shares_prompts),
+            **_attention_facts(decoder.architecture, row_length),
         )
     reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"
     if decoder.attention == reader == "xla" and not reason:
@@ -113,9 +101,7 @@ def describe_attention(
     return line
 
 
-def _attention_facts(
-    architecture: Architecture, row_length: int, shares_prompts: bool
-) -> dict[str, Any]:
+def _attention_facts(architecture: Architecture, row_length: int) -> dict[str, Any]:
     """Return what decides, besides platform and type, which attention programs can run."""
     return {
         "head_dim": architecture.attended_width,
@@ -123,7 +109,6 @@ def _attention_facts(
         "softcap": architecture.attention_softcap,
         "sinks": architecture.attention_sinks,
         "gpu_generation": _gpu_generation(),
-        "shares_prefixes": shares_prompts,
     }
 
 

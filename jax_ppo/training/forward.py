@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
-from jax_ppo.models.attention import PrefixedSegments
 from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.vocabulary import (
@@ -52,14 +51,11 @@ def run_decoder(
     sampler recorded, if it recorded any: only for the actor, whose experts these are.
     """
     model = model.clone(router_loss=with_router_loss)
-    segments: Any = rows.segments
-    if rows.prefixes is not None:
-        segments = PrefixedSegments(rows.segments, rows.prefixes, rows.positions)
     output: Any = model.apply(
         {"params": params},
         rows.tokens,
         rows.positions,
-        segments,
+        rows.segments,
         routed_experts=rows.routed_experts if replays_routing else None,
     )
     if not with_router_loss:

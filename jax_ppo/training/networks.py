@@ -226,9 +226,9 @@ class NetworkReader:
     def _build_decoder(self, architecture: Architecture) -> Transformer:
         config = self.config
         row_length = packed_row_length(
-            config.packing, config.model.attention, config.row_tokens, config.mesh.context
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
         )
-        return build_decoder(architecture, config.model, row_length, config.packing.share_prompts)
+        return build_decoder(architecture, config.model, row_length)
 
     def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
         """Return the actor's model with the adapters in a role's folder, on the same base."""

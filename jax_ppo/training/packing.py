@@ -93,50 +93,12 @@ def assign_to_rows(
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedPrompts:
-    """The prompts that samples share in packed rows."""
-
-    lengths_B: np.ndarray  # int [B], tokens of each sample's prompt
-    samples_per_prompt: int  # n; samples b n, ..., b n + n - 1 share a prompt
-    responses_per_row: int  # the number of responses to one prompt that always fit a row
-
-    def max_bundles(self, members: int) -> int:
-        """Return the most bundles that any `members` of the samples form."""
-        prompts = len(self.lengths_B) // self.samples_per_prompt
-        return min(members, prompts * -(-self.samples_per_prompt // self.responses_per_row))
-
-    def bundle(self, samples: np.ndarray, lengths_B: np.ndarray, row_length: int) -> list[Any]:
-        """Return the bundles of samples: samples of one prompt that fit a row together.
-
-        No two bundles of a prompt fit a row together, so that its tokens are in a row once.
-        """
-        bundles: list[list[int]] = []
-        free: list[int] = []
-        oldest = 0  # bundle of the prompt at hand
-        n = self.samples_per_prompt
-        for b in np.sort(samples).tolist():
-            if bundles and bundles[-1][0] // n != b // n:
-                oldest = len(bundles)
-            # All but the first of a bundle begin with the prompt's last token.
-            own = int(lengths_B[b] - self.lengths_B[b] + 1)
-            # The first with room: a sample that begins a bundle is too long for all earlier ones.
-            i = next((i for i in range(oldest, len(bundles)) if own <= free[i]), len(bundles))
-            if i == len(bundles):
-                bundles.append([])
-                free.append(row_length - int(self.lengths_B[b]) + 1)
-            bundles[i].append(b)
-            free[i] -= own
-        return bundles
-
-
 def pack_samples(
     lengths_B: Sequence[int] | np.ndarray,
     groups: Sequence[Sequence[int]] | np.ndarray,
     rows_per_micro_batch: int,
     row_length: int,
     packed: bool = True,
-    shared: SharedPrompts | None = None,
 ) -> tuple[Packing, np.ndarray]:
     """Pack each group of samples (mini-batch) separately.
 
@@ -146,55 +108,34 @@ def pack_samples(
       rows_per_micro_batch: R.
       row_length: L.
       packed: False gives each sample a separate row.
-      shared: the prompts of which a row holds one copy for several samples; `None`: each sample
-        has its own.
 
     Returns:
-      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample, or per
-      bundle of samples that share a prompt; and int32 [U], the number of micro-batches that are
-      not empty.
+      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
+      int32 [U], the number of micro-batches that are not empty.
     """
     groups = np.asarray(groups)
     lengths_B = np.asarray(lengths_B)
     # Short names for the sizes, as in the shapes above.
     R = rows_per_micro_batch
     U, samples = groups.shape
-    A = -(-(shared.max_bundles(samples) if shared else samples) // R)
+    A = -(-samples // R)
     # Room for the worst case; what packing saves remains empty at the end.
     sample = np.full((U, A * R, row_length), -1, np.int32)
     position = np.zeros((U, A * R, row_length), np.int32)
     counts = np.zeros(U, np.int32)
     for u, group in enumerate(groups):
-        bundles = group[:, None]
-        sizes = lengths_B[group]
-        if shared is not None:
-            bundles = shared.bundle(group, lengths_B, row_length)
-            repeated = shared.lengths_B - 1
-            sizes = np.array([(lengths_B - repeated)[x].sum() + repeated[x[0]] for x in bundles])
-        rows = assign_to_rows(sizes, row_length, packed)
+        rows = assign_to_rows(lengths_B[group], row_length, packed)
         counts[u] = -(-len(rows) // R)
         for r, members in enumerate(rows):
             start = 0
             # Samples follow each other without a gap, from the left.
-            for i, b in ((i, b) for m in members for i, b in enumerate(bundles[m])):
-                first = 0 if i == 0 else repeated[b]
-                end = start + lengths_B[b] - first
+            for b in group[members]:
+                end = start + lengths_B[b]
                 sample[u, r, start:end] = b
-                position[u, r, start:end] = np.arange(first, lengths_B[b])
+                position[u, r, start:end] = np.arange(lengths_B[b])
                 start = end
     shape = (U, A, R, row_length)
-    packing = Packing(
-        sample=sample.reshape(shape),
-        position=position.reshape(shape),
-        samples_per_prompt=shared.samples_per_prompt if shared else 0,
-    )
-    return packing, counts
-
-
-def count_starts(packing: Packing, samples: int) -> np.ndarray:
-    """Return how often rows on the host hold each sample's first token, int [samples]."""
-    starts = (packing.sample >= 0) & (packing.position == 0)
-    return np.bincount(packing.sample[starts], minlength=samples)
+    return Packing(sample=sample.reshape(shape), position=position.reshape(shape)), counts
 
 
 def split_columns(packed: Packing, shards: int, parts: int) -> Packing:
@@ -259,8 +200,7 @@ class Rows:
     tokens: Int[Array, "R L"]  # the decoder's input
     # Position of each token in its sample's sequence, or in its context.
     positions: Int[Array, "R L"]
-    # The sample or context that attention stays inside, or what tokens that samples share belong
-    # to; -1 in empty places.
+    # The sample or context that attention stays inside; -1 in empty places.
     segments: Int[Array, "R L"]
     targets: Int[Array, "R L"]  # the following token of the same sample, 0 where `mask` is False
     samples: Int[Array, "R L"]  # index of the sample, 0 in empty places
@@ -275,8 +215,6 @@ class Rows:
     # The tokens among which each target was drawn (`Rollout.kept_tokens`), any where `mask` is
     # False; `None` if the sampler did not record them.
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
-    # The segment of the shared tokens that each place reads as well; `None` if samples share none.
-    prefixes: Int[Array, "R L"] | None = None
     # Column of each token in its sample's whole sequence, if it has several contexts; `None` if
     # these are the `positions`.
     indices: Int[Array, "R L"] | None = None
@@ -308,21 +246,13 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     kept_tokens = sequences.kept_tokens
     if kept_tokens is not None:
         kept_tokens = kept_tokens[samples, steps]
-    segments, prefixes = packing.sample, None
-    if packing.samples_per_prompt:
-        # Numbers of segments after the samples' numbers.
-        prompts = len(sequences.lengths) + samples // packing.samples_per_prompt
-        prefixes = jnp.where(filled, prompts, -1)
-        is_shared = packing.position < sequences.prompt_lengths[samples] - 1
-        segments = jnp.where(filled & is_shared, prompts, segments)
+    segments = packing.sample
     positions, indices = packing.position, None
     if sequences.contexts is not None:
         contexts, positions = _locate_contexts(sequences, packing)
-        # Numbers after the samples' and prompts' numbers. A later context reads no prompt.
+        # Numbers after the samples' numbers. A later context reads no prompt.
         later = filled & (contexts > 0)
-        segments = jnp.where(later, 2 * len(sequences.lengths) * contexts + samples, segments)
-        if prefixes is not None:
-            prefixes = jnp.where(later, segments, prefixes)
+        segments = jnp.where(later, len(sequences.lengths) * contexts + samples, segments)
         indices = columns
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, columns], 0),
@@ -334,7 +264,6 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         mask=mask,
         routed_experts=routed_experts,
         kept_tokens=kept_tokens,
-        prefixes=prefixes,
         indices=indices,
     )
 

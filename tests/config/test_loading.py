@@ -88,13 +88,17 @@ def test_every_option_has_a_meaning():
             r"config\.rollout\.max_staleness=1.*config\.algorithm\.rollout_is",
         ),
         (
-            {"rollout__max_staleness": 2, "algorithm__rollout_is": "token"},
-            r"config\.rollout\.stage_length=None: .* with config\.rollout\.max_staleness=2",
+            {
+                "rollout__max_staleness": 2,
+                "rollout__partial_length": 512,
+                "algorithm__rollout_is": "token",
+            },
+            r"partial_length=512: expected fewer tokens than config\.data\.max_response_length=512",
         ),
         (
             {
                 "rollout__max_staleness": 2,
-                "rollout__stage_length": 8,
+                "rollout__partial_length": 8,
                 "algorithm__rollout_is": "token",
                 "mesh__virtual_replicas": 8,
             },
@@ -293,15 +297,6 @@ def test_every_option_has_a_meaning():
             r"process_id=-1: expected at least 0, and less than .*num_processes=2, with",
         ),
         (
-            {
-                "rollout__multi_turn__environment": "a:B",
-                "rollout__multi_turn__max_contexts": 2,
-                "rollout__stage_length": 64,
-                "actor__router_replay__mode": "R3",
-            },
-            r"stage_length=64: the experts of contexts are recorded in one stage; unset it, or ",
-        ),
-        (
             {"rollout__multi_turn__environment": "a:B", "rollout__engine": "c:D"},
             r"multi_turn\.environment='a:B': config\.rollout\.engine='c:D' has no environment",
         ),
@@ -365,10 +360,6 @@ def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
         for command in ("train", "critic", "plan", "evaluate", "sft")
     }
     assert devices == {"train": 2, "critic": 2, "plan": 2, "evaluate": 0, "sft": 0}
-
-
-def test_separate_devices_may_split_a_cache_without_splitting_matrices():
-    assert validated(**SEPARATE, rollout__mesh__context=2).rollout.mesh.model is None
 
 
 def test_wrong_type_is_named():

@@ -84,7 +84,7 @@ class Variant:
     weight: int = 1
 
 
-OPEN = ("rollout.max_staleness=3", "rollout.stage_length=2", "algorithm.rollout_is=token")
+OPEN = ("rollout.max_staleness=3", "rollout.partial_length=2", "algorithm.rollout_is=token")
 SUMMARY = (
     "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
     "rollout.multi_turn.max_contexts=3",
@@ -129,7 +129,7 @@ VARIANTS = {
     "separate devices": Variant(
         options=(
             "rollout.max_staleness=4",
-            "rollout.stage_length=4",
+            "rollout.partial_length=4",
             "algorithm.rollout_is=token",
             "rollout.mesh.devices=2",
         ),
@@ -139,7 +139,7 @@ VARIANTS = {
     "partial rollouts": Variant(
         options=(
             "rollout.max_staleness=4",
-            "rollout.stage_length=2",
+            "rollout.partial_length=2",
             "algorithm.rollout_is=token",
         )
     ),

@@ -342,7 +342,7 @@ MODELS = [
         holds="each sample of a row counts its positions from 0",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
-        old="np.arange(first, lengths_B[b])",
+        old="np.arange(lengths_B[b])",
         new="np.arange(start, end)",
     ),
     Exhibit(
@@ -819,8 +819,8 @@ PACKED_ROWS = [
         holds="the rows of a mini-batch hold its own samples, each exactly once and complete",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
-        old="group[:, None]",
-        new="np.arange(samples)[:, None]",
+        old="group[members]",
+        new="members",
     ),
     Exhibit(
         name="rows_that_fill_no_micro_batch_are_dropped",

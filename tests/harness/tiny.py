@@ -221,7 +221,7 @@ def pack_batches(config, mesh, rollout, groups, rows):
         groups,
         rows,
         packed_row_length(
-            config.packing, config.model.attention, config.row_tokens, config.mesh.context
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
         ),
         config.packing.enabled,
     )

@@ -59,7 +59,7 @@ def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
 
 
 def test_partial_rollouts_wait_for_their_stages(folder):
-    changes = {"rollout__max_staleness": 2, "rollout__stage_length": 2}
+    changes = {"rollout__max_staleness": 2, "rollout__partial_length": 2}
     planned = plan(folder, "h100:4", mesh__data=1, mesh__fsdp=2, **SEPARATE | changes)
     assert planned.seconds == pytest.approx(sum(program.seconds for program in planned.programs))
 

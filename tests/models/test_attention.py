@@ -124,17 +124,6 @@ def test_cudnn_has_no_block_of_less_than_a_tile():
     assert sizes(1152) == [(512, 512), (512, 1024), (128, 1152)]
 
 
-def test_cudnn_reads_a_prompt_that_two_responses_share(cudnn_anywhere):
-    """A prompt of 16 tokens, and two responses of 600; the window is that of their positions."""
-    *qkv, _ = make_inputs(rows=1, length=1216, heads=2, kv_heads=1)
-    own = np.repeat([9, 0, 1], (16, 600, 600))[None]
-    prefixes = np.full((1, 1216), 9)
-    positions = np.concatenate([np.arange(16), *[np.arange(16, 616)] * 2])[None]
-    segments = attention.PrefixedSegments(*map(jnp.asarray, (own, prefixes, positions)))
-    for window in (None, 500):
-        assert_cudnn_is_called_as_xla((*qkv, segments), packed=True, sliding_window=window)
-
-
 def assert_cudnn_is_called_as_xla(inputs, packed, **options):
     *qkv, segments = inputs
     arrays = (*qkv, segments if packed else None)

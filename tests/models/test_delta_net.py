@@ -82,11 +82,8 @@ def assert_logprobs(actor, prompts, rollout, n, atol=2e-4):
         {"slots": 4},  # slots are refilled
         # The last ones move into fewer.
         pytest.param({"slots": 16, "max_response_length": 70}, marks=pytest.mark.slow),
-        pytest.param(
-            {"slots": 5, "stage_length": 4, "max_response_length": 20}, marks=pytest.mark.exhaustive
-        ),
     ],
-    ids=["refilled", "compacted", "in stages"],
+    ids=["refilled", "compacted"],
 )
 def test_a_token_changes_the_state_of_its_slot_once(actor, options):
     """Prompts have 1 to 16 tokens; two samples each."""

@@ -70,7 +70,6 @@ def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"rollout__stage_length": 4}, marks=pytest.mark.slow, id="stages"),
         # Its greedy responses are drawn from one token each.
         pytest.param(
             {"algorithm__adv_estimator": "remax"},

@@ -70,10 +70,10 @@ G, N, LONGEST = 3, 2, 20  # prompts of a step, responses to each, tokens of the 
 class Engine(BuiltInEngine):
     """Draws a sample's length and tokens from its key and a seed, a stage at a time."""
 
-    def __init__(self, mesh, seed, stage_length, share_of_longest):
+    def __init__(self, mesh, seed, partial_length, share_of_longest):
         self.seed = seed
         self.layout = sharding.batch_rows(mesh, 2 * G * N)
-        self.stage_length = stage_length
+        self.partial_length = partial_length
         self.share_of_longest = share_of_longest
 
     def update_weights(self, params):
@@ -95,7 +95,7 @@ class Engine(BuiltInEngine):
         }
         for row, key in enumerate(np.asarray(draws.keys)):
             tokens, start = self.sample(key), arrays["lengths"][row]
-            new = slice(start, min(start + self.stage_length, len(tokens)))
+            new = slice(start, min(start + self.partial_length, len(tokens)))
             arrays["responses"][row, new] = tokens[new]
             arrays["versions"][row, new] = version
             arrays["action_mask"][row, new] = True
@@ -170,8 +170,8 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
         for i in range(steps + 1)
     ]
     cases = itertools.product((1, 3), (2, 3, 4), (0.05, 0.4))
-    for seed, (stage_length, max_staleness, share_of_longest) in enumerate(cases):
-        engine = Engine(mesh, seed, stage_length, share_of_longest)
+    for seed, (partial_length, max_staleness, share_of_longest) in enumerate(cases):
+        engine = Engine(mesh, seed, partial_length, share_of_longest)
         parts = make_parts(mesh, engine, count, max_staleness=max_staleness)
         batches, pool, taken = Batches(parts.training), None, []
         for step in range(steps):
@@ -219,7 +219,7 @@ def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, change
     mesh = tiny.make_mesh(1)
     parts = make_parts(mesh, Engine(mesh, 0, 3, 0.4), 2 * G)
     first_token = (changed := dict(changed)).pop("first_token", 0)
-    options = {"rollout__max_staleness": 2, "rollout__stage_length": 3, "rollout__n": n}
+    options = {"rollout__max_staleness": 2, "rollout__partial_length": 3, "rollout__n": n}
     options |= {"algorithm__rollout_is": "token"}
     with jax.set_mesh(mesh):
         pool = sample_partial_batch(parts, {}, Batches(parts.training), 0, OBSERVER, None).pool

@@ -80,21 +80,13 @@ def answer(state, turn, length):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"stage_length": 3}, marks=pytest.mark.exhaustive),
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {
             "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
             "max_turn_length": 3,
         },
-        pytest.param(
-            {
-                "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
-                "max_turn_length": 3,
-                "stage_length": 4,
-            },
-            marks=pytest.mark.exhaustive,
-        ),
     ],
-    ids=["stages", "dialogues", "dialogues in stages"],
+    ids=["one turn", "dialogues"],
 )
 def test_the_record_is_what_one_pass_over_the_whole_sequence_selects(params, changes):
     """Prompt tokens and observations are recorded, too; the last token is not run."""
@@ -311,7 +303,6 @@ def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
         data__train_files="arithmetic:32",
         data__max_prompt_length=80,
         actor__router_replay__mode="R3",
-        rollout__stage_length=4,
         trainer__export=False,
         trainer__save_freq=1,
         trainer__max_checkpoints=4,

@@ -26,7 +26,7 @@ STEPS = 4
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
 CONTINUED = {
     "rollout__max_staleness": 2,
-    "rollout__stage_length": 3,
+    "rollout__partial_length": 3,
     "algorithm__rollout_is": "token",
 }
 # The host answers on the devices that only decode, and repeats the turns for a resumed run.

@@ -440,14 +440,8 @@ def mesh_case(name, suite, *options):
         ),
         # Two devices hold parts of the same rows, and decode different samples.
         mesh_case("parts of rows", "exhaustive", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
-        # Prompts are longer than a part of a row; two devices split each cache.
-        mesh_case(
-            "parts of rows and a split cache",
-            "exhaustive",
-            "mesh.context=8",
-            "rollout.mesh.model=2",
-            "rollout.mesh.context=2",
-        ),
+        # Prompts are longer than a part of a row.
+        mesh_case("eight parts of rows", "exhaustive", "mesh.context=8", "rollout.mesh.model=2"),
     ],
 )
 def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
@@ -527,7 +521,7 @@ def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
         files,
         tmp_path,
         "--config.rollout.max_num_seqs=6",
-        "--config.rollout.stage_length=3",
+        "--config.rollout.partial_length=3",
         "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0",
         "--config.trainer.val_before_train=False",
@@ -584,7 +578,7 @@ def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
 
 CONTINUED = (
     "--config.rollout.max_staleness=2",
-    "--config.rollout.stage_length=2",
+    "--config.rollout.partial_length=2",
     "--config.algorithm.rollout_is=token",
 )
 
@@ -869,7 +863,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
         ),
         # Each process learns with half of each layer, and decodes with half of each matrix.
         pytest.param(
-            ("rollout.max_staleness=4", "rollout.stage_length=8", "mesh.data=1", "mesh.fsdp=2")
+            ("rollout.max_staleness=4", "rollout.partial_length=8", "mesh.data=1", "mesh.fsdp=2")
             + ("rollout.mesh.model=2",),
             1,
             marks=pytest.mark.exhaustive,

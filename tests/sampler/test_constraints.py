@@ -61,8 +61,7 @@ def test_a_string_of_bytes_that_tokens_split_is_found():
     "options",
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
-        pytest.param({"slots": 3}, marks=pytest.mark.slow),
-        {"slots": 3, "stage_length": 6},
+        {"slots": 3},
     ],
     ids=str,
 )

@@ -111,13 +111,10 @@ def test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own(environmen
     np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-4)
 
     sequences = join_sequences(rollout, 16 + T)
-    prompt_lengths = np.asarray(sequences.prompt_lengths)
-    lengths = prompt_lengths + rollout.lengths
-    shared = packing.SharedPrompts(prompt_lengths, 2, 1)
-    for sharing in (None, shared) if architecture is ARCHITECTURE else (None,):
-        packed_rows, _ = packing.pack_samples(lengths, [range(len(lengths))], 6, 64, shared=sharing)
-        trained = run_rows(actor, sequences, jax.tree.map(lambda x: x[0, 0], packed_rows))
-        np.testing.assert_allclose(trained, expected, atol=2e-4)
+    lengths = np.asarray(sequences.prompt_lengths) + rollout.lengths
+    packed_rows, _ = packing.pack_samples(lengths, [range(len(lengths))], 6, 64)
+    trained = run_rows(actor, sequences, jax.tree.map(lambda x: x[0, 0], packed_rows))
+    np.testing.assert_allclose(trained, expected, atol=2e-4)
 
 
 @functools.partial(jax.jit, static_argnums=0)

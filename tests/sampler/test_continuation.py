@@ -11,7 +11,6 @@ from jax_ppo.sampler import sampling
 from jax_ppo.sampler.continuation import (
     begin_draws,
     begin_responses,
-    continuation_options,
     continuation_program,
     has_ended,
 )
@@ -30,7 +29,7 @@ def actor(shallow_actor):
 
 @pytest.fixture(scope="module")
 def continuation(actor):
-    options = SamplingOptions(T, 1.0, eos_ids=EOS, slots=3, stage_length=LENGTH)
+    options = SamplingOptions(T, 1.0, eos_ids=EOS, slots=3, partial_length=LENGTH)
     return continuation_program(actor.decoded, options)
 
 
@@ -87,12 +86,3 @@ def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(
         # The other weights' log-probs differ.
         others = rollout.action_mask & ~drawn
         assert np.abs(rollout.logprobs - logprobs)[others].max() > 0.1
-
-
-@pytest.mark.parametrize("stage_length", [None, 4])
-def test_the_continuation_takes_the_memory_of_the_slots(stage_length):
-    """Six slots of 8 + 4 or 8 + 12 columns have room for 3 or 6 of 8 + 12."""
-    options = SamplingOptions(12, 1.0, slots=6, stage_length=stage_length, n=4)
-    continued = continuation_options(options, prompt_length=8)
-    assert continued.slots == (6 if stage_length is None else 3)
-    assert (continued.n, continued.stage_length) == (1, 12)

@@ -158,17 +158,14 @@ def assert_equal(rollout, expected):
 
 
 @pytest.mark.parametrize(
-    ("slots", "limits", "stage_length"),
+    ("slots", "limits"),
     [
-        pytest.param(None, (None, None), None, marks=pytest.mark.exhaustive),
-        pytest.param(3, (None, None), None, marks=pytest.mark.exhaustive),
-        pytest.param(6, (None, None), 5, marks=pytest.mark.slow),
-        (3, (2, 4), None),
+        pytest.param(None, (None, None), marks=pytest.mark.exhaustive),
+        pytest.param(3, (None, None), marks=pytest.mark.slow),
+        (3, (2, 4)),
     ],
 )
-def test_dialogues_are_those_of_a_loop_over_one_sequence(
-    actor, reference, slots, limits, stage_length
-):
+def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots, limits):
     """Tokens, log-probs, mask and rewards are the same, in as few slots as there may be."""
     expected = reference(*limits)
     prompts = with_rows(make_prompts(LENGTHS))
@@ -179,7 +176,6 @@ def test_dialogues_are_those_of_a_loop_over_one_sequence(
         n=2,
         eos_ids=EOS,
         slots=slots,
-        stage_length=stage_length,
         environment=ENVIRONMENT,
         max_turns=max_turns,
         max_turn_length=max_turn_length,

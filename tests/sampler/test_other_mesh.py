@@ -145,7 +145,7 @@ def test_programs_compiled_ahead_have_the_shapes_of_a_call(run):
 @pytest.mark.slow
 def test_responses_continue_as_on_the_runs_mesh(run):
     rows = sharding.rows(run.mesh)
-    continued = dataclasses.replace(SAMPLED, n=1, stage_length=3)
+    continued = dataclasses.replace(SAMPLED, n=1, partial_length=3)
     begun = (
         begin_responses(make_prompts(range(1, 17)), T),
         begin_draws(sampling.sample_keys(jax.random.key(0), np.arange(16))),

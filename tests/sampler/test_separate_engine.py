@@ -68,7 +68,6 @@ def test_weights_lie_on_the_devices_that_decode_alone_and_stay_there():
     [
         (2, 1, {}, {}),
         (4, 2, {}, {}),
-        (4, 2, {"context": 2}, {"model": 1, "context": 2}),
         (4, 2, {"model": 2}, {"model": 2}),
         (5, 2, {"model": 2}, {"model": 2}),  # three learn: rows divide otherwise
     ],
@@ -79,7 +78,7 @@ def test_separate_devices_draw_what_the_same_layout_on_shared_ones_does(
     actor = Actor(ARCHITECTURE)
     shared = meshes.make_mesh(MeshShape(), jax.devices()[:separate])
     cases = (shared, meshes.make_rollout_mesh(shared, RolloutMesh(**same)))
-    continued = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=3, stage_length=3)
+    continued = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=3, partial_length=3)
     results = []
     for mesh, rollout_mesh in (cases, make_meshes(devices, separate, **shape)):
         engine, params, prompts, key = build(mesh, rollout_mesh, actor)

@@ -67,15 +67,14 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     ids=str,
 )
 def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, shape):
-    """Thirteen prompts: some devices have padding, which costs no decoding, in no stage."""
-    options = dataclasses.replace(OPTIONS, stage_length=5)
+    """Thirteen prompts: some devices have padding, which costs no decoding."""
     prompts = make_prompts(range(1, 14))
     alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     mesh = meshes.make_mesh(MeshShape(**shape))
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
     with jax.set_mesh(mesh):
-        rollout = sampler_program(actor.decoded, options, split_rows)(
+        rollout = sampler_program(actor.decoded, OPTIONS, split_rows)(
             params,
             placement.place(prompts, sharding.batch_rows(mesh, 13)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
