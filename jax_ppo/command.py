@@ -75,11 +75,11 @@ def run_job(read_job: Callable[[], Job]) -> None:
             from jax_ppo.runtime import backends
 
             backends.require_settings()
-            from jax_ppo.runtime import distributed
+            from jax_ppo.runtime import distributed, faults
 
             distributed.initialize(job.options.distributed)
         try:
-            distributed.run_or_abort(lambda: _run(job))
+            faults.run_or_abort(lambda: _run(job))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -206,12 +206,12 @@ def validate_score_file(options: Score) -> None:
 
 def _run(job: Job) -> None:
     from jax_ppo.reporting import console
-    from jax_ppo.runtime import distributed, watchdog
+    from jax_ppo.runtime import faults
 
     options = job.options
-    watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
+    limited = faults.limit_stalls(options.distributed.stall_seconds)
     prepared = prepared_run(options, job.workdir, job.evaluates)
-    with exit_on_user_error(), watched, prepared as (resolved, folder):
+    with exit_on_user_error(), limited, prepared as (resolved, folder):
         try:
             pkgutil.resolve_name(job.runner)(resolved, folder)
         # A user's function raised it: as the end of a run, the others would wait for this process.

@@ -36,7 +36,7 @@ from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThr
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.json_server import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
-from jax_ppo.runtime import watchdog
+from jax_ppo.runtime import faults
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
 from jax_ppo.types import NOTHING, Example
@@ -284,7 +284,7 @@ class HostEnvironment:
             functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
         ]
         for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
-            watchdog.report_progress("answering turns of dialogues")
+            faults.report_progress()
             self._steps += 1
             try:
                 answer: _Answer = result.result()

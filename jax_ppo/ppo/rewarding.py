@@ -27,7 +27,7 @@ from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
-from jax_ppo.runtime import distributed, placement, sharding, signals, stragglers
+from jax_ppo.runtime import distributed, placement, sharding, signals
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
@@ -173,11 +173,8 @@ class RuleScorer:
                 total=total,
             )
         # An exchange between processes: every process must reach this line.
-        with stragglers.waiting():
-            failures, extra = _describe_rollout(
-                self.mesh, responses.indices, per_sample, total, real
-            )
-            answers = _gather_answers(responses.indices, scored)
+        failures, extra = _describe_rollout(self.mesh, responses.indices, per_sample, total, real)
+        answers = _gather_answers(responses.indices, scored)
         read = list(map("".join, zip(responses.thoughts, responses.policy_texts, strict=True)))
         return RuleRewards(
             scores=self._place(responses, scored.scores, total),

@@ -17,7 +17,7 @@ from typing import Any
 import tqdm
 
 from jax_ppo.errors import printable_lines
-from jax_ppo.runtime import distributed, heartbeat, watchdog
+from jax_ppo.runtime import distributed, faults, heartbeat
 
 # Columns of a sample table that are neither prompt nor response: score, correct and separators.
 _FIXED_TABLE_WIDTH = 21
@@ -40,7 +40,7 @@ class Column:
 
 def print_on_main(text: str) -> None:
     """Print a line above any progress bars, if this is the main process."""
-    watchdog.report_progress(text)
+    faults.report_progress()
     if distributed.is_main():
         heartbeat.line_printed()
         print_aside(text)

@@ -24,7 +24,7 @@ from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.runtime import compilation, devices, distributed, signals, stragglers, work_directory
+from jax_ppo.runtime import compilation, devices, distributed, signals, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
 
@@ -32,10 +32,6 @@ SPEED_COLUMNS = (
     console.Column("seconds/step", 5, ".2f", unit=" s"),
     console.Column("tokens_per_second", 7, ",.0f", unit=" tok/s"),
 )
-# Phases in which the host does little but wait for the devices.
-WAITING_PHASES = ("rollout", "forward", "update")
-# A warning names a process that lags by more than this share of a step.
-MAX_STRAGGLER_SHARE = 0.1
 # Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
 MAX_PLOT_SHARE = 0.05
 # Fields of generation_config.json that change no token but, in an export, the run's own.
@@ -108,7 +104,6 @@ class Journal:
         self._last_step = progress.step
         self._compiled_before = dataclasses.replace(compiled)
         self._last_seconds = collections.deque[float](maxlen=10)
-        self._straggler: int | None = None
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
@@ -190,8 +185,6 @@ class Journal:
         peak = devices.total_peak_flops()
         if flops is not None and peak is not None:
             metrics["perf/mfu"] = flops / (seconds * peak)
-        waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
-        metrics |= self._compare_processes(step, seconds, waited_seconds)
         self._last_step = step
         self._log.write(step, metrics)
         self._bar.advance(
@@ -227,29 +220,6 @@ class Journal:
         Each is assumed to take the median time of the last steps, without compilation.
         """
         return statistics.median(self._last_seconds) * (self._total_steps - step)
-
-    def _compare_processes(
-        self, step: int, seconds: float, waited_seconds: float
-    ) -> dict[str, float]:
-        """Return the lag of the slowest of several processes, and warn if it is large.
-
-        The waited seconds are the part of the step's in phases that wait for the devices.
-        """
-        own_seconds = seconds - waited_seconds - stragglers.take_waited_seconds()
-        all_seconds = stragglers.exchange_own_seconds(own_seconds)
-        if len(all_seconds) < 2:
-            return {}
-        process, behind = stragglers.find_straggler(all_seconds)
-        straggler = process if behind > MAX_STRAGGLER_SHARE * seconds else None
-        # Warn only when another process becomes the straggler, not at every step.
-        if straggler is not None and straggler != self._straggler:
-            self.warn(
-                f"step {step}: process {process} spends {behind:.2f} s more on its own "
-                f"work than the median process, in a step of {seconds:.2f} s",
-                kind=f"straggler {process}",
-            )
-        self._straggler = straggler
-        return {"perf/straggler_seconds": behind}
 
     def report_model(self, path: Path, option: str) -> None:
         """Say where an exported model is, and which option reads it."""
@@ -309,7 +279,6 @@ class Journal:
     def restart_clock(self) -> None:
         """Exclude the time since the last step from the next step's seconds."""
         self._bar.take_seconds()
-        stragglers.take_waited_seconds()
         self._compiled_before = dataclasses.replace(self._compiled)
         self._step_started = time.monotonic()
 

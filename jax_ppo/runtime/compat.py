@@ -8,10 +8,7 @@ import contextlib
 import ctypes
 import functools
 import multiprocessing.util
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 # Has XLA parse its flags: a quarter of a second, without devices or the package jax. Tried with
@@ -36,23 +33,6 @@ def distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
-
-
-@contextlib.contextmanager
-def coordination_service(service: Callable[..., Any]) -> Iterator[None]:
-    """Let `jax.distributed.initialize` in the block start `service(address, num_nodes, ...)`.
-
-    Tried with jaxlib 0.10.2 and 0.12.0; otherwise JAX starts its service in this process.
-    """
-    with _replace_in_jaxlib("get_distributed_runtime_service", lambda _: service):
-        yield
-
-
-def start_coordination_service(**options: Any) -> Any:
-    """Start JAX's coordination service in this process; only called if it can be replaced."""
-    from jaxlib import _jax
-
-    return _jax.get_distributed_runtime_service(**options)
 
 
 @contextlib.contextmanager
@@ -118,15 +98,6 @@ def take_metadata_store(temporary_path: Any) -> Any:
     store = temporary_path._checkpoint_metadata_store
     temporary_path._checkpoint_metadata_store = None
     return store
-
-
-def main_thread_frame() -> FrameType | None:
-    """Return where the main thread is.
-
-    Tried with CPython 3.11 and 3.13; `None` on a Python without `sys._current_frames`.
-    """
-    frames: dict[int | None, FrameType] = getattr(sys, "_current_frames", dict)()
-    return frames.get(threading.main_thread().ident)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from jax_ppo.runtime import heartbeat, watchdog
+from jax_ppo.runtime import faults, heartbeat
 from jax_ppo.storage import downloads
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
@@ -80,7 +80,7 @@ def count_compilations() -> Iterator[Compilations]:
 
     def add_program(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
-            watchdog.report_progress("compiling")
+            faults.report_progress()
             count.programs += 1
             count.seconds += duration_secs
 

@@ -3,7 +3,7 @@
 With a single process nothing happens here. Otherwise every process runs the same program, and JAX
 connects them before the first computation. After SIGTERM, by which a cluster announces that it
 takes the machines back, they agree on a step to save: see `agree_on_signal`. When one of them fails
-or is killed, all end at once: see `lifeline`.
+or is lost, all end: see `faults`.
 """
 
 import contextlib
@@ -14,14 +14,11 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
-import time
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +27,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import compat, coordination, sharding, signals, stragglers
-from jax_ppo.runtime.lifeline import Lifeline
+from jax_ppo.runtime import compat, faults, sharding, signals
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
@@ -40,11 +36,7 @@ _MESSAGE_BYTES = 4096  # of an error message that one process sends to the other
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
 _FOREVER_MS = 7 * 24 * 3600 * 1000
-_LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
 _stop_questions = itertools.count()
-# How long a process whose collective failed waits to learn that another process has ended.
-_REASON_SECONDS = 5
-_lifeline: Lifeline | None = None
 # Hosts may start minutes apart. JAX's own limit is as long, but aborts with a stack trace.
 _START_SECONDS = 300
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -58,7 +50,7 @@ def initialize(options: schema.Distributed) -> None:
     MPI or a TPU pod of several hosts. Without any of these there is one process.
 
     Raises:
-      UserError: the environment sets only some of the variables.
+      UserError: the environment sets only some of the variables, or the service does not start.
     """
     arguments = _arguments(options, os.environ)
     if arguments is None or jax.distributed.is_initialized():
@@ -67,21 +59,25 @@ def initialize(options: schema.Distributed) -> None:
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
     with _limited_start():
-        with compat.coordination_service(coordination.ServiceProcess):
+        try:
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,
                 heartbeat_timeout_seconds=options.heartbeat_seconds,
             )
-        _start_lifeline(options.heartbeat_seconds)
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"JAX's coordination service cannot be used ({error}); is its port in use? "
+                "config.distributed.coordinator_address names another"
+            ) from error
+    faults.end_with_others()
+    # A signal that ends one process at once ends all, with its exit code: they are restarted alike.
+    signals.on_abrupt_end(faults.announce_failure)
 
 
 @contextlib.contextmanager
 def _limited_start() -> Iterator[None]:
-    """End this process with one line if the block, in which it connects, takes too long.
-
-    A process that ends before it has connected is missed by no lifeline: the others wait for it.
-    """
+    """End this process with one line if the block, in which it connects, takes too long."""
 
     def end() -> None:
         address = compat.distributed_state().coordinator_address or ""
@@ -91,9 +87,9 @@ def _limited_start() -> Iterator[None]:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError):  # the latter if a part has more than 63 characters
             cause = f"the name {host!r} does not resolve on this machine; give an IP address"
-        _end_abruptly(
+        faults.end_abruptly(
             f"not all processes have connected to {address} within {_START_SECONDS} s: {cause}",
-            signals.LOST_EXIT_CODE,
+            faults.LOST_EXIT_CODE,
         )
 
     timer = threading.Timer(_START_SECONDS, end)
@@ -167,8 +163,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
         number = signal.SIGINT if signal.SIGINT in requests else max(requests, default=0)
         client.key_value_set(decision, str(int(number)))
     # Without a time limit: the heartbeats end a process whose main process is dead.
-    with stragglers.waiting():
-        number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
+    number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
     return signal.Signals(number) if number else None
 
 
@@ -195,112 +190,6 @@ def run_on_main(function: Callable[[], object]) -> None:
         )
     if message:
         raise UserError(message)
-
-
-def run_or_abort(function: Callable[[], object]) -> object:
-    """Return function(); in a run of several processes, exit at once with code 1 on an exception.
-
-    An ordinary exit would wait for the other processes, which wait for this one in a collective.
-    The others learn of it through the lifeline and end, too.
-    """
-    try:
-        result = function()
-    # KeyboardInterrupt and SystemExit would leave the others waiting, too.
-    except BaseException as error:
-        # A signal ends all processes after the same step.
-        ordinary_codes = (None, 0, *signals.EXIT_CODES)
-        finished = isinstance(error, SystemExit) and error.code in ordinary_codes
-        # jax.process_count() needs devices, which may be what failed.
-        if finished or compat.distributed_state().num_processes == 1:
-            _disconnect()
-            raise
-        if _is_runtime_error(error) and _lifeline is not None:
-            # Most likely another process has ended: the lifeline's thread ends this one meanwhile.
-            time.sleep(_REASON_SECONDS)
-        if isinstance(error, SystemExit):
-            # sys.exit("error: ..."): the message is complete without a traceback.
-            reason = str(error.code)
-        else:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            traceback.print_exc()
-        end_all(reason)
-    _disconnect()
-    return result
-
-
-def _is_runtime_error(error: BaseException) -> bool:
-    """Return whether the error comes from running a compiled program."""
-    # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
-    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
-    return is_status or isinstance(error, jax.errors.JaxRuntimeError)
-
-
-def _disconnect() -> None:
-    """Wait until every process has done its work, and disconnect from them.
-
-    JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
-    meanwhile. Here the lifeline still ends this process, with a line that names the other.
-    """
-    client = compat.distributed_state().client
-    if client is not None:
-        # A process that does not arrive reports its own error.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            client.wait_at_barrier("the end of the run", _LAST_BARRIER_MS)
-        jax.distributed.shutdown()
-    _announce_end(None)
-
-
-def end_all(reason: str, code: int = 1) -> NoReturn:
-    """End this process and all others at once with an exit code, and a line with the reason."""
-    _announce_end(reason, code)
-    _end_abruptly(reason, code)
-
-
-def end_stalled_run(reason: str) -> NoReturn:
-    """End all processes because one hangs; the exit code asks for a restart, which may help."""
-    end_all(reason, signals.LOST_EXIT_CODE)
-
-
-def _start_lifeline(seconds: int) -> None:
-    """Connect this process to the others by a lifeline."""
-    global _lifeline
-    state = compat.distributed_state()
-    if state.num_processes == 1:
-        return
-    process = state.process_id
-    _lifeline = Lifeline(
-        process, lambda other, reason, code: _end_abruptly(f"process {other}: {reason}", code)
-    )
-    # A signal that ends one process at once ends all, with its exit code: they are restarted alike.
-    signals.on_abrupt_end(_announce_end)
-    try:
-        if process == 0:
-            host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
-            _lifeline.listen(state.client, host, seconds)
-        else:
-            _lifeline.connect(state.client, seconds)
-    except OSError as error:
-        _lifeline = None
-        print(
-            f"process {process} cannot connect to process 0 ({error}): if another process fails, "
-            "this one ends only when JAX notices it",
-            file=sys.stderr,
-        )
-
-
-def _announce_end(reason: str | None, code: int = 1) -> None:
-    if _lifeline is not None:
-        _lifeline.announce(reason, code)
-
-
-def _end_abruptly(reason: str, code: int = 1) -> NoReturn:
-    state = compat.distributed_state()
-    subject = "error"
-    if state.num_processes > 1:
-        subject = f"process {state.process_id} of {state.num_processes} ends the run"
-    sys.stdout.flush()
-    print(f"{subject}: {reason}", file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[str, Any] | None:

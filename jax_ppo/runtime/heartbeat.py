@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from jax_ppo.runtime import watchdog
+from jax_ppo.runtime import faults
 
 START_SECONDS = 9.0  # without a line before the first step; a user waits for 10 at most
 STEP_SECONDS = 60.0  # after it each step prints its line
@@ -28,18 +28,18 @@ class Activity:
 
     def __post_init__(self) -> None:
         _activities.append(self)
-        watchdog.report_progress(self.name)
+        faults.report_progress()
 
     def update(self, detail: str) -> None:
         """Record how far the work has come."""
         self.detail = detail
-        watchdog.report_progress(self.name)
+        faults.report_progress()
 
     def end(self) -> None:
         """Record that the work is over."""
         if self in _activities:
             _activities.remove(self)
-        watchdog.report_progress(f"{self.name} (finished)")
+        faults.report_progress()
 
 
 class Heartbeat:

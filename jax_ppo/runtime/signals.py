@@ -27,9 +27,6 @@ LIMIT_SECONDS = 30.0
 # `timeout` and some launchers send a signal to a process and to its group: that counts as one.
 _SAME_SIGNAL_SECONDS = 0.1
 _POLL_SECONDS = 0.1
-EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
-# Another process was lost, or no progress was made: restarting the same command may succeed.
-LOST_EXIT_CODE = os.EX_TEMPFAIL
 _ACKNOWLEDGEMENT = (
     "the run saves and ends after the current step; a second signal ends it at once, unsaved"
 )
@@ -210,7 +207,7 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
 def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
     """Have a function called, in a thread, before a signal ends the process at once.
 
-    It is called with the reason and the exit code, and must not wait.
+    It is called with the reason and the exit code, and must not wait for long.
     """
     _on_abrupt_end.append(announce)
 

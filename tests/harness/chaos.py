@@ -40,7 +40,7 @@ from chaos_compare import Failure, Reference, compare_runs, validate_examples
 from chaos_process import ENVIRONMENT, STARTING, Hang, Processes
 from chaos_server import ForkServer
 from chaos_variants import VARIANTS, Variant, write_inputs
-from jax_ppo.runtime.signals import LOST_EXIT_CODE
+from jax_ppo.runtime.faults import LOST_EXIT_CODE
 from waiting import keep_port
 
 DISK_KINDS = ("file limit", "disk full")
@@ -50,8 +50,8 @@ KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
 EXIT_CODES = {
     "kill": {-9},
     "damage": {-9},
-    # The others learn from their lifeline that one was killed.
-    "kill one": {-9, LOST_EXIT_CODE},
+    # A collective of the others fails, or JAX aborts them.
+    "kill one": {-9, LOST_EXIT_CODE, -signal.SIGABRT},
     "SIGTERM": {143},
     "SIGINT": {130},
     "file limit": {0, 1},
@@ -290,7 +290,7 @@ def judge_fault(fault: Fault, output: str) -> None:
     if fault.phase == FINISHING:
         expected.add(0)
     if fault.phase == STARTING and fault.kind == "kill one":
-        expected.add(1)  # it had no lifeline yet
+        expected.add(1)  # it had not connected yet
     if fault.phase in (STARTING, FINISHING):
         expected |= WITHOUT_HANDLERS_EXIT_CODES.get(fault.kind, set())
     if not set(fault.codes) <= expected:

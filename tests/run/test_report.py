@@ -24,7 +24,6 @@ from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.export import export_models
-from jax_ppo.runtime import stragglers
 from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
@@ -279,18 +278,6 @@ def test_mfu_is_reported_where_the_peak_of_the_devices_is_known(kind, peak, tmp_
     else:
         utilization = 1e12 / (float(row["seconds/step"]) * 8 * peak)
         assert float(row["perf/mfu"]) == pytest.approx(utilization)
-
-
-def test_a_process_that_falls_behind_is_named_once(tmp_path, monkeypatch, capsys):
-    behind = iter([0.0, 5.0, 6.0, 0.0])
-    monkeypatch.setattr(
-        stragglers, "exchange_own_seconds", lambda seconds: {0: 1.0, 1: 1.0, 2: 1.0 + next(behind)}
-    )
-    report_steps(tmp_path, [{}] * 4)
-    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
-    assert [float(row["perf/straggler_seconds"]) for row in rows] == [0.0, 5.0, 6.0, 0.0]
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "process 2" in line]
-    assert len(warnings) == 1 and "step 2: process 2 spends 5.00 s more" in warnings[0]
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("float32", "F32"), ("bfloat16", "BF16")])

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from jax_ppo.config import schema
-from jax_ppo.runtime import backends, distributed
+from jax_ppo.runtime import backends, distributed, faults
 
 def main():
     backends.start_backends()
@@ -25,7 +25,7 @@ def main():
 
 address, number = sys.argv[1:]
 distributed.initialize(schema.Distributed(address, 2, int(number)))
-distributed.run_or_abort(main)
+faults.run_or_abort(main)
 """
 
 

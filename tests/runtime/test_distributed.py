@@ -1,10 +1,8 @@
-"""Processes connect by options or environment, and none hangs when another fails."""
+"""Processes connect by options or environment."""
 
-import concurrent.futures
 import http.server
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +12,8 @@ import pytest
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import coordination, distributed
-from jax_ppo.runtime.lifeline import WITHOUT_A_WORD
-from waiting import HANG_SECONDS, finish_all, keep_port, wait_until
+from jax_ppo.runtime import distributed
+from waiting import HANG_SECONDS, keep_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -153,148 +150,10 @@ class TestTpuPods:
         assert arguments(several | {"TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
-class TestOneProcess:
-    def test_is_main_and_waits_for_nobody(self):
-        distributed.initialize(schema.Distributed())
-        assert distributed.is_main()
-        distributed.barrier("alone")
-
-    def test_errors_are_raised_as_they_are(self):
-        assert distributed.run_or_abort(lambda: 5) == 5
-        with pytest.raises(ZeroDivisionError):
-            distributed.run_or_abort(lambda: 1 / 0)
-        with pytest.raises(SystemExit, match="enough"):
-            distributed.run_or_abort(lambda: sys.exit("enough"))
-
-
-PROGRAM = """
-import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
-from jax_ppo.config import schema
-from jax_ppo.runtime import distributed, signals
-
-number, address, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-distributed._REASON_SECONDS = 60  # before another process's message a busy machine does other work
-
-def main():
-    distributed.barrier("start")
-    print("main" if distributed.is_main() else "other", flush=True)
-    for _ in range(3):
-        indices = multihost_utils.process_allgather(np.float32(jax.process_index()))
-        assert indices.tolist() == [0.0, 1.0]
-    assert distributed.allgather_json({"number": number}) == [{"number": 0}, {"number": 1}]
-    if number == 1 and way == "raise":
-        raise ZeroDivisionError("on purpose")
-    if number == 1 and way == "interrupt":
-        raise KeyboardInterrupt
-    if number == 1 and way == "message":
-        sys.exit("error: fix this")
-    if way == f"kill {number}":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if way == f"kill late {number}":
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if way.startswith("kill late"):
-        return  # the work of the other is done
-    if way == f"freeze {number}":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if way == f"terminate {number}":
-        os.kill(os.getpid(), signal.SIGTERM)
-    if way == "finish":
-        sys.exit(0)
-    while True:
-        multihost_utils.process_allgather(np.float32(0))
-
-options = schema.Distributed(
-    coordinator_address=address,
-    num_processes=2,
-    process_id=number,
-    heartbeat_seconds=10 if way.startswith("freeze") else 100,
-)
-distributed.initialize(options)
-distributed.initialize(options)  # a second time does nothing
-with signals.handle_stop_signals(ends_process=True):
-    distributed.run_or_abort(main)
-"""
-
-
-def start_two_processes(way, address):
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, number, address, way],
-            cwd=ROOT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number in "01"
-    ]
-
-
-@pytest.mark.slow
-def test_a_frozen_process_is_named_and_ends_the_others(coordinator_address):
-    processes = start_two_processes("freeze 1", coordinator_address)
-    try:
-        _, errors = processes[0].communicate(timeout=HANG_SECONDS)
-        assert processes[1].poll() is None
-    finally:
-        processes[1].kill()
-        processes[1].communicate()
-    line = "the run ends: process 1: no sign of life for 10 s: it hangs, or its machine does"
-    assert line in errors.splitlines()
-    # JAX aborts: launchers start again after 128 + SIGABRT.
-    assert processes[0].returncode == -signal.SIGABRT
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        "kill 1",
-        *(
-            pytest.param(way, marks=pytest.mark.slow)
-            for way in ("raise", "finish", "message", "terminate 1")
-        ),
-        *(
-            pytest.param(way, marks=pytest.mark.exhaustive)
-            for way in ("interrupt", "kill 0", "kill late 0", "kill late 1")
-        ),
-    ],
-)
-def test_two_processes_end_together(way, coordinator_address):
-    processes = start_two_processes(way, coordinator_address)
-    # The service holds the standard error of process 0, so this waits for its end, too.
-    (output, errors), (other_output, other_errors) = finish_all(processes)
-    codes = [process.returncode for process in processes]
-    assert (output.split()[-1], other_output.split()[-1]) == ("main", "other")
-    if way == "finish":
-        assert codes == [0, 0]
-        return
-    if way.startswith("kill"):
-        killed = int(way[-1])
-        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 75, errors + other_errors
-        survivor_errors = (errors, other_errors)[1 - killed]
-        # Its connection to the coordination service does not break, so JAX does not end it first.
-        assert "Terminating process" not in survivor_errors
-        line = f"process {1 - killed} of 2 ends the run: process {killed}: {WITHOUT_A_WORD}"
-        assert line in survivor_errors.splitlines()
-        assert "Traceback" not in survivor_errors
-        return
-    if way == "terminate 1":
-        # One that a signal ends before there is a step to save: all are restarted.
-        assert codes == [143, 143], errors + other_errors
-        assert "process 0 of 2 ends the run: process 1: stopped by SIGTERM before a step" in errors
-        return
-    assert codes == [1, 1], errors + other_errors
-    reason = {
-        "raise": "ZeroDivisionError: on purpose",
-        "interrupt": "KeyboardInterrupt",
-        "message": "error: fix this",
-    }[way]
-    assert f"process 0 of 2 ends the run: process 1: {reason}" in errors
-    assert "Traceback" not in errors
-    assert f"process 1 of 2 ends the run: {reason}" in other_errors
-    assert ("Traceback" in other_errors) == (way != "message")
+def test_one_process_is_the_main_one_and_waits_for_nobody():
+    distributed.initialize(schema.Distributed())
+    assert distributed.is_main()
+    distributed.barrier("alone")
 
 
 @pytest.mark.parametrize(
@@ -353,38 +212,24 @@ distributed.initialize(options)
     )
 
 
-def test_a_coordinator_address_in_use_is_one_line():
+def test_a_coordinator_address_in_use_is_named():
+    program = """
+import sys
+from jax_ppo.config import schema
+from jax_ppo.errors import exit_on_user_error
+from jax_ppo.runtime import distributed
+with exit_on_user_error():
+    distributed.initialize(schema.Distributed(sys.argv[1], num_processes=2, process_id=0))
+"""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match="is the port in use"):
-            coordination.ServiceProcess(address, 2, heartbeat_timeout=0)
-
-
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-
-
-def test_the_service_waits_for_the_others_and_the_next_one_for_it(coordinator_address, capfd):
-    """As after the death of process 0, while the machine of another process is slow."""
-    forever = {"heartbeat_timeout": 100_000}
-    first = coordination.ServiceProcess(coordinator_address, 2, **forever)
-    host, port = coordinator_address.split(":")
-    with (
-        concurrent.futures.ThreadPoolExecutor() as pool,
-        socket.create_connection((host, int(port))) as connection,
-    ):
-        # Its answer shows that the service has accepted the connection.
-        connection.sendall(HTTP2_GREETING)
-        assert connection.recv(1)
-        for pipe in (first._process.stdin, first._process.stdout):
-            pipe.close()
-        second = pool.submit(coordination.ServiceProcess, coordinator_address, 2, **forever)
-        errors = []
-
-        def waits():
-            errors.append(capfd.readouterr().err)
-            return f"something listens on {coordinator_address}" in "".join(errors)
-
-        wait_until(waits)
-        assert first._process.poll() is None and not second.done()
-    second.result().shutdown()
-    assert first._process.wait(HANG_SECONDS) == 0
+        process = subprocess.run(
+            [sys.executable, "-c", program, address],
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+    assert process.returncode == 1
+    assert "is its port in use? config.distributed.coordinator_address" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -118,7 +118,7 @@ PROCESSES = """
 import pathlib, sys
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import distributed, work_directory
+from jax_ppo.runtime import distributed, faults, work_directory
 
 def main():
     work_directory.VISIBLE_SECONDS = 1.0
@@ -132,7 +132,7 @@ def main():
         distributed.barrier("end")
 
 distributed.initialize(schema.Distributed())
-distributed.run_or_abort(main)
+faults.run_or_abort(main)
 """
 
 

@@ -163,7 +163,7 @@ import jax
 import tiny
 from jax_ppo.config import schema
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.runtime import distributed, placement, sharding, work_directory
+from jax_ppo.runtime import distributed, faults, placement, sharding, work_directory
 
 def main():
     params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
@@ -178,7 +178,7 @@ def main():
             print("sees", (folder / "actor" / "config.json").exists(), flush=True)
 
 distributed.initialize(schema.Distributed())
-distributed.run_or_abort(main)
+faults.run_or_abort(main)
 """
 
 

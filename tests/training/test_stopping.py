@@ -50,7 +50,7 @@ PROCESSES = """
 import os, sys, time, jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_ppo.config import schema
-from jax_ppo.runtime import distributed, signals
+from jax_ppo.runtime import distributed, faults, signals
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.run.life_cycle import StopRequest
 
@@ -79,7 +79,7 @@ def train():
         raise TimeoutError("nobody sent SIGTERM")
 
 distributed.initialize(schema.Distributed())
-distributed.run_or_abort(main)
+faults.run_or_abort(main)
 """
 
 

@@ -1,0 +1,162 @@
+"""How a run ends when one of its processes fails or is lost, or when nothing moves.
+
+JAX's coordination service notices a process that is killed, or whose machine no longer answers,
+within `distributed.heartbeat_seconds`, and JAX then aborts the others. What it leaves to us:
+
+- A process that fails stores the reason with the service, where a thread of every other process
+  waits for it: all end at once, with the same exit code, and launchers treat them alike.
+- A process that hangs keeps answering. `limit_stalls` has faulthandler print the stacks of its
+  threads, and end it, once nothing has called `report_progress` for too long.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import jax
+
+from jax_ppo.runtime import compat
+
+# Another process was lost: restarting the same command may succeed.
+LOST_EXIT_CODE = os.EX_TEMPFAIL
+_SIGNAL_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_FAILURE = "jax_ppo/failure"  # in the store of JAX's coordination service
+_FOREVER_MS = 7 * 24 * 3600 * 1000
+_LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
+# How long a process whose collective failed waits for the reason of another process.
+_REASON_SECONDS = 5
+# How long process 0, which has the service, stays after a failure, until the others have read it.
+_TELL_SECONDS = 1
+_REPORTS_PER_LIMIT = 100
+_stall_limit = 0.0
+_reported_at = 0.0
+
+
+def run_or_abort(function: Callable[[], object]) -> object:
+    """Return function(); in a run of several processes, exit at once on an exception.
+
+    An ordinary exit would wait for the other processes, which wait for this one in a collective.
+    The exit code is 1, or 75 if most likely another process was lost; the others end with it, too.
+    """
+    try:
+        result = function()
+    # KeyboardInterrupt and SystemExit would leave the others waiting, too.
+    except BaseException as error:
+        # A signal ends all processes after the same step.
+        ordinary_codes = (None, 0, *_SIGNAL_EXIT_CODES)
+        finished = isinstance(error, SystemExit) and error.code in ordinary_codes
+        # jax.process_count() needs devices, which may be what failed.
+        if finished or compat.distributed_state().num_processes == 1:
+            _disconnect()
+            raise
+        code = 1
+        if _is_lost_connection(error):
+            time.sleep(_REASON_SECONDS)  # the thread that waits for failures ends this process
+            code = LOST_EXIT_CODE
+        if isinstance(error, SystemExit):
+            # sys.exit("error: ..."): the message is complete without a traceback.
+            reason = str(error.code)
+        else:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            traceback.print_exc()
+        announce_failure(reason, code)
+        end_abruptly(reason, code)
+    _disconnect()
+    return result
+
+
+def end_with_others() -> None:
+    """Let this process end, from now on, as soon as another one of the run has failed."""
+    state = compat.distributed_state()
+    if state.num_processes == 1:
+        return
+
+    def wait() -> None:
+        # At the end of the run the call fails.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            failure = json.loads(state.client.blocking_key_value_get(_FAILURE, _FOREVER_MS))
+            if failure["process"] != state.process_id:
+                end_abruptly(f"process {failure['process']}: {failure['reason']}", failure["code"])
+
+    threading.Thread(target=wait, name="failures", daemon=True).start()
+
+
+def announce_failure(reason: str, code: int) -> None:
+    """Tell the other processes that this one fails, and with which exit code all end."""
+    state = compat.distributed_state()
+    if state.num_processes == 1:
+        return
+    failure = {"process": state.process_id, "reason": reason, "code": code}
+    # Only the first failure is stored; the others follow from it.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        state.client.key_value_set(_FAILURE, json.dumps(failure))
+    if state.process_id == 0:
+        time.sleep(_TELL_SECONDS)
+
+
+def end_abruptly(reason: str, code: int) -> NoReturn:
+    """End this process at once with an exit code, and a line with the reason."""
+    state = compat.distributed_state()
+    subject = "error"
+    if state.num_processes > 1:
+        subject = f"process {state.process_id} of {state.num_processes} ends the run"
+    sys.stdout.flush()
+    print(f"{subject}: {reason}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def limit_stalls(seconds: float) -> Iterator[None]:
+    """End the process if nothing moves in the block for so long; 0 sets no limit.
+
+    It prints the stacks of its threads, after the line "Timeout (H:MM:SS)!", and exits with code 1.
+    """
+    global _stall_limit, _reported_at
+    _stall_limit, _reported_at = seconds, 0.0
+    try:
+        report_progress()
+        yield
+    finally:
+        _stall_limit = 0.0
+        faulthandler.cancel_dump_traceback_later()
+
+
+def report_progress() -> None:
+    """Record that the run has reached a phase, or makes progress in it."""
+    global _reported_at
+    now = time.monotonic()
+    # Each call starts a thread; reports may be as frequent as scored responses.
+    if _stall_limit and now - _reported_at > _stall_limit / _REPORTS_PER_LIMIT:
+        _reported_at = now
+        faulthandler.dump_traceback_later(_stall_limit, exit=True, file=2)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Return whether a program has failed in a way that the loss of another process explains."""
+    # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
+    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
+    is_error_of_program = is_status or isinstance(error, jax.errors.JaxRuntimeError)
+    return is_error_of_program and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def _disconnect() -> None:
+    """Wait until every process has done its work, and disconnect from them.
+
+    JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
+    meanwhile.
+    """
+    client = compat.distributed_state().client
+    if client is not None:
+        # A process that does not arrive reports its own error.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            client.wait_at_barrier("the end of the run", _LAST_BARRIER_MS)
+        jax.distributed.shutdown()
