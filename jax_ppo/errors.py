@@ -117,14 +117,16 @@ def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close.
-
-    Upper and lower case count as equal.
-    """
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name closest to `name`, in upper or lower case, or "" if none is close."""
     by_lower = {other.lower(): other for other in known}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
+    return next((by_lower[x] for x in difflib.get_close_matches(name.lower(), by_lower, n=1)), "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
+    nearest = nearest_name(name, known)
+    return f" Did you mean {nearest!r}?" if nearest else ""
 
 
 def shorten(text: str, width: int = 80) -> str:

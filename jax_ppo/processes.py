@@ -15,8 +15,6 @@ from typing import Any
 
 from jax_ppo.errors import UserError
 
-# Of a semaphore that cannot be created, rather than of a process that cannot be started.
-_SEMAPHORE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.ENOENT, errno.EACCES)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _main_module_lock = threading.Lock()
 
@@ -50,7 +48,7 @@ def explained_semaphores(remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _SEMAPHORE_ERRORS:
+        if error.errno in (errno.EAGAIN, errno.ENOMEM):  # of a process that cannot be started
             raise
         raise UserError(
             f"/dev/shm, where worker processes have their locks: {error.strerror}; make room there "

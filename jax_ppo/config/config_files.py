@@ -4,17 +4,15 @@ The wheel ships the files of the repository's configs/ folder as jax_ppo/configs
 checkout, and an editable installation of one, uses the folder itself.
 """
 
-import difflib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ppo.config.plugins import folder_importable
-from jax_ppo.errors import UserError, shorten
+from jax_ppo.errors import UserError, nearest_name, shorten
 from jax_ppo.storage.paths import expand_local_path
 
 if TYPE_CHECKING:
@@ -141,15 +139,10 @@ def _nearest_config(path: Path) -> str:
     if path.suffix:
         siblings = [str(file) for file in path.parent.glob("*.py")]
     return (
-        _nearest(str(path), siblings)
-        or _nearest(path.stem, shipped_names())
+        nearest_name(str(path), siblings)
+        or nearest_name(path.stem, shipped_names())
         or next(iter(siblings or shipped_names()), "")
     )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    by_lower = {other.lower(): other for other in known}
-    return next((by_lower[x] for x in difflib.get_close_matches(name.lower(), by_lower, n=1)), "")
 
 
 def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict") -> None:

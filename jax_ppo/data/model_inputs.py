@@ -88,19 +88,14 @@ class RewardInputEncoder:
                 for prompt, response in zip(prompts, responses, strict=True)
             ]
             encoded = self._tokenizer(joined, verbose=False)["input_ids"]
-            return [self._append_end(ids) for ids in encoded]
+            # The tokenizer may have added the EOS itself.
+            return [ids if ids[-1:] == self._end else ids + self._end for ids in encoded]
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
             chat = user_message(prompt) if isinstance(prompt, str) else prompt
             messages = list(add_response(chat, response))
             rendered.append(self._tokenizer.apply_chat_template(messages, tokenize=False))
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _append_end(self, ids: list[int]) -> list[int]:
-        """Return an input with its EOS, which the tokenizer may have added itself."""
-        if ids[-1:] == self._end:
-            return ids
-        return ids + self._end
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
         """Return the ids of as many characters as fit; of no character if none fit."""

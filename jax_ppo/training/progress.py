@@ -110,7 +110,9 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     changes = _compare_options(config, meta["config"], command)
-    for option in _changed_models(meta, frozen):
+    saved = meta.get("frozen", {})
+    changed = [name for name, x in (frozen or {}).items() if saved.get(name, x) != x]
+    for option in changed:
         raise UserError(
             f"config.{option}={option_value(config, option)!r}: its files have changed since "
             "the checkpoint; restore them, or give another --workdir"
@@ -149,12 +151,6 @@ def find_progress(
         history.pop("solve_rates", None)
         return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
-
-
-def _changed_models(meta: dict[str, Any], frozen: dict[str, str] | None) -> list[str]:
-    """Return the options whose frozen models differ from the checkpoint's."""
-    saved = meta.get("frozen", {})
-    return [name for name, digest in (frozen or {}).items() if saved.get(name, digest) != digest]
 
 
 def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:

@@ -1,9 +1,8 @@
 """Conversion of Hugging Face's config.json (of transformers 4 or 5) to `Architecture`."""
 
-import difflib
 from typing import Any
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import ACTIVATIONS, INTEGER_FIELDS, Architecture
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
@@ -106,9 +105,8 @@ def _read_family(config: Config) -> tuple[str, Family]:
     """Return the `model_type` and its family; raise `UserError` if it is not supported."""
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        hint = ""
-        if nearest := difflib.get_close_matches(str(kind), (*FAMILIES, *MULTIMODAL), n=1):
-            hint = f"; the nearest is {nearest[0]}"
+        nearest = nearest_name(str(kind), (*FAMILIES, *MULTIMODAL))
+        hint = nearest and f"; the nearest is {nearest}"
         raise UserError(
             f"config.json: model_type {quote_value(kind)} is not supported, only "
             f"{', '.join(FAMILIES)} and multimodal models of these are{hint}"

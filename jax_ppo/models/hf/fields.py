@@ -5,12 +5,11 @@ the model computes. Any other field is refused, because it might change the numb
 begin with an underscore hold transformers' own notes, such as `_name_or_path`: ignored.
 """
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.hf.json_files import quote_value
 
 Config = dict[str, Any]
@@ -257,9 +256,8 @@ class ConfigReader:
                 )
         if unknown:
             first = min(unknown)
-            hint = ""
-            if nearest := difflib.get_close_matches(first, self._read, n=1):
-                hint = f"; the nearest known field is {nearest[0]}"
+            nearest = nearest_name(first, self._read)
+            hint = nearest and f"; the nearest known field is {nearest}"
             raise self.error(
                 f"{quote_value(first)[1:-1]} is an unknown field, which might change what the "
                 f"model computes: remove it if it does not{hint}"

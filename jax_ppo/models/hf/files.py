@@ -89,8 +89,14 @@ class SafetensorsCheckpoint:
                     ) from error
                 for stored_name in file.keys():
                     name = rename(stored_name)
-                    if name in self._tensors:
-                        self._refuse_different_copy(name, file.get_slice(stored_name), path.name)
+                    if name in self._tensors and not _slices_are_equal(
+                        self._slice(name), file.get_slice(stored_name)
+                    ):
+                        raise UserError(
+                            f"{self.folder}: {self.file(name)} and {path.name} hold different "
+                            f"tensors named {name}, so it is unclear which one belongs to the "
+                            "model"
+                        )
                     if name:
                         self._tensors[name] = StoredTensor(file, path.name, stored_name)
             self._join_mxfp4()
@@ -149,14 +155,6 @@ class SafetensorsCheckpoint:
             if scales is not None and whole not in self._tensors and joined.open().is_valid:
                 del self._tensors[name], self._tensors[whole + SCALES]
                 self._tensors[whole] = joined
-
-    def _refuse_different_copy(self, name: str, other: Any, file_name: str) -> None:
-        """Raise `UserError` if a tensor differs from the one of that name in an earlier file."""
-        if not _slices_are_equal(self._slice(name), other):
-            raise UserError(
-                f"{self.folder}: {self.file(name)} and {file_name} hold different tensors named "
-                f"{name}, so it is unclear which one belongs to the model"
-            )
 
     def _slice(self, name: str) -> Any:
         return self._tensors[name].open()

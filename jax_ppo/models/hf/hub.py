@@ -1,12 +1,11 @@
 """Location of a checkpoint: a local folder, a bucket, or a repository of the Hugging Face hub."""
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.hf.files import gguf_error
 from jax_ppo.storage import downloads, hub, paths, remote
 from jax_ppo.storage.paths import expand_local_path
@@ -119,12 +118,10 @@ def _nearest_folder(folder: Path) -> Path | None:
         names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
     except OSError:
         return None
-    # Upper and lower case are treated alike.
-    by_lower = {name.lower(): name for name in names}
-    nearest = difflib.get_close_matches(parts[0].lower(), by_lower, n=1)
+    nearest = nearest_name(parts[0], names)
     if not nearest:
         return None
-    corrected = parent / by_lower[nearest[0]]
+    corrected = parent / nearest
     complete = corrected.joinpath(*parts[1:])
     if complete.is_dir():
         return complete

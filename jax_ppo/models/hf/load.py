@@ -1,7 +1,6 @@
 """Import of Hugging Face checkpoints: config.json to an architecture, safetensors to parameters."""
 
 import dataclasses
-import difflib
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf import tensors
@@ -74,22 +73,18 @@ def describe_unread_parts(folder: str | Path) -> list[str]:
             f"{folder}: only the text part of {kind} is used, as {text['model_type']}; images are "
             "not read"
         )
-    if text.get("mtp_num_hidden_layers") or _has_multi_token_heads(folder):
+    names: set[str] = set()
+    if has_weights(folder):
+        with SafetensorsCheckpoint(folder) as checkpoint:
+            names = checkpoint.names()
+    if text.get("mtp_num_hidden_layers") or any(
+        name.startswith(MULTI_TOKEN_HEADS) or name.endswith(MULTI_TOKEN_LAYER) for name in names
+    ):
         lines.append(
             f"{folder}: layers that predict further tokens than the next are neither read nor "
             "exported"
         )
     return lines
-
-
-def _has_multi_token_heads(folder: str | Path) -> bool:
-    if not has_weights(folder):
-        return False
-    with SafetensorsCheckpoint(folder) as checkpoint:
-        return any(
-            name.startswith(MULTI_TOKEN_HEADS) or name.endswith(MULTI_TOKEN_LAYER)
-            for name in checkpoint.names()
-        )
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -421,7 +416,5 @@ def _missing_tensor(name: str, names: set[str]) -> str:
             f"there is no {name} in it but score.weight: it is a reward model or critic, "
             "not a language model"
         )
-    message = f"tensor {name} is missing"
-    if nearest := difflib.get_close_matches(name, names, n=1):
-        message += f"; the nearest there is {nearest[0]}"
-    return message
+    nearest = nearest_name(name, names)
+    return f"tensor {name} is missing" + (nearest and f"; the nearest there is {nearest}")
