@@ -34,11 +34,8 @@ SPEED_COLUMNS = (
 )
 # Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
 MAX_PLOT_SHARE = 0.05
-# Fields of generation_config.json that change no token but, in an export, the run's own.
-NEUTRAL_DEFAULTS = (
-    *("_from_model_config", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("use_cache", "output_attentions", "output_hidden_states"),
-)
+# Beginnings of fields of generation_config.json that change no token; ids are the run's own.
+_NEUTRAL_DEFAULTS = ("_", "transformers_version", "use_cache", "output_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +228,8 @@ class Journal:
         defaults = path / "generation_config.json"
         if option == "model.path" and defaults.exists():
             values = json.loads(defaults.read_text(encoding="utf-8"))
-            kept = [f"{name}={x}" for name, x in values.items() if name not in NEUTRAL_DEFAULTS]
-            if kept:
+            names = [x for x in values if not x.startswith(_NEUTRAL_DEFAULTS)]
+            if kept := [f"{x}={values[x]}" for x in names if not x.endswith("_token_id")]:
                 console.print_on_main(
                     f"note: {folder}/generation_config.json keeps {', '.join(kept)}: transformers "
                     "and servers sample with that, evaluations here with config.rollout.val_kwargs"
