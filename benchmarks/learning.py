@@ -46,19 +46,6 @@ METHODS = {
         "actor.ppo_mini_batch_size": 128,
         "actor.optim.lr": 1e-3,
     },
-    "sapo": {"actor.policy_loss": "sapo", "actor.loss_agg_mode": "seq-mean-token-mean"},
-    "dppo, TV": {
-        "actor.policy_loss": "dppo_tv",
-        "actor.clip_ratio_low": 0.15,
-        "actor.clip_ratio_high": 0.15,
-    },
-    "dppo, KL": {
-        "actor.policy_loss": "dppo_kl",
-        "actor.clip_ratio_low": 0.05,
-        "actor.clip_ratio_high": 0.05,
-    },
-    "clip-cov": {"actor.policy_loss": "clip_cov"},
-    "kl-cov": {"actor.policy_loss": "kl_cov"},
     "muon": {"actor.optim.optimizer": "muon", "critic.optim.optimizer": "muon"},
     "gae, lambda 1": {"algorithm.lam": 1.0},
     "gae, critic's lambda 1": {"algorithm.critic_lam": 1.0},
@@ -66,15 +53,6 @@ METHODS = {
     "gae, normalised values": {"critic.normalize_values": True},
     "grpo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "grpo"},
     "rloo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "rloo"},
-    "opo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "opo"},
-    "gdpo": WITHOUT_CRITIC
-    | GROUPS
-    | {
-        "algorithm.adv_estimator": "gdpo",
-        "reward.terms": "arithmetic:1.0,length[1:5]:0.1",
-        "reward.components": "arithmetic_term:1,length_term:0.1",
-    },
-    "remax": WITHOUT_CRITIC | {"algorithm.adv_estimator": "remax"},
     "reinforce++": WITHOUT_CRITIC | {"algorithm.adv_estimator": "reinforce_plus_plus"},
     "reinforce++ baseline": WITHOUT_CRITIC
     | GROUPS
@@ -111,7 +89,7 @@ METHODS = {
 FAMILIES = {
     "policy loss": (
         *("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),
-        *("sapo", "dppo, TV", "dppo, KL", "clip-cov", "kl-cov", "muon"),
+        "muon",
     ),
     "with a critic": (
         "vanilla, gae",
@@ -124,9 +102,6 @@ FAMILIES = {
         "vanilla, gae",
         "grpo",
         "rloo",
-        "opo",
-        "gdpo",
-        "remax",
         "reinforce++",
         "reinforce++ baseline",
     ),

@@ -23,11 +23,6 @@ def import_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def read_options(section: object, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments by name; `arguments` has the option of a section that sets each."""
-    return {argument: getattr(section, option) for argument, option in arguments.items()}
-
-
 def _need(words: str) -> Any:
     """Return a field that says whether an entry needs something, by default not."""
     return dataclasses.field(default=False, metadata={"need": words})
@@ -66,7 +61,7 @@ class Entry:
 
     def read_arguments(self, section: object) -> dict[str, Any]:
         """Return the function's arguments from a section of the options."""
-        return read_options(section, self.arguments)
+        return {argument: getattr(section, option) for argument, option in self.arguments.items()}
 
 
 E = TypeVar("E", bound=Entry)
@@ -117,23 +112,15 @@ class AdvantageEstimator(Entry):
     With a critic: f(rewards_T, values_T, mask_T, bootstrap_value, **arguments) -> advantages_T,
     returns_T; with `reads_turns` also the argument starts_T, where turns start. Its arguments lam
     and turn_lam may be traced. With groups: f(scores_B, n, **arguments) -> advantages_B, where the
-    n samples of a prompt are adjacent; with `reads_counts` also the argument counts_B, how many
-    tokens of each response the policy chose; with components scores_BxK, and also the argument
-    weights, K numbers. Otherwise: f(rewards_T, mask_T, **arguments) -> advantages_T; with
-    `needs_greedy` also the argument baseline. Without a critic, options in `algorithm` that are not
-    among the arguments have no effect.
+    n samples of a prompt are adjacent. Otherwise: f(rewards_T, mask_T, **arguments) ->
+    advantages_T. Without a critic, options in `algorithm` that are not among the arguments have no
+    effect.
     """
 
     needs_critic: bool = _need("a critic")
     reads_turns: bool = _need("dialogues: a response without an environment is one turn")
     values_turns: bool = False  # only values of states in which turns start are read, and learned
     needs_groups: bool = _need("several responses per prompt")  # which it compares
-    reads_counts: bool = False  # it reads the lengths of the responses
-    needs_components: bool = _need("`reward.components`")  # it compares each, not their sum
-    # Its baseline is the score of that response.
-    needs_greedy: bool = _need(
-        "a greedy response per prompt, which is sampled and scored besides the others"
-    )
     # Advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
     whitens: bool = False
 
@@ -147,16 +134,6 @@ class PolicyLossEntry(Entry):
     authors_clip: tuple[str, str] | None = None
     # It is biased once the policy has changed.
     needs_one_update: bool = _need("one optimizer step per rollout")
-    # "module:function" that selects the tokens of a mini-batch that the loss treats differently,
-    # before the mini-batch is split: f(old_logprobs_BxT, advantages_BxT, mask_BxT, key,
-    # **arguments) -> bool [B, T]; "" if it selects none.
-    selection: str = ""
-    # As `arguments`, for the selection.
-    selection_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def reads(self, option: str) -> bool:
-        """Return whether an option sets an argument of the function or of the selection."""
-        return option in (*self.arguments.values(), *self.selection_arguments.values())
 
     @property
     def needs(self) -> Iterator[str]:
@@ -261,21 +238,6 @@ ADVANTAGE_ESTIMATORS = Registry(
         when="there is no memory for a critic and the gradient should be unbiased",
         source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
         needs_groups=True),
-    AdvantageEstimator("opo", "jax_ppo.kernels.advantages:opo",
-        "score less the mean of the prompt's responses, weighted by their lengths",
-        when="responses to a prompt differ much in length, with one optimizer step per rollout",
-        source="Hao et al. 2025, arXiv 2505.23585",
-        needs_groups=True, reads_counts=True),
-    AdvantageEstimator("gdpo", "jax_ppo.kernels.advantages:gdpo",
-        "weighted sum of grpo's advantages of each reward",
-        when="a response has several rewards of different scales, and none should drown another",
-        source="Liu et al. 2026, arXiv 2601.05242",
-        needs_groups=True, needs_components=True, whitens=True),
-    AdvantageEstimator("remax", "jax_ppo.kernels.advantages:remax",
-        "rewards to go less the score of a greedy response",
-        when="there is one response per prompt, no memory for a critic, and sampling is cheap",
-        source="Li et al. 2023, arXiv 2310.10505",
-        needs_greedy=True),
     AdvantageEstimator("reinforce_plus_plus", "jax_ppo.kernels.advantages:reward_to_go",
         "discounted reward to go",
         when="there is one response per prompt and no memory for a critic",
@@ -316,36 +278,7 @@ POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",
         "no ratio",
         when="each rollout gets one optimizer step",
         source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
-        other_names=("gpg",), needs_one_update=True),
-    PolicyLossEntry("sapo", "jax_ppo.kernels.policy_losses:sapo",
-        "a sigmoid of the ratio instead of the clip",
-        when="tokens that moved far should count less and less instead of not at all",
-        source="Gao et al. 2025, arXiv 2511.20347",
-        arguments={"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
-    PolicyLossEntry("dppo_tv", "jax_ppo.kernels.policy_losses:dppo_tv",
-        "no gradient beyond a change of the token's probability",
-        when="the clip stops rare tokens, whose ratio is large though hardly any probability moved",
-        source="Qi et al. 2026, arXiv 2602.04879",
-        authors_clip=("0.15", "0.15")),
-    PolicyLossEntry("dppo_kl", "jax_ppo.kernels.policy_losses:dppo_kl",
-        "no gradient beyond a KL between token and rest",
-        when="as dppo_tv, and likely tokens should be held back sooner",
-        source="Qi et al. 2026, arXiv 2602.04879",
-        authors_clip=("0.05", "0.05")),
-    PolicyLossEntry("clip_cov", "jax_ppo.kernels.policy_losses:clip_cov",
-        "PPO's clip without a few tokens of large covariance of log-prob and advantage",
-        when="the entropy collapses early and an entropy bonus does not help",
-        source="Cui et al. 2025, arXiv 2505.22617",
-        selection="jax_ppo.kernels.policy_losses:clip_cov_tokens",
-        selection_arguments={
-            "fraction": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}),
-    PolicyLossEntry("kl_cov", "jax_ppo.kernels.policy_losses:kl_cov",
-        "unclipped ratio; tokens of the largest covariance are held at the old policy",
-        when="the entropy collapses early and clip_cov is not stable enough",
-        source="Cui et al. 2025, arXiv 2505.22617",
-        arguments={"beta": "ppo_kl_coef"},
-        selection="jax_ppo.kernels.policy_losses:kl_cov_tokens",
-        selection_arguments={"fraction": "kl_cov_ratio"}))
+        other_names=("gpg",), needs_one_update=True))
 
 SCHULMAN = "http://joschu.net/blog/kl-approx.html"
 # verl's names are accepted beside the names of Schulman's note.

@@ -15,7 +15,6 @@ from jax_ppo.registries import (
     IMPORTANCE_WEIGHTS,
     POLICY_LOSSES,
     REGISTRIES,
-    import_function,
 )
 
 ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
@@ -33,9 +32,6 @@ def test_the_arguments_of_a_function_are_set_by_options_with_its_defaults(regist
     section = registry.options[0].rpartition(".")[0]
     for entry in registry.values():
         pairs = [(entry.function, *pair) for pair in entry.arguments.items()]
-        if getattr(entry, "selection", ""):
-            selection = import_function(entry.selection)
-            pairs += [(selection, *pair) for pair in entry.selection_arguments.items()]
         for function, argument, option in pairs:
             default = inspect.signature(function).parameters[argument].default
             assert default in (inspect.Parameter.empty, OPTIONS[f"{section}.{option}"].default)

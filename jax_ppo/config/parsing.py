@@ -40,17 +40,6 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def parse_weights(text: str) -> dict[str, float]:
-    """Return the weights by name of `NAME:WEIGHT,...`; a weight that is left out is 1."""
-    weights: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, weight = item.partition(":")
-        if not name or name in weights:
-            raise ValueError(f"{item!r}: expected NAME:WEIGHT, each name once")
-        weights[name] = float(weight or 1)
-    return weights
-
-
 def parse_strings(text: str) -> tuple[str, ...]:
     """Return the strings of a JSON list such as `["END", "Stop:"]`; other text is one string."""
     if not text:

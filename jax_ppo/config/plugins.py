@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +51,16 @@ def load_plugin(
         )
     _validate_signature(plugin, setting, other_arguments(plugin) or arguments, by_name)
     return plugin
+
+
+def further_parameters(function: Callable[..., Any], given: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a function's parameters without a default after those that are given."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[len(given) :]
+    except ValueError:  # some built-in callables have no signature
+        return ()
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(p.name for p in parameters if p.default is p.empty and p.kind == by_name)
 
 
 def describe_result(value: object) -> str:

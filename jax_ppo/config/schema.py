@@ -68,15 +68,6 @@ def estimator_reads(name: str) -> Condition:
     )
 
 
-def loss_reads(name: str) -> Condition:
-    """Return the condition that the policy loss depends on an option in `actor`."""
-    names = POLICY_LOSSES.names(lambda entry: entry.reads(name))
-    return Condition(
-        lambda c: POLICY_LOSSES.lookup(c.actor.policy_loss).reads(name),
-        f"`actor.policy_loss` is {' or '.join(names)}",
-    )
-
-
 def option_is(name: str, value: object, message: str = "") -> Condition:
     """Return the condition that an option has this value."""
     words = ("on" if value else "off") if isinstance(value, bool) else value
@@ -120,9 +111,6 @@ CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
 # A changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
 CRITIC_HAS_PATH = is_set("critic.path", "needs a config.critic.path that has a head")
-COMPARES_COMPONENTS = Condition(
-    lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_components,
-    estimator_is(lambda entry: entry.needs_components))
 WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
     "the states in it do not include what config.rollout.max_staleness samples for later steps")
@@ -463,20 +451,6 @@ class Actor:
         "loss of a token; or your own, as kernels/policy_losses.py describes: `module:function` or "
         "`file.py:function`",
         choices=tuple(POLICY_LOSSES), is_plugin=True)
-    tau_pos: float = option(1.0, "steepness of sapo's gate for tokens of positive advantage",
-        above=0, effective_when=(loss_reads("tau_pos"),))
-    tau_neg: float = option(1.05, "steepness of sapo's gate for the other tokens",
-        above=0, effective_when=(loss_reads("tau_neg"),))
-    clip_cov_ratio: float = option(2e-4, "share of a mini-batch's tokens that clip_cov leaves out",
-        above=0, below=1, effective_when=(loss_reads("clip_cov_ratio"),))
-    clip_cov_lb: float = option(1.0, "least covariance of the tokens that clip_cov leaves out",
-        effective_when=(loss_reads("clip_cov_lb"),))
-    clip_cov_ub: float = option(5.0, "largest covariance of the tokens that clip_cov leaves out",
-        effective_when=(loss_reads("clip_cov_ub"),))
-    kl_cov_ratio: float = option(2e-4, "share of a mini-batch's tokens that kl_cov penalizes",
-        above=0, below=1, effective_when=(loss_reads("kl_cov_ratio"),))
-    ppo_kl_coef: float = option(1.0, "weight of kl_cov's penalty",
-        at_least=0, effective_when=(loss_reads("ppo_kl_coef"),))
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",
@@ -927,10 +901,6 @@ class Reward:
         "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "
         "stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
         "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function")
-    components: str = option("",
-        "rewards that gdpo compares one by one, as NAME:WEIGHT pairs: numbers that the reward "
-        "function returns besides its score",
-        effective_when=(COMPARES_COMPONENTS,))
     url: str = option("",
         "address of a server that scores responses: it gets a JSON object with prompt, response, "
         "ground_truth and data_source, or a chat completion if url_model is set. "

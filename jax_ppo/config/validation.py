@@ -70,13 +70,6 @@ RANKING_RULES = (
         lambda c, value: value == "reward_model" and not c.reward.model_path,
         "there is no reward model; set config.reward.model_path"),
 )
-SCORE_RULES = (
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: (
-            _estimator(c.algorithm).needs_greedy or _estimator(c.algorithm).needs_components),
-        "compares greedy responses or several rewards, which jax_ppo.score does not have; choose "
-        "another estimator"),
-)
 # Of responses that files give.
 FILE_RULES = (
     _Rule("reward.normalize", lambda c, value: value == "reference",
@@ -137,28 +130,6 @@ COMPARISON_RULES = (
         lambda c, value: value == c.responses_per_prompt == 1 and c.algorithm.filter_groups.enable,
         "config.algorithm.filter_groups.enable=True compares the rewards of a prompt's responses; "
         "set it to 2 or more"),
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: _estimator(c.algorithm).needs_components and not (
-            parsing.parse_names(c.reward.components)),
-        "normalizes each reward of a response; name those that the reward function returns: "
-        "config.reward.components=NAME:WEIGHT,NAME:WEIGHT"),
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: c.selects_samples and (
-            _estimator(c.algorithm).needs_components or _estimator(c.algorithm).needs_greedy),
-        "cannot compare responses that were selected by their rewards; leave "
-        "config.algorithm.filter_groups.enable and config.rollout.keep unset"),
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: _estimator(c.algorithm).needs_greedy and c.rollout.max_staleness,
-        "a checkpoint does not hold greedy responses that were sampled a step ahead; set "
-        "config.rollout.max_staleness=0"),
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: _estimator(c.algorithm).needs_greedy and c.reward.model_path,
-        "only rules score its greedy responses; leave "
-        "config.reward.model_path={c.reward.model_path!r} empty"),
-    _Rule("algorithm.adv_estimator",
-        lambda c, value: _estimator(c.algorithm).needs_greedy and c.rollout.multi_turn.environment,
-        "only rules score its greedy responses; leave config.rollout.multi_turn.environment="
-        "{c.rollout.multi_turn.environment!r} empty"),
 )
 LOSS_RULES = (
     _Rule("reward.overlong_buffer_len",  # verl#2107
@@ -279,7 +250,6 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     elif command == "score":
         _require_set("score.file", config.score.file)
         _require_set("model.path", config.model.path)
-        _apply(SCORE_RULES, config)
     elif command in ("train", "critic") and not config.learns_from_files:
         _require_set("data.train_files", data.train_files)
     value_of = functools.partial(option_value, config)
@@ -299,8 +269,6 @@ def _validate_ppo_config(config: Config, command: str) -> None:
     if ENVIRONMENT_IS_SERVER.is_met(config):
         option, url = "config.rollout.multi_turn.environment", rollout.multi_turn.environment
         _require_address(option, url, "JAX_PPO_ENVIRONMENT_KEY")
-    components = config.reward.components
-    _parse(f"config.reward.components={components!r}", components, parsing.parse_weights)
     _apply(COMPARISON_RULES, config)
     if rollout.max_staleness > 1 or rollout.exact:
         _require_responses_that_continue(value_of)

@@ -200,21 +200,6 @@ def reward_to_go(
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
 
-def remax(
-    rewards_T: Shaped[Array, " T"], mask_T: Shaped[Array, " T"], baseline: float | Float[Array, ""]
-) -> Float[Array, " T"]:
-    """Return the sum of the rewards to come less the score of a greedy response.
-
-    ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1), where the reward comes with the last
-    token: A_t = score - score of the greedy response. Unbiased: the baseline does not depend on
-    the sample. Its variance is low where the greedy response is about as good as the policy's.
-
-    `baseline` is the score of the greedy response to the same prompt; the others are as in `gae`.
-    The result is float32, 0 where mask is 0.
-    """
-    return jnp.where(mask_T, reward_to_go(rewards_T, mask_T, 1.0) - baseline, 0.0)
-
-
 # Advantages without a critic. The n samples b = prompt * n ... prompt * n + n - 1 of a prompt
 # serve as each other's baseline.
 
@@ -271,42 +256,6 @@ def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
     Takes and returns the same as `grpo`.
     """
     return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
-
-
-def opo(scores_B: Shaped[Array, " B"], n: int, counts_B: Shaped[Array, " B"]) -> Float[Array, " B"]:
-    """Return A_b = s_b - sum_j count_j s_j / sum_j count_j over the group.
-
-    On-policy RL with optimal reward baseline (Hao et al. 2025, arXiv 2505.23585): the
-    baseline of least variance, E[|grad log pi|^2 s] / E[|grad log pi|^2], where the squared
-    gradient of a response is taken to be proportional to its count of tokens.
-
-    Bias: the baseline includes the sample's own score. With equal counts the expected gradient is
-    (n - 1) / n of the true one, as for `grpo` without `by_std`; otherwise s_b - s_j of two samples
-    counts with the share count_j / sum of the other, so that long responses are compared less.
-
-    Scores are as for `grpo`; `counts_B` is how many tokens of each sample the policy chose, and not
-    0 throughout a group.
-    """
-    groups = _differences_in_groups(scores_B, n)
-    counts = counts_B.reshape(groups.shape).astype(groups.dtype)
-    total = jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1.0)
-    return (groups - jnp.sum(counts * groups, axis=1, keepdims=True) / total).reshape(-1)
-
-
-def gdpo(
-    scores_BxK: Shaped[Array, "B K"], n: int, weights: tuple[float, ...]
-) -> Float[Array, " B"]:
-    """Return sum_k w_k A_bk, where A_bk is `grpo` with `by_std` of the k-th reward.
-
-    Group reward-decoupled normalization (Liu et al. 2026, arXiv 2601.05242) before whitening over
-    the rollout, which is left to the caller. Summed before they are normalized, two rewards that
-    differ in scale, or cancel, would look like one. A reward that is equal throughout a group adds
-    nothing. Each part is biased like `grpo`.
-
-    `scores_BxK` holds K rewards of each sample, `weights` the w_k, and n is as for `grpo`.
-    """
-    parts = [w * grpo(scores_BxK[:, k], n, by_std=True) for k, w in enumerate(weights)]
-    return jnp.sum(jnp.stack(parts), axis=0)
 
 
 def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:

@@ -35,15 +35,20 @@ class PolicyBatch(NamedTuple):
     # anything, NaN included.
     mask: Shaped[Array, " *shape"]
 
-    # Read only by losses of whole responses (gspo, gmpo) and selecting losses.
+    # Read only by losses of whole responses (gspo, gmpo).
     # At each token, how many tokens of its response the mask selects; may hold anything where mask
     # is 0.
     action_counts: Integer[Array, " *shape"]
     # Returns, at each token, the sum of x over the token's response; x is 0 where mask is 0.
     sequence_sum: Callable[[jax.Array], jax.Array]
-    # True on the tokens that a selecting loss (clip_cov, kl_cov) treats differently, chosen over
-    # the whole mini-batch; `None` for all other losses.
-    selected: Bool[Array, " *shape"] | None = None
+
+
+class MiniBatchTokens(NamedTuple):
+    """The tokens of all responses of a step, of which the mask selects those of a mini-batch."""
+
+    old_logprobs: Float[Array, "B T"]  # under the policy that sampled
+    advantages: Float[Array, "B T"]
+    mask: Bool[Array, "B T"]
 
 
 class Clip(NamedTuple):
@@ -111,7 +116,7 @@ def clipped_surrogate(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
-    # The first five fields are arrays; a function and an optional mask follow.
+    # The first five fields are arrays; a function follows.
     assert_one_shape(**dict(zip(batch._fields[:5], batch[:5], strict=True)))
     # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(

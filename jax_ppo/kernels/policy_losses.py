@@ -14,27 +14,18 @@ loss may start from any of these; jax_ppo/registries.py has an entry for each:
                 on the side that A rewards
     cispo       -[clip(rho)] A log pi                                     of [rho]    no
     reinforce   -A log pi                                                 none        no
-    sapo        -sigmoid(tau (rho - 1)) 4 / tau A                         soft        no
-    dppo_tv     -rho A, or a constant where |pi - pi_old| is large        of pi       no
-    dppo_kl     -rho A, or a constant where the binary KL is large        of pi       no
-    clip_cov    vanilla's, or 0 on selected tokens                        of rho      yes
-    kl_cov      -rho A, + beta |log rho| on selected tokens               none        no
 
 where [x] has no gradient, clip(x) = clip(x, 1 - low, 1 + high), and products and counts cover the
-tokens of the response that the mask selects. At the old policy, on tokens that are not selected,
-all have the gradient -A grad log pi, unbiased in a sum over tokens; they differ once the policy has
-moved.
+tokens of the response that the mask selects. At the old policy all have the gradient
+-A grad log pi, unbiased in a sum over tokens; they differ once the policy has moved.
+examples/losses/ has more.
 
 Log-ratios of tokens are first clamped to +-20, beyond which they have no gradient.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from jax_ppo.kernels.kl import absolute
 from jax_ppo.kernels.losses import (
     Clip,
     PolicyBatch,
@@ -42,7 +33,7 @@ from jax_ppo.kernels.losses import (
     clipped_surrogate,
     log_ratios_and_advantages,
 )
-from jax_ppo.kernels.masked import masked_mean, zero_outside
+from jax_ppo.kernels.masked import zero_outside
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -55,7 +46,7 @@ def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
-    return _unclipped_result(-advantages * ratio, ratio, log_ratio)
+    return unclipped_result(-advantages * ratio, ratio, log_ratio)
 
 
 def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -102,7 +93,7 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     )
     # A mean of logs: the geometric mean of the ratios.
     ratio = jnp.exp(_mean_over_response(cut, batch))
-    return _unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
+    return unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
         clipped=_as_flags(cut != log_ratio)
     )
 
@@ -124,7 +115,7 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     # The truncated ratio only weighs: the gradient is that of log pi.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
     loss = -weight * advantages * zero_outside(batch.logprobs, batch.mask)
-    return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(weight != ratio))
+    return unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(weight != ratio))
 
 
 def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -135,172 +126,9 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     The loss depends on neither clip nor old_logprobs.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
-    return _unclipped_result(
+    return unclipped_result(
         -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
     )
-
-
-def sapo(batch: PolicyBatch, clip: Clip, tau_pos: float = 1.0, tau_neg: float = 1.05) -> PolicyLoss:
-    """Compute the loss of soft adaptive policy optimization.
-
-        loss = -(4 / tau) sigmoid(tau (rho - 1)) A,  tau = tau_pos where A > 0, tau_neg elsewhere
-
-    Gao et al. 2025, arXiv 2511.20347. In place of the clip, a gate: its slope in rho is 1 at
-    rho = 1 and falls like that of a sigmoid on both sides, faster with a larger tau. The paper
-    takes tau_neg > tau_pos, since raising all other tokens in place of a bad one is noisier.
-
-    Biased like the clip on purpose, but no token is without a gradient. `clip` is not read.
-
-    Both temperatures are > 0.
-    """
-    log_ratio, advantages = log_ratios_and_advantages(batch)
-    ratio = jnp.exp(log_ratio)
-    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
-    loss = -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
-    return _unclipped_result(loss, ratio, log_ratio)
-
-
-def dppo_tv(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
-    """Compute the loss of divergence PPO with the total variation of the token against the rest.
-
-        loss = -rho A, but constant where the token has moved too far in the direction of A:
-            A > 0, rho > 1 and |pi - pi_old| > clip.high, or A < 0, rho < 1 and ... > clip.low
-
-    Qi et al. 2026, arXiv 2602.04879, Binary-TV. |pi - pi_old| is the total variation between the
-    distributions over {the token, any other}, a lower bound of that over the vocabulary. Unlike
-    the clip, which bounds the relative change, it leaves rare tokens free and stops likely ones.
-
-    Biased like `importance`, and by what is left out. There is no dual clip: clip.dual is not read.
-    """
-    return _divergence_ppo(batch, clip, lambda pi, old: jnp.abs(pi - old))
-
-
-def dppo_kl(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
-    """Compute `dppo_tv` with a KL for the total variation.
-
-        KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
-
-    Qi et al. 2026, arXiv 2602.04879, Binary-KL.
-    """
-
-    def binary_kl(pi: jax.Array, old: jax.Array) -> jax.Array:
-        # The floor keeps the logarithm of 0 out, whose factor is 0.
-        tiny = jnp.finfo(pi.dtype).tiny
-        logs = [jnp.log(jnp.maximum(x, tiny)) for x in (old, pi, 1 - old, 1 - pi)]
-        return old * (logs[0] - logs[1]) + (1 - old) * (logs[2] - logs[3])
-
-    return _divergence_ppo(batch, clip, binary_kl)
-
-
-def _divergence_ppo(
-    batch: PolicyBatch, clip: Clip, divergence: Callable[[jax.Array, jax.Array], jax.Array]
-) -> PolicyLoss:
-    """Compute -rho A, without a gradient where a token has moved too far and would move on."""
-    log_ratio, advantages = log_ratios_and_advantages(batch)
-    ratio = jnp.exp(log_ratio)
-    old = jnp.exp(zero_outside(batch.old_logprobs, batch.mask))
-    pi = jnp.exp(zero_outside(jax.lax.stop_gradient(batch.logprobs), batch.mask))
-    moved = divergence(pi, old)
-    is_stopped = jnp.where(
-        advantages > 0, (pi > old) & (moved > clip.high), (pi < old) & (moved > clip.low)
-    )
-    loss = -advantages * jnp.where(is_stopped, jax.lax.stop_gradient(ratio), ratio)
-    return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(is_stopped))
-
-
-def clip_cov(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
-    """Compute PPO's loss without the tokens that `clip_cov_tokens` selects.
-
-    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617). The entropy falls where probability
-    and advantage vary together; leaving a few such tokens out keeps it up. As in the authors' code,
-    the other tokens have PPO's clip.
-
-    Biased on purpose, by what is left out and by the clip.
-    """
-    policy = clipped_surrogate(batch, clip)
-    if batch.selected is None:
-        return policy
-    return policy._replace(
-        loss=jnp.where(batch.selected, 0.0, policy.loss),
-        clipped=jnp.maximum(policy.clipped, _as_flags(batch.selected)),
-    )
-
-
-def kl_cov(batch: PolicyBatch, clip: Clip, beta: float = 1.0) -> PolicyLoss:
-    """Compute -rho A, plus beta |log rho| on the tokens that `kl_cov_tokens` selects.
-
-    The entropy mechanism (Cui et al. 2025, arXiv 2505.22617): the tokens of the largest covariance
-    are held at the old policy. Where the paper writes a KL, the authors' code has |log rho|, as
-    here. There is no clip: `clip` is not read.
-
-    Biased like `importance`, and by the penalty, which has no gradient at the old policy.
-    """
-    policy = importance(batch, clip)
-    if batch.selected is None:
-        return policy
-    penalty = beta * jnp.where(batch.selected, absolute(policy.log_ratio), 0.0)
-    return policy._replace(loss=policy.loss + penalty)
-
-
-def clip_cov_tokens(
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    key: jax.Array,
-    fraction: float,
-    low: float,
-    high: float,
-) -> Bool[Array, "B T"]:
-    """Select a fraction of the tokens, by chance among those whose covariance is in [low, high].
-
-    The covariance of a token is (log pi - mean log pi)(A - mean A) over all tokens of the mask. pi
-    is the old policy here, which is the paper's in the first optimizer step: the selection then
-    depends neither on micro-batches nor on what was learned from others. At least one token is
-    selected if any is in the range.
-
-    Args:
-      old_logprobs: log-probabilities under the policy that sampled.
-      advantages: per token.
-      mask: the tokens of the mini-batch that the policy chose.
-      key: decides among the tokens in the range.
-      fraction: of the tokens of the mask, in (0, 1).
-      low: 1 in the paper.
-      high: 5 in the paper.
-    """
-    covariance = _covariance(old_logprobs, advantages, mask)
-    is_in_range = mask & (covariance >= low) & (covariance <= high)
-    return _first_tokens(jax.random.uniform(key, mask.shape), is_in_range, mask, fraction)
-
-
-def kl_cov_tokens(
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    key: jax.Array,
-    fraction: float,
-) -> Bool[Array, "B T"]:
-    """Select the fraction of the tokens that has the largest covariance, as `clip_cov_tokens`."""
-    covariance = _covariance(old_logprobs, advantages, mask)
-    return _first_tokens(-covariance, mask, mask, fraction)
-
-
-def _covariance(old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return each token's share of Cov[log pi, A], times the number of tokens."""
-    centred = [zero_outside(x, mask) - masked_mean(x, mask) for x in (old_logprobs, advantages)]
-    return centred[0] * centred[1]
-
-
-def _first_tokens(
-    order: jax.Array, eligible: jax.Array, mask: jax.Array, fraction: float
-) -> jax.Array:
-    """Return the eligible tokens of smallest `order`.
-
-    Up to `fraction` of the mask's tokens are returned, rounded down, but at least one.
-    """
-    count = jnp.maximum(jnp.floor(fraction * jnp.sum(mask)), 1)
-    # The rank of each token; of equal ones, the first in the array comes first.
-    ranks = jnp.argsort(jnp.argsort(jnp.where(eligible, order, jnp.inf).reshape(-1)))
-    return eligible & (ranks.reshape(mask.shape) < count)
 
 
 def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:
@@ -319,7 +147,8 @@ def _as_flags(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.float32)
 
 
-def _unclipped_result(loss: jax.Array, ratio: jax.Array, log_ratio: jax.Array) -> PolicyLoss:
+def unclipped_result(loss: jax.Array, ratio: jax.Array, log_ratio: jax.Array) -> PolicyLoss:
+    """Return the result of a loss that clips no token."""
     no_flags = jnp.zeros(loss.shape, jnp.float32)
     return PolicyLoss(
         loss=loss, ratio=ratio, log_ratio=log_ratio, clipped=no_flags, dual_clipped=no_flags

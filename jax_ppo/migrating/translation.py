@@ -55,14 +55,17 @@ _COUNT = re.compile(r"[1-9][0-9]{,11}")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
 _VALUES = {
-    "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS.other_names(),
+    "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS.other_names()
+    | {name: f"examples/estimators/{name}.py:{name}" for name in ("opo", "gdpo")},
     "model.attention": {
         "flash_attention_2": "auto",
         "flash_attention_3": "auto",
         "sdpa": "auto",
         "eager": "xla",
     },
-    "actor.policy_loss": POLICY_LOSSES.other_names(),
+    "actor.policy_loss": POLICY_LOSSES.other_names()
+    | {name: f"examples/losses/{name}.py:{name}" for name in ("sapo", "clip_cov", "kl_cov")}
+    | {name: f"examples/losses/dppo.py:{name}" for name in ("dppo_tv", "dppo_kl")},
     "trainer.resume": {"auto": "true", "disable": "false"},
     "actor.optim.lr_schedule": _SCHEDULES,
     "critic.optim.lr_schedule": _SCHEDULES,

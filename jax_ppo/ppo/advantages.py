@@ -3,19 +3,20 @@
 A user-defined estimator, `algorithm.adv_estimator=module:function`, works without a critic. It is
 called as f(rewards, mask, n): mask [B, T] is True on the tokens that the policy chose; rewards
 [B, T] include the KL penalty if there is one, and are 0 elsewhere; n is the number of responses per
-prompt, which are adjacent. It returns an advantage per response [B] or
+prompt, which are adjacent. Further parameters name figures, [B] each: numbers that the reward
+function returns with each response. It returns an advantage per response [B] or
 per token [B, T], or that and a dict of scalars, which are logged as advantages/NAME.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jax_ppo.config import parsing, plugins
+from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import masked
@@ -28,6 +29,8 @@ from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Sequences
 
+_GIVEN = ("rewards", "mask", "n")  # arguments of every user-defined estimator
+
 
 def estimate_advantages(
     options: ExperienceOptions,
@@ -36,21 +39,16 @@ def estimate_advantages(
     masks: Masks,
     outputs: ForwardOutputs,
     return_moments: Moments | None,
-    extra_scores: jax.Array | None = None,
+    figures: Mapping[str, Float32[Array, " B"]],
 ) -> tuple[Estimates, Moments | None, Metrics]:
-    """Return advantages and returns, the moments of returns with this step's, and metrics.
-
-    `extra_scores` is what `estimate_experience` gets, shaped like the scores.
-    """
+    """Return advantages and returns, the moments of returns with this step's, and metrics."""
     if options.has_critic:
         values, final_values = critic_values(options, sequences, outputs, return_moments)
         raw = generalized_advantages(options.algorithm, token_rewards, values, final_values, masks)
         assert raw.returns is not None
         metrics = critic_metrics(values, raw.returns, masks.values)
     else:
-        advantages, metrics = critic_free_advantages(
-            options, token_rewards, masks.actions, extra_scores
-        )
+        advantages, metrics = critic_free_advantages(options, token_rewards, masks.actions, figures)
         raw = Estimates(advantages, returns=None)
     metrics |= {
         "advantages/mean": masked.masked_mean(raw.advantages, masks.loss),
@@ -159,18 +157,41 @@ def load_estimator(name: str) -> Callable[..., jax.Array] | None:
     """
     if ":" not in name:
         return None
-    arguments = ("rewards", "mask", "n")
-    return plugins.load_plugin(name, "algorithm.adv_estimator", arguments, by_name=False)
+    return plugins.load_plugin(
+        name,
+        "algorithm.adv_estimator",
+        _GIVEN,
+        by_name=False,
+        other_arguments=lambda f: (*_GIVEN, *plugins.further_parameters(f, _GIVEN)),
+    )
+
+
+def figures_read(name: str) -> tuple[str, ...]:
+    """Return the names of the figures that the estimator asks for, by its value of the option."""
+    estimator = load_estimator(name)
+    return () if estimator is None else plugins.further_parameters(estimator, _GIVEN)
 
 
 def plugin_advantages(
-    name: str, estimator: Callable[..., jax.Array], token_rewards: Tokens, actions: Mask, n: int
+    name: str,
+    estimator: Callable[..., jax.Array],
+    token_rewards: Tokens,
+    actions: Mask,
+    n: int,
+    figures: Mapping[str, Float32[Array, " B"]],
 ) -> tuple[Tokens, Metrics]:
     """Return the advantages of a user's function, 0 where mask is 0, and its metrics.
 
     Raise `UserError` unless there is one number per response or per token, and metrics are scalars.
     """
-    result = estimator(masked.zero_outside(token_rewards, actions), actions, n)
+    asked = {figure: figures.get(figure) for figure in figures_read(name)}
+    if missing := [figure for figure, values in asked.items() if values is None]:
+        raise UserError(
+            f"config.algorithm.adv_estimator={name!r}: asks for {missing[0]!r}, a number that a "
+            "reward function returns with each response; responses that are read from files or "
+            "selected by their rewards have none"
+        )
+    result = estimator(masked.zero_outside(token_rewards, actions), actions, n, **asked)
     metrics: Metrics = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
@@ -194,31 +215,26 @@ def plugin_advantages(
 
 
 def critic_free_advantages(
-    options: ExperienceOptions, token_rewards: Tokens, actions: Mask, extra_scores: jax.Array | None
+    options: ExperienceOptions,
+    token_rewards: Tokens,
+    actions: Mask,
+    figures: Mapping[str, Float32[Array, " B"]],
 ) -> tuple[Tokens, Metrics]:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
     plugin = load_estimator(algorithm.adv_estimator)
     n = options.responses_per_prompt
     if plugin is not None:
-        return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
+        return plugin_advantages(
+            algorithm.adv_estimator, plugin, token_rewards, actions, n, figures
+        )
     entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     estimator = functools.partial(entry.function, **entry.read_arguments(algorithm))
-    if entry.needs_greedy:
-        assert extra_scores is not None, "greedy responses are scored"
-        return jax.vmap(estimator)(token_rewards, actions, jnp.repeat(extra_scores, n)), {}
     if not entry.needs_groups:
         return jax.vmap(estimator)(token_rewards, actions), {}
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
     sizes = masked.masked_sum(jnp.abs(token_rewards), actions, axis=1)
-    if entry.needs_components:
-        assert extra_scores is not None, "rewards are scored one by one"
-        response_rewards, sizes = extra_scores, jnp.abs(extra_scores)
-        weights = parsing.parse_weights(options.reward.components).values()
-        estimator = functools.partial(estimator, weights=tuple(weights))
-    if entry.reads_counts:
-        estimator = functools.partial(estimator, counts_B=actions.sum(1))
     advantages_B = estimator(equalize_groups(response_rewards, sizes, n), n)
     return jnp.where(actions, advantages_B[:, None], 0.0), {}
 

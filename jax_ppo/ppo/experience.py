@@ -6,6 +6,7 @@ function; rewards are shaped in `reward_shaping.py`, advantages estimated in `ad
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +32,13 @@ def estimate_experience(
     outputs: ForwardOutputs,
     rewards: Float32[Array, " B"],
     step_rewards: Tokens | None,
-    extra_scores: Float32[Array, "..."] | None = None,
+    figures: Mapping[str, Float32[Array, " B"]] | None = None,
 ) -> tuple[Experience, Metrics]:
     """Return the experience that the update learns from, and metrics: scalars on the mesh.
 
     The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
     two, which differ by rounding, or by older weights of the sampler. `step_rewards` are earned
-    within the responses; `None` if there are none. `extra_scores` are what else the estimator
-    reads: the scores of the greedy responses [prompts], or the `reward.components` of the samples
-    [B, K].
+    within the responses; `None` if there are none. `figures` are those that the estimator asks for.
     """
     algorithm = options.algorithm
     masks = select_tokens(algorithm, sequences)
@@ -68,7 +67,7 @@ def estimate_experience(
         masks,
         outputs,
         control.moments.get("returns"),
-        reward_shaping.shape_greedy_scores(options, reward_moments, extra_scores),
+        figures or {},
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(

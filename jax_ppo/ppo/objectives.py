@@ -5,7 +5,7 @@ add up over rows; shares of a metric combine as its `learner.Metric` states.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ from jax_ppo.config import plugins
 from jax_ppo.config.schema import Actor, Config, Critic, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
-from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss
+from jax_ppo.kernels.losses import Clip, MiniBatchTokens, PolicyBatch, PolicyLoss
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
-from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES, import_function, read_options
+from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
 from jax_ppo.training.networks import full_parameters
@@ -178,38 +178,17 @@ class ActorObjective(RolloutObjective):
     teacher: tuple[Transformer, Params] | None = None
 
     def weigh(self, batch: MiniBatches) -> tuple[Any, ...]:
-        """Return the weights of samples, tokens that the policy loss selects, and for the values.
-
-        The last is what `weigh_tokens` returns for a critic that shares the trunk. Either is `None`
-        if there is none.
-        """
+        """Return the weights of samples, and those for the values of a critic on the same trunk."""
         value_weights = None
         if self.options.shares_trunk:
             value_weights = self.weigh_tokens(batch, self.experience.value_mask)
-        return self.weigh_tokens(batch), self._select_tokens(batch), value_weights
-
-    def _select_tokens(self, batch: MiniBatches) -> Bool[Array, "B T"] | None:
-        entry = POLICY_LOSSES.lookup(self.options.actor.policy_loss)
-        if not entry.selection:
-            return None
-        experience = self.experience
-        learned_B = count_learned_tokens(experience, batch) > 0
-        # Each mini-batch has its own random choice, which depends on its members alone.
-        tokens = jnp.where(learned_B[:, None], experience.sequences.tokens, 0)
-        selected_BxT: jax.Array = import_function(entry.selection)(
-            experience.old_logprobs,
-            experience.advantages,
-            experience.action_mask & learned_B[:, None],
-            jax.random.fold_in(jax.random.key(0), jnp.sum(tokens, dtype=jnp.uint32)),
-            **read_options(self.options.actor, entry.selection_arguments),
-        )
-        return selected_BxT
+        return self.weigh_tokens(batch), value_weights
 
     def loss(self, params: Params, rows: Rows, weights: tuple[Any, ...]) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        own_weights, selected_BxT, value_weights = weights
+        own_weights, value_weights = weights
         token_weights = self.token_weights(rows, own_weights)
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.base)
@@ -224,8 +203,15 @@ class ActorObjective(RolloutObjective):
         if not actor.entropy_coeff:
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
-        batch = policy_batch(logprobs_RxL, rows, experience, options.is_on_policy, selected_BxT)
-        policy, plugin_metrics = compute_policy_loss(actor, batch)
+        batch = policy_batch(logprobs_RxL, rows, experience, options.is_on_policy)
+        mini_batch = MiniBatchTokens(
+            old_logprobs=experience.old_logprobs,
+            advantages=experience.advantages,
+            mask=experience.action_mask & (own_weights.sequence > 0)[:, None],
+        )
+        policy, plugin_metrics = compute_policy_loss(
+            actor, batch, mini_batch, lambda x: packing.to_rows(x, rows)
+        )
         # Weights for tokens that an older policy or another program sampled.
         importance_RxL: int | jax.Array = 1
         if experience.importance is not None:
@@ -358,7 +344,6 @@ def policy_batch(
     rows: Rows,
     experience: Experience,
     is_on_policy: bool,
-    selected_BxT: Bool[Array, "B T"] | None = None,
 ) -> PolicyBatch:
     """Return what a policy loss reads of some rows; see `UpdateOptions` and `PolicyBatch`."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
@@ -375,14 +360,19 @@ def policy_batch(
         mask=rows.mask,
         action_counts=action_counts_B[rows.samples],
         sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
-        selected=None if selected_BxT is None else packing.to_rows(selected_BxT, rows) > 0,
     )
 
 
-def compute_policy_loss(options: Actor, batch: PolicyBatch) -> tuple[PolicyLoss, Metrics]:
+def compute_policy_loss(
+    options: Actor,
+    batch: PolicyBatch,
+    mini_batch: MiniBatchTokens,
+    to_rows: Callable[[jax.Array], jax.Array],
+) -> tuple[PolicyLoss, Metrics]:
     """Compute the configured policy loss of each token, and a user-defined loss's metrics.
 
-    Raise `UserError` if a user-defined loss cannot be loaded, or returns something else.
+    `to_rows` brings an array of `mini_batch`'s shape, [B, T], into that of `batch`. Raise
+    `UserError` if a user-defined loss cannot be loaded, or returns something else.
     """
     clip = Clip(
         low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
@@ -390,20 +380,32 @@ def compute_policy_loss(options: Actor, batch: PolicyBatch) -> tuple[PolicyLoss,
         dual=options.clip_ratio_c or None,
     )
     if options.policy_loss not in POLICY_LOSSES:
-        return _plugin_policy_loss(options.policy_loss, batch, clip)
+        others = {"mini_batch": mini_batch, "to_rows": to_rows}
+        return _plugin_policy_loss(options.policy_loss, batch, clip, others)
     entry = POLICY_LOSSES[options.policy_loss]
     return entry.function(batch, clip, **entry.read_arguments(options)), {}
 
 
-def _plugin_policy_loss(name: str, batch: PolicyBatch, clip: Clip) -> tuple[PolicyLoss, Metrics]:
+def _plugin_policy_loss(
+    name: str, batch: PolicyBatch, clip: Clip, others: Mapping[str, Any]
+) -> tuple[PolicyLoss, Metrics]:
     """Compute a user-defined policy loss, and validate its result while the program is traced.
+
+    Of the `others` it gets those that its parameters name.
 
     One that takes a mean itself would depend on how a batch is split. Raise `UserError` if the loss
     returns neither a `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not
     one number per token.
     """
-    function = plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
-    result: Any = function(batch, clip)
+    given = ("batch", "clip")
+
+    def asked(function: Callable[..., Any]) -> tuple[str, ...]:
+        return tuple(x for x in plugins.further_parameters(function, given) if x in others)
+
+    function = plugins.load_plugin(
+        name, "actor.policy_loss", given, False, lambda function: (*given, *asked(function))
+    )
+    result: Any = function(batch, clip, **{x: others[x] for x in asked(function)})
     policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
     if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
         raise UserError(

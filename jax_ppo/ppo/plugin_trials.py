@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ppo.config.schema import Actor, Algorithm
 from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.kernels.losses import padded_batch
+from jax_ppo.kernels.losses import MiniBatchTokens, padded_batch
 from jax_ppo.ppo import advantages, objectives
 from jax_ppo.ppo.objectives import ACTOR_METRICS, UPDATE_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
@@ -24,15 +24,20 @@ _SAMPLES, _TOKENS = 2, 5
 _LIBRARIES = (f"{Path(jax.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
-def try_plugins(algorithm: Algorithm, actor: Actor, n: int) -> None:
-    """Try the user's losses and estimators that options name; raise `UserError` if one fails."""
+def try_plugins(algorithm: Algorithm, actor: Actor, n: int, has_figures: bool = True) -> None:
+    """Try the user's losses and estimators that options name; raise `UserError` if one fails.
+
+    `has_figures` says whether responses come with the figures that an estimator may ask for.
+    """
     policy_loss_metrics(actor)
     estimator = advantages.load_estimator(algorithm.adv_estimator)
     if estimator is not None:
 
         def estimate(rewards: jax.Array) -> Any:
             name = algorithm.adv_estimator
-            return advantages.plugin_advantages(name, estimator, rewards, rewards > 0, n)
+            asked = advantages.figures_read(name) if has_figures else ()
+            figures = dict.fromkeys(asked, rewards[:, 0])
+            return advantages.plugin_advantages(name, estimator, rewards, rewards > 0, n, figures)
 
         rewards = jax.ShapeDtypeStruct((_SAMPLES * n, _TOKENS), jnp.float32)
         _try("algorithm.adv_estimator", algorithm.adv_estimator, estimate, rewards)
@@ -59,7 +64,8 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
     def total_loss(logprobs: jax.Array, others: jax.Array) -> jax.Array:
         nonlocal names
         batch = padded_batch(logprobs, others, others, others > 0)
-        policy, metrics = objectives.compute_policy_loss(options, batch)
+        mini_batch = MiniBatchTokens(others, others, others > 0)
+        policy, metrics = objectives.compute_policy_loss(options, batch, mini_batch, jnp.asarray)
         names = tuple(metrics)
         return jnp.sum(policy.loss)
 

@@ -8,16 +8,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.config import parsing
 from jax_ppo.ppo import forward_passes, update
+from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.exact_rollouts import compile_exact_sampling
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
 from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
-from jax_ppo.ppo.response_sampling import compile_selection, greedy_sampling
+from jax_ppo.ppo.response_sampling import compile_selection
 from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training.networks import Networks
@@ -93,11 +92,6 @@ def compile_programs(
                 step, state, params, shapes.rollout, packed.forward, key
             )
             yield "draw_again"
-        if options.needs_greedy:
-            greedy = greedy_sampling(step.sampling)
-            for name in engine.precompile(params, prompts, key, greedy):
-                if name == "sample":  # the weights are laid out once for both
-                    yield "sample_greedy"
     for program in PROGRAMS:
         if program.compile is not None and _runs(step, program):
             program.compile(step, shapes)
@@ -145,15 +139,11 @@ def _compile_experience(step: ProgramInputs, shapes: StepShapes) -> None:
     logprobs = shapes.rollout.logprobs
     if step.step_options.has_step_rewards or shapes.rollout.turn_rewards is not None:
         step_rewards = jax.ShapeDtypeStruct(logprobs.shape, jnp.float32, sharding=rows)
-    extra_scores = None
     options = step.step_options.experience
-    if step.step_options.needs_greedy:
-        prompts = step.step_options.prompts_per_step
-        layout = sharding.batch_rows(step.mesh, prompts)
-        extra_scores = jax.ShapeDtypeStruct((prompts,), jnp.float32, sharding=layout)
-    if ADVANTAGE_ESTIMATORS.lookup(options.algorithm.adv_estimator).needs_components:
-        components = len(parsing.parse_weights(options.reward.components))
-        extra_scores = jax.ShapeDtypeStruct((step.samples, components), jnp.float32, sharding=rows)
+    figures = {
+        name: jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
+        for name in figures_read(options.algorithm.adv_estimator)
+    }
     shapes.experience, _ = compile_ahead(
         estimate_experience,
         options,
@@ -163,7 +153,7 @@ def _compile_experience(step: ProgramInputs, shapes: StepShapes) -> None:
         forward_passes.join_outputs(shapes.outputs),
         rewards,
         step_rewards,
-        extra_scores,
+        figures,
     )
 
 
@@ -207,13 +197,6 @@ PROGRAMS: tuple[StepProgram, ...] = (
         kind="sampling",
         role="actor",
         passes=lambda options, nets: 0 if options.reads_responses else options.rollout.n,
-    ),
-    StepProgram(
-        name="sample_greedy",
-        label="sampling, greedy",
-        kind="sampling",
-        role="actor",
-        passes=lambda options, nets: int(options.needs_greedy),
     ),
     StepProgram(
         name="draw_again",

@@ -10,7 +10,6 @@ shapes, so that no number of draws compiles anything.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -36,7 +35,7 @@ from jax_ppo.ppo.step_parts import (
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.runtime.devices import release_freed_memory
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
@@ -64,10 +63,7 @@ def sample_batch(
         prompts = parts.place_prompts(batch.prompts)
         key = parts.sample_keys(training_stream(draw), step)
         rollout = engine.generate(prompts, key, parts.sampling)
-        greedy = None
-        if parts.step_options.needs_greedy:  # draws nothing with the key
-            greedy = engine.generate(prompts, key, greedy_sampling(parts.sampling))
-    return SampledBatch(batch, rollout, batches.position, greedy=greedy)
+    return SampledBatch(batch, rollout, batches.position)
 
 
 def sample_beside_update(
@@ -115,13 +111,6 @@ def newest_weights(
     parts.engine.release_weights()  # the update needs the memory
     observer.write_pending_report()
     release_freed_memory(state)  # of the update before
-
-
-def greedy_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Return how the greedy response to a prompt is sampled, of which only the score is read."""
-    return dataclasses.replace(
-        sampling, n=1, temperature=0.0, returns_routed_experts=False, returns_kept_tokens=False
-    )
 
 
 def take_given_batch(

@@ -133,19 +133,6 @@ def shape_scores(
     return rewards_B - reward.missing_eos_penalty * truncated_B - reward.length_penalty * lengths_B
 
 
-def shape_greedy_scores(
-    options: ExperienceOptions, moments: Moments | None, extra_scores: Float32[Array, "..."] | None
-) -> Float32[Array, "..."] | None:
-    """Return `extra_scores`, normalized and clipped like the samples' if greedy responses' [N].
-
-    They get no penalties: as if the responses had length 0 and were not truncated.
-    """
-    if extra_scores is None or extra_scores.ndim != 1:
-        return extra_scores
-    zeros = jnp.zeros(len(extra_scores), jnp.int32)
-    return shape_scores(options, moments, extra_scores, zeros, zeros > 0)
-
-
 def last_actions(mask_BxT: Mask) -> Mask:
     """Return True on the last action token of each response, which earns the response's score."""
     actions_left_BxT = jnp.cumsum(mask_BxT[:, ::-1], axis=1)[:, ::-1]

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from jax_ppo.config import parsing
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import GivenResponses
@@ -59,8 +58,8 @@ class RuleRewards:
     answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
     # Wrong responses of this process, as `describe_misses` returns them.
     misses: tuple[str, ...] = ()
-    # What else the advantage estimator reads, see `estimate_experience`.
-    extra_scores: jax.Array | None = None
+    # The figures that the advantage estimator asks for, float32 [B] each.
+    figures: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 def given_rewards(
@@ -129,6 +128,7 @@ class RuleScorer:
     environment: Environment | None = None
     # Number of the policy's tokens, which bounds those of an environment in JAX.
     vocab_size: int = 0
+    figures: tuple[str, ...] = ()  # names of the figures that the advantage estimator asks for
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the worker processes run, if there are any."""
@@ -187,7 +187,7 @@ class RuleScorer:
             model_inputs=model_inputs,
             answers=answers,
             misses=describe_misses(scored_misses(responses.examples, read, scored)),
-            extra_scores=self._place_components(responses, scored, total),
+            figures=self._place_figures(responses, scored, total),
         )
 
     def add_model_scores(
@@ -206,27 +206,25 @@ class RuleScorer:
         )
         return _add_weighted(rewards.scores, model_scores, self.model_weight)
 
-    def _place_components(
+    def _place_figures(
         self, responses: LocalResponses, scored: ScoredBatch, total: int
-    ) -> jax.Array | None:
-        """Return the figures that `reward.components` names, [B, K]; `None` without them.
+    ) -> dict[str, jax.Array]:
+        """Return the figures that the advantage estimator asks for, [B] each.
 
         Raise `UserError` if the reward function does not return one of them for a response.
         """
-        names = tuple(parsing.parse_weights(self.options.components))
-        if not names:
-            return None
-        missing = np.full(len(scored.scores), np.nan, np.float32)
-        values = np.stack([scored.extra.get(name, missing) for name in names], axis=1)
-        values[scored.failed] = self.options.fallback_score
-        unknown = np.isnan(values).any(axis=0)
-        if unknown.any():
-            raise UserError(
-                f"config.reward.components={self.options.components!r}: the reward function did "
-                f"not return a number {names[int(unknown.argmax())]!r} for every response; it "
-                f"returned {', '.join(map(repr, scored.extra)) or 'no other number'}"
-            )
-        return self._place(responses, values, total)
+        placed = {}
+        for name in self.figures:
+            values = scored.extra.get(name, np.full(len(scored.scores), np.nan, np.float32))
+            values = np.where(scored.failed, np.float32(self.options.fallback_score), values)
+            if np.isnan(values).any():
+                raise UserError(
+                    f"config.algorithm.adv_estimator: asks for {name!r}, which the reward function "
+                    "did not return as a number for every response; it returned "
+                    f"{', '.join(map(repr, scored.extra)) or 'no other number'}"
+                )
+            placed[name] = self._place(responses, values, total)
+        return placed
 
     def _decode_local(self, batch: PromptBatch, rollout: Rollout) -> LocalResponses:
         """Return this process's share of the responses, so that no sample is scored twice."""

@@ -12,7 +12,6 @@ It also waits to time the forward passes, but only after the update has been dis
 mesh does not idle.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -118,7 +117,7 @@ def take_ppo_step(
         outputs,
         rewards,
         rule_rewards.steps,
-        rule_rewards.extra_scores,
+        rule_rewards.figures,
     )
 
     # 5. Update actor and critic. This donates the buffers of `state`.
@@ -176,7 +175,4 @@ def apply_rules(parts: StepParts, sampled: SampledBatch, batches: TrainingBatche
         return sampled.rule_rewards
     rule_rewards = parts.rules.score(sampled.batch, sampled.rollout)
     observe_solve_rates(batches, sampled.batch, rule_rewards)
-    if sampled.greedy is not None:
-        baselines = parts.rules.score(sampled.batch, sampled.greedy).scores
-        rule_rewards = dataclasses.replace(rule_rewards, extra_scores=baselines)
     return rule_rewards

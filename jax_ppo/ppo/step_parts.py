@@ -17,7 +17,6 @@ from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -41,7 +40,6 @@ class StepOptions:
     rollout: RolloutOptions
     responses_per_prompt: int  # how many responses to each prompt the update learns from
     selects_samples: bool  # whether rewards decide which samples the update learns from
-    needs_greedy: bool  # the advantage estimator compares with a greedy response to each prompt
     has_step_rewards: bool  # rewards are also earned within responses
     reads_responses: bool  # responses are read from files, and none is sampled for training
     trains_actor: bool  # False trains the critic alone
@@ -58,7 +56,6 @@ class StepOptions:
             rollout=config.rollout,
             responses_per_prompt=config.responses_per_prompt,
             selects_samples=config.selects_samples,
-            needs_greedy=ADVANTAGE_ESTIMATORS.lookup(config.algorithm.adv_estimator).needs_greedy,
             has_step_rewards=config.has_step_rewards,
             reads_responses=config.learns_from_files,
             trains_actor=not config.trainer.critic_only,
@@ -139,8 +136,6 @@ class SampledBatch(NamedTuple):
     # int [B] each, what identifies the samples' random numbers by name, such as the "draw" of the
     # step and the "sample" in it; `None` if the step has a single draw.
     addresses: Mapping[str, np.ndarray] | None = None
-    # A greedy response to each prompt, if the advantage estimator compares with it.
-    greedy: Rollout | None = None
     # The step that began with the weights that sampled the responses; `None` if these are given, or
     # if `rollout.versions` says it.
     weights_step: int | None = None

@@ -24,6 +24,7 @@ from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
+from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_stop_search, sampling_options
@@ -141,6 +142,7 @@ def build_run(
             reward_inputs=models.reward_inputs,
             environment=environment,
             vocab_size=models.nets.actor.architecture.vocab_size,
+            figures=figures_read(config.algorithm.adv_estimator),
         ),
     )
     if trains:
@@ -178,7 +180,8 @@ def _read_rows(
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")
     # Plugins that cannot be loaded, or fail, raise here.
-    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n)
+    has_figures = given is None and not config.selects_samples
+    plugin_trials.try_plugins(config.algorithm, config.actor, config.rollout.n, has_figures)
     environment_class = load_environment_class(config.rollout.multi_turn)
     if note := try_first_reset(environment_class, (examples or held_out)[0]):
         report(f"note: {note}")

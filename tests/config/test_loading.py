@@ -205,26 +205,6 @@ def test_every_option_has_a_meaning():
         ),
         ({"algorithm__adv_estimator": "grpo"}, r"config\.rollout\.n=1.*adv_estimator='grpo'"),
         (
-            {"algorithm__adv_estimator": "gdpo", "rollout__n": 4},
-            r"adv_estimator='gdpo'.*config\.reward\.components=NAME:WEIGHT",
-        ),
-        (
-            {"reward__components": "right:1,right:2"},
-            r"config\.reward\.components='right:1,right:2': 'right:2': expected NAME:WEIGHT",
-        ),
-        (
-            {
-                "algorithm__adv_estimator": "remax",
-                "rollout__max_staleness": 1,
-                "algorithm__rollout_is": "token",
-            },
-            r"adv_estimator='remax': a checkpoint does not hold.*max_staleness=0",
-        ),
-        (
-            {"algorithm__adv_estimator": "remax", "reward__model_path": "rm"},
-            r"adv_estimator='remax'.*config\.reward\.model_path='rm'",
-        ),
-        (
             {"algorithm__adv_estimator": "reinforce_plus_plus", "trainer__critic_warmup": 2},
             r"critic_warmup=2: there is no critic",
         ),

@@ -1281,27 +1281,6 @@ LOSSES_AND_RATIO = [
         new="experience.ref_logprobs",
     ),
     Exhibit(
-        name="the_greedy_baseline_is_missing",
-        source="verl#3089: the scores of ReMax's greedy responses never reached the estimator",
-        holds="the score of the greedy response is subtracted from the rewards to come",
-        test="tests/kernels/test_advantages.py::test_remax_by_hand",
-        where="advantages.remax",
-        old="reward_to_go(rewards_T, mask_T, 1.0) - baseline",
-        new="reward_to_go(rewards_T, mask_T, 1.0)",
-    ),
-    Exhibit(
-        name="rewards_are_summed_before_they_are_normalized",
-        source=(
-            "arXiv 2601.05242: GRPO of a sum of rewards, where different combinations of them "
-            "become the same advantage"
-        ),
-        holds="gdpo normalizes each reward within its group before they are summed",
-        test="tests/kernels/test_enumeration.py::test_gdpo_is_the_sum_of_grpos_and_not_grpo_of_the_sum",
-        where="advantages.gdpo",
-        old="jnp.sum(jnp.stack(parts), axis=0)",
-        new="grpo(scores_BxK @ jnp.array(weights), n, by_std=True)",
-    ),
-    Exhibit(
         name="the_clip_range_begins_at_epsilon",
         source="RL2#21: the ratio was clipped to [epsilon, 1 + epsilon]",
         holds="the ratio is clipped to [1 - epsilon, 1 + epsilon]",
@@ -1435,13 +1414,13 @@ UPDATES = [
             "verl#7829: KL-Cov selected the tokens of the largest covariance in each micro-batch, "
             "so that the micro-batch size changed the update"
         ),
-        holds="tokens are selected from the whole mini-batch",
-        test="tests/ppo/test_update.py::test_tokens_are_selected_from_the_whole_mini_batch",
-        where="objectives.policy_batch",
-        old="packing.to_rows(selected_BxT, rows)",
+        holds="a loss that selects tokens gets those of the whole mini-batch",
+        test="tests/ppo/test_update.py::test_a_loss_sees_the_tokens_of_the_whole_mini_batch",
+        where="ActorObjective.loss",
+        old="mask=experience.action_mask & (own_weights.sequence > 0)[:, None]",
         new=(
-            "rows.mask & (logprobs * packing.to_rows(experience.advantages, rows) >= jnp.quantile("
-            "logprobs * packing.to_rows(experience.advantages, rows), 0.8))"
+            "mask=experience.action_mask & jnp.zeros(len(experience.advantages), bool)"
+            ".at[rows.samples].max(rows.segments >= 0)[:, None]"
         ),
     ),
     Exhibit(

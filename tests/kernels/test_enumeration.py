@@ -283,45 +283,6 @@ def test_cispo_keeps_every_token_with_a_weight_that_is_cut():
     same(WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES)), sampler=OLD), unclipped)
 
 
-def test_sapo_ascends_its_gate_of_the_ratio():
-    """With advantages of tokens, so that both temperatures occur in one state."""
-    action_values = q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    gradient = WORLD.expected_gradient(
-        THETA, loss_of("sapo", WORLD.entries(action_values)), sampler=OLD
-    )
-    tau = np.where(action_values > 0, 1.0, 1.05)
-
-    def objective(theta):
-        ratio = jnp.exp(jax.nn.log_softmax(theta) - jax.nn.log_softmax(OLD))
-        gate = 4 / tau / (1 + jnp.exp(-tau * (ratio - 1)))
-        return WORLD.visits(OLD) @ jnp.sum(jax.nn.softmax(OLD) * gate * action_values, -1)
-
-    same(-gradient, jax.grad(objective)(THETA))
-
-
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
-def test_dppo_is_the_unclipped_surrogate_without_the_tokens_that_moved_far(name):
-    clip, action_values = Clip(0.02, 0.05), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    gradient = WORLD.expected_gradient(
-        THETA, loss_of(name, WORLD.entries(action_values), clip=clip), sampler=OLD
-    )
-    new, old = jax.nn.softmax(THETA), jax.nn.softmax(OLD)
-    moved = jnp.abs(new - old)
-    if name == "dppo_kl":
-        moved = old * jnp.log(old / new) + (1 - old) * jnp.log((1 - old) / (1 - new))
-    good = action_values > 0
-    kept = jnp.where(good, (new <= old) | (moved <= 0.05), (new >= old) | (moved <= 0.02))
-    assert {*np.asarray(kept[good])} == {*np.asarray(kept[~good])} == {True, False}
-    same(
-        -gradient,
-        jax.grad(
-            lambda theta: (
-                WORLD.visits(OLD) @ jnp.sum(jax.nn.softmax(theta) * kept * action_values, -1)
-            )
-        )(THETA),
-    )
-
-
 def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
     def kl_from_old(theta):
         return WORLD.expect(
@@ -631,50 +592,6 @@ def test_group_baselines(n):
         group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n),
         truth * (n - 1) / n,
     )
-
-
-def test_remax_is_unbiased_whatever_the_greedy_response_earns():
-    last = np.arange(MASK.shape[1]) == WORLD.lengths[:, None] - 1
-    rewards = jnp.asarray(SCORES[:, None] * last)
-    for baseline in (0.0, 3.0):
-        estimates = jax.vmap(lambda r, m, b=baseline: advantages.remax(r, m, b))(rewards, MASK)
-        gradient = WORLD.expected_gradient(THETA, loss_of("vanilla", estimates, old=THETA))
-        same(-gradient, return_gradient(THETA))
-
-
-def test_gdpo_is_the_sum_of_grpos_and_not_grpo_of_the_sum():
-    """Two rewards whose sum has another order of the responses than either."""
-    other = np.random.default_rng(3).normal(size=7)
-
-    def components(scores):
-        index = jnp.argmin(jnp.abs(scores[:, None] - SMALL_SCORES), axis=1)
-        return jnp.stack([scores, jnp.asarray(other)[index]], axis=1)
-
-    def of_sum(scores):
-        return advantages.grpo(components(scores) @ jnp.array([1.0, 2.0]), 3, by_std=True)
-
-    both = group_gradient(lambda s: advantages.gdpo(components(s), 3, (1.0, 2.0)), 3)
-    parts = [
-        group_gradient(lambda s, k=k: advantages.grpo(components(s)[:, k], 3, by_std=True), 3)
-        for k in range(2)
-    ]
-    same(both, parts[0] + 2 * parts[1])
-    differs(both, group_gradient(of_sum, 3))
-
-
-def test_opo_compares_two_responses_by_the_share_of_the_others_tokens():
-    """A_1 = s_1 - (c_1 s_1 + c_2 s_2) / (c_1 + c_2) = (s_1 - s_2) c_2 / (c_1 + c_2)."""
-    counts = SMALL.lengths
-    members = np.stack([x.reshape(-1) for x in np.mgrid[(slice(0, 7),) * 2]], 1)
-    counts_B = jnp.asarray(counts[members]).reshape(-1)
-    gradient = group_gradient(lambda scores: advantages.opo(scores, 2, counts_B), 2)
-    distance = SMALL_SCORES[:, None] - SMALL_SCORES
-    expected = (distance * counts / (counts[:, None] + counts)) @ SMALL.probabilities(SMALL_THETA)
-    same(gradient, jax.grad(lambda theta: SMALL.expect(theta, expected))(SMALL_THETA))
-    truth = jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA)
-    differs(gradient, truth / 2)
-    equal = jnp.full(98, 3)
-    same(group_gradient(lambda scores: advantages.opo(scores, 2, equal), 2), truth / 2)
 
 
 def test_grpo_by_std_of_two_counts_who_wins_and_not_by_how_much():

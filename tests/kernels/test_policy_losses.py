@@ -11,7 +11,6 @@ import pytest
 from jax.typing import ArrayLike
 
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, padded_batch
-from jax_ppo.kernels.policy_losses import clip_cov_tokens, kl_cov_tokens
 from jax_ppo.registries import POLICY_LOSSES
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
@@ -83,16 +82,6 @@ def run(
         ("cispo", -1.0, (1.3 * (LN2 - 2), -2), (1.3, 1), (2, 1), (1, 0)),
         ("reinforce", 1.0, (2 - LN2, 2), (-1, -1), (2, 1), (0, 0)),
         ("reinforce", -1.0, (LN2 - 2, -2), (1, 1), (2, 1), (0, 0)),
-        # The gate at rho = 2 is 4 sigmoid(1) = 2.924 with tau = 1, its slope in log rho
-        # 2 * 4 sigmoid(1) sigmoid(-1) = 1.573; at rho = 1 it is 4 / 2 with slope 1.
-        ("sapo", 1.0, (-2.9242343, -2), (-1.5728955, -1), (2, 1), (0, 0)),
-        ("sapo", -1.0, (2.8219996, 2 / 1.05), (1.5362196, 1), (2, 1), (0, 0)),
-        # Without selected tokens.
-        ("clip_cov", 1.0, (-1.3, -1), (0, -1), (2, 1), (1, 0)),
-        ("kl_cov", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
-        # From 0.135 to 0.271: neither divergence exceeds 0.2 or 0.3.
-        ("dppo_tv", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
-        ("dppo_kl", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
     ],
 )
 def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
@@ -105,65 +94,6 @@ def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
     )  # of the token, whatever the ratio is of
     np.testing.assert_array_equal(result.clipped, [clipped])
     np.testing.assert_array_equal(result.dual_clipped, 0)
-
-
-@pytest.mark.parametrize(
-    "old, new, advantage, is_stopped",
-    [
-        (0.5, 0.9, 1.0, True),  # TV 0.4, KL 0.5 (ln 5/9 + ln 5) = 0.511
-        (0.5, 0.9, -1.0, False),  # on its way back
-        (0.9, 0.6, -1.0, True),  # TV 0.3 > 0.2, KL 0.9 ln 1.5 + 0.1 ln 0.25 = 0.226 > 0.2
-        (0.9, 0.6, 1.0, False),
-        (0.001, 0.1, 1.0, False),  # 100 times as likely, but TV 0.099 and KL 0.1
-        (1.0, 0.5, 1.0, False),  # a certain token
-    ],
-)
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
-def test_a_divergence_stops_tokens_that_moved_far_on_their_way(
-    name, old, new, advantage, is_stopped
-):
-    result, (slope, *_) = run(name, np.log([[new]]), np.log([[old]]), [[advantage]], [[1]])
-    np.testing.assert_allclose(result.loss, [[-advantage * new / old]], rtol=1e-5)
-    assert result.clipped.item() == is_stopped
-    np.testing.assert_allclose(slope, 0 if is_stopped else result.loss, rtol=1e-6)
-
-
-def test_selected_tokens_are_left_out_or_held_back():
-    """Four tokens with ratios 2, 1, 1/2 and 2; the first three are selected."""
-    log_ratios = jnp.array([[LN2, 0, -LN2, LN2]])
-    selected = jnp.array([[True, True, True, False]])
-
-    def run_selected(name):
-        def loss(x):
-            batch = padded_batch(x, jnp.zeros((1, 4)) - 2, jnp.ones((1, 4)), jnp.ones((1, 4)))
-            return POLICY_LOSSES[name].function(batch._replace(selected=selected), Clip(0.2, 0.3))
-
-        return loss(log_ratios - 2), jax.grad(lambda x: loss(x).loss.sum())(log_ratios - 2)
-
-    result, slope = run_selected("clip_cov")
-    np.testing.assert_allclose(result.loss, [[0, 0, 0, -1.3]], rtol=1e-6)
-    np.testing.assert_array_equal(result.clipped, [[1, 1, 1, 1]])
-    np.testing.assert_array_equal(slope, 0)
-    result, slope = run_selected("kl_cov")
-    np.testing.assert_allclose(result.loss, [[LN2 - 2, -1, LN2 - 0.5, -2]], rtol=1e-6)
-    np.testing.assert_allclose(slope, [[1 - 2, -1, -1 - 0.5, -2]], rtol=1e-6)
-
-
-def test_the_tokens_of_large_covariance_are_selected(poison):
-    """Means of log pi -2 and of A 0.5: covariances 1.5, 0.5, 1.5, -0.5, 0 and -3 by hand."""
-    mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0]]) == 1
-    logprobs = np.array([[-1.0, -1, -3], [-1, -2, 0], [-4, 0, 0]], np.float32)
-    advantages = np.array([[2.0, 1, -1], [0, -1, 0], [2, 0, 0]], np.float32)
-    arrays = [poison(x, mask) for x in (logprobs, advantages)]
-    keys = jax.random.split(jax.random.key(0), 20)
-    for fraction, expected in ((0.1, [0]), (0.4, [0, 2]), (0.5, [0, 1, 2])):
-        selected = kl_cov_tokens(*arrays, mask, keys[0], fraction)
-        assert np.flatnonzero(selected).tolist() == expected
-    choices = [clip_cov_tokens(*arrays, mask, key, 0.2, 0.4, 1.4) for key in keys]
-    assert {tuple(np.flatnonzero(x)) for x in choices} == {(1,)}
-    choices = [clip_cov_tokens(*arrays, mask, key, 0.2, 1.0, 5.0) for key in keys]
-    assert {tuple(np.flatnonzero(x)) for x in choices} == {(0,), (2,)}
-    assert not clip_cov_tokens(*arrays, mask, keys[0], 0.9, 2.0, 5.0).any()
 
 
 def test_dual_clip_of_a_whole_response():
@@ -187,27 +117,16 @@ def oracle(name, logprobs, log_ratios, advantages):
     g = math.exp(sum(gmpo) / len(gmpo))
     for logprob, d, a, d_cut in zip(logprobs, log_ratios, advantages, gmpo, strict=True):
         rho = math.exp(mean if name == "gspo" else d)
-        if name in ("vanilla", "gspo", "clip_cov"):
+        if name in ("vanilla", "gspo"):
             loss = max(-rho * a, -cut(rho) * a)
             slope = -rho * a if loss == -rho * a else 0
             yield (loss, slope) if a > 0 or loss <= -3 * a else (-3 * a, 0)
-        elif name in ("importance", "kl_cov"):
+        elif name == "importance":
             yield -rho * a, -rho * a
         elif name == "gmpo":
             yield -g * a, -g * a if d_cut == d else 0
         elif name == "cispo":
             yield -cut(rho) * a * logprob, -cut(rho) * a
-        elif name == "sapo":
-            tau = 1.0 if a > 0 else 1.05
-            gate = 1 / (1 + math.exp(-tau * (rho - 1)))
-            yield -4 / tau * gate * a, -4 * gate * (1 - gate) * rho * a
-        elif name.startswith("dppo"):
-            pi, old = math.exp(logprob), math.exp(logprob - d)
-            moved = abs(pi - old)
-            if name == "dppo_kl":
-                moved = -old * d + (1 - old) * math.log((1 - old) / (1 - pi))
-            stopped = moved > 0.3 and pi > old if a > 0 else moved > 0.2 and pi < old
-            yield -rho * a, 0 if stopped else -rho * a
         else:
             yield -a * logprob, -a
 

@@ -70,12 +70,6 @@ def test_by_enumeration_the_gradient_is_of_the_reward_under_the_filtered_policy(
 @pytest.mark.parametrize(
     "changes",
     [
-        # Its greedy responses are drawn from one token each.
-        pytest.param(
-            {"algorithm__adv_estimator": "remax"},
-            marks=pytest.mark.exhaustive,
-            id="greedy baselines",
-        ),
         pytest.param(
             {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
             marks=pytest.mark.exhaustive,

@@ -27,7 +27,7 @@ def estimate(
     full_kl=None,
     step_rewards=None,
     control=None,
-    extra_scores=None,
+    figures=None,
     turn_starts=None,
 ):
     """Call `estimate_experience` for samples with these lengths.
@@ -68,7 +68,7 @@ def estimate(
         scores,
         jnp.array(rewards, jnp.float32),
         step_rewards,
-        extra_scores,
+        figures or {},
     )
 
 
@@ -297,25 +297,17 @@ def test_without_a_critic(estimator, expected):
         np.testing.assert_allclose(ours, expected_row, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "compared", "expected"),
-    [
-        # Greedy responses that score 2 and -9, the latter clipped to -3.
-        ({"algorithm__adv_estimator": "remax", "reward__clip": 3.0}, [2, -9], [-1, 1, 3, 3]),
-        # The rewards differ by their own scales: +-1 / sqrt(2) each, the second twice.
-        (
-            {"algorithm__adv_estimator": "gdpo", "reward__components": "right:1,short:2"},
-            [[0, 5], [7, 4], [1, 1], [1, 2]],
-            [0.5**0.5, -(0.5**0.5), -(2**0.5), 2**0.5],
-        ),
-    ],
-)
-def test_what_an_estimator_compares_besides_scores(options, compared, expected):
-    config = tiny.config(rollout__n=2, algorithm__use_kl_in_reward=False, **(RAW | options))
-    lengths = [2, 2, 1, 1]
-    experience, _ = estimate(config, [1, 3, 0, 0], lengths, extra_scores=jnp.float32(compared))
-    for ours, value in zip(valid_entries(experience.advantages, lengths), expected, strict=True):
-        np.testing.assert_allclose(ours, [value] * len(ours), rtol=1e-5)
+def test_an_estimator_gets_the_figures_that_its_parameters_name(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def longest(rewards, mask, n, short, right, scale=2.0):\n"
+        "    return scale * (10 * right + short)\n"
+    )
+    config = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:longest", **RAW)
+    figures = {"right": jnp.float32([1, 0]), "short": jnp.float32([3, 4])}
+    experience, _ = estimate(config, [5, 6], [2, 1], figures=figures)
+    assert valid_entries(experience.advantages, [2, 1]) == [[26, 26], [8]]
+    with pytest.raises(UserError, match=r"mine.py:longest': asks for 'short', a number that a rew"):
+        estimate(config, [5, 6], [2, 1])
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -213,11 +213,6 @@ def test_options_without_a_file_or_a_model_are_refused():
         load(score__file="rows.jsonl")
 
 
-def test_an_estimator_that_compares_what_no_file_holds_is_refused():
-    with pytest.raises(UserError, match="adv_estimator='remax': compares greedy responses"):
-        load(score__file="a.jsonl", model__path="m", algorithm__adv_estimator="remax")
-
-
 @pytest.mark.slow
 def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(trained, tmp_path):
     """Regression: its values were taken for rewards."""
