@@ -12,6 +12,7 @@ them an entry that needs nothing.
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,12 @@ def import_function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
+
+
+def inputs_named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the inputs that a function's parameters name."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def _need(words: str) -> Any:
@@ -107,14 +114,11 @@ class Registry(dict[str, E], Generic[E]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator(Entry):
-    """An estimator; what it needs says how ppo/advantages.py calls its function.
+    """An estimator; its parameters name its inputs, as ppo/advantages.py lists them.
 
-    With a critic: f(rewards_T, values_T, mask_T, bootstrap_value, **arguments) -> advantages_T,
-    returns_T; with `reads_turns` also the argument starts_T, where turns start. Its arguments lam
-    and turn_lam may be traced. With groups: f(scores_B, n, **arguments) -> advantages_B, where the
-    n samples of a prompt are adjacent. Otherwise: f(rewards_T, mask_T, **arguments) ->
-    advantages_T. Without a critic, options in `algorithm` that are not among the arguments have no
-    effect.
+    With a critic it returns (advantages_T, returns_T) of one response, and its arguments lam and
+    turn_lam may be traced. Otherwise it returns an advantage per response or per token, and options
+    in `algorithm` that are not among its arguments have no effect.
     """
 
     needs_critic: bool = _need("a critic")
@@ -127,7 +131,7 @@ class AdvantageEstimator(Entry):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLossEntry(Entry):
-    """A loss of the protocol of kernels/policy_losses.py."""
+    """A loss of the protocol of kernels/policy_losses.py; gets what its parameters name."""
 
     # Its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something else than the
     # ratio of a token.

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,14 +53,15 @@ def load_plugin(
     return plugin
 
 
-def further_parameters(function: Callable[..., Any], given: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a function's parameters without a default after those that are given."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[len(given) :]
-    except ValueError:  # some built-in callables have no signature
-        return ()
-    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.default is p.empty and p.kind == by_name)
+def further_parameters(function: Callable[..., Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of a function's parameters without a default that are not known."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(
+        p.name
+        for p in parameters
+        if p.name not in known and p.default is p.empty and p.kind in named
+    )
 
 
 def describe_result(value: object) -> str:

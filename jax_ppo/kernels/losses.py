@@ -19,13 +19,14 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import assert_one_shape, zero_outside
-from jax_ppo.registries import AGGREGATIONS
 
 Scale = float | Float[Array, ""] | None  # see `loss_weights`
+SequenceSum = Callable[[jax.Array], jax.Array]  # see `LossInputs`
+Divisors = Callable[[jax.Array, jax.Array, Scale], jax.Array]  # of (counts_B, samples, scale)
 
 
 class PolicyBatch(NamedTuple):
-    """Tokens of whole responses. All arrays have one shape, of any rank."""
+    """Tokens of whole responses: arrays of one shape, of any rank."""
 
     # <= 0, under the policy being trained, the only input meant to receive a gradient.
     logprobs: Float[Array, " *shape"]
@@ -34,13 +35,9 @@ class PolicyBatch(NamedTuple):
     # 1 on the tokens that the loss counts, in any pattern. Elsewhere the three above may hold
     # anything, NaN included.
     mask: Shaped[Array, " *shape"]
-
-    # Read only by losses of whole responses (gspo, gmpo).
     # At each token, how many tokens of its response the mask selects; may hold anything where mask
     # is 0.
     action_counts: Integer[Array, " *shape"]
-    # Returns, at each token, the sum of x over the token's response; x is 0 where mask is 0.
-    sequence_sum: Callable[[jax.Array], jax.Array]
 
 
 class MiniBatchTokens(NamedTuple):
@@ -57,6 +54,19 @@ class Clip(NamedTuple):
     low: float  # > 0, and < 1 except for gmpo
     high: float  # > 0
     dual: float | None = None  # > 1, or None for no dual clip
+
+
+class LossInputs(NamedTuple):
+    """What a policy loss can ask for, by the names of its parameters."""
+
+    batch: PolicyBatch
+    clip: Clip
+    # Returns, at each token of `batch`, the sum of x over the token's response; x is 0 where mask
+    # is 0.
+    sequence_sum: SequenceSum
+    mini_batch: MiniBatchTokens  # of which `batch` may hold only a part
+    # Brings an array of the shape of `mini_batch`, [B, T], to the tokens of `batch`.
+    to_rows: Callable[[jax.Array], jax.Array]
 
 
 class PolicyLoss(NamedTuple):
@@ -116,8 +126,7 @@ def clipped_surrogate(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
 def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, 0 where mask is 0."""
-    # The first five fields are arrays; a function follows.
-    assert_one_shape(**dict(zip(batch._fields[:5], batch[:5], strict=True)))
+    assert_one_shape(**batch._asdict())
     # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
@@ -190,42 +199,43 @@ def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Arra
 
 
 def loss_weights(
-    action_counts_B: Integer[Array, " B"], mode: str, scale: Scale = None
+    action_counts_B: Integer[Array, " B"], divisors: Divisors, scale: Scale = None
 ) -> Float[Array, " B"]:
     """Return the weight of each token of each sample.
 
-    sum_i sum_t w_i loss_it is then the loss of these B samples together.
+    sum_i sum_t w_i loss_it is then the loss of these B samples together. `divisors`, the function
+    of an entry of `registries.AGGREGATIONS`, decides how:
 
-        "token-mean"               1 / sum_j count_j
-                                   equal weight per token (DAPO, arXiv 2503.14476): a long
-                                   response weighs more than a short one
-        "seq-mean-token-sum"       1 / n
-                                   the policy gradient of the expected return; its size grows
-                                   with the counts
-        "seq-mean-token-mean"      1 / (count_i n)
-                                   equal weight per sample (GRPO): a token of a long response
-                                   weighs less
-        "seq-mean-token-sum-norm"  1 / (n scale)
-                                   the policy gradient divided by a constant (Dr. GRPO, arXiv
-                                   2503.20783)
+        token_mean               1 / sum_j count_j
+                                 equal weight per token (DAPO, arXiv 2503.14476): a long
+                                 response weighs more than a short one
+        seq_mean_token_sum       1 / n
+                                 the policy gradient of the expected return; its size grows
+                                 with the counts
+        seq_mean_token_mean      1 / (count_i n)
+                                 equal weight per sample (GRPO): a token of a long response
+                                 weighs less
+        seq_mean_token_sum_norm  1 / (n scale)
+                                 the policy gradient divided by a constant (Dr. GRPO, arXiv
+                                 2503.20783)
 
     n is the number of samples of count > 0. A sample of count 0 is absent: its weight is 0, and it
     does not reduce the weight of another. If all samples are absent, all weights are 0.
 
-    The on-policy gradient is that of a different objective in each mode:
+    The on-policy gradient is that of a different objective with each:
 
-        both sums              E[return], without bias
-        "seq-mean-token-mean"  E[return / count]: biased against long good responses and towards
-                               long bad ones
-        "token-mean"           E[return n / (count + counts of the n - 1 others)]: the same bias in
-                               a small mini-batch; in a large one E[return] up to a factor
+        both sums            E[return], without bias
+        seq_mean_token_mean  E[return / count]: biased against long good responses and towards
+                             long bad ones
+        token_mean           E[return n / (count + counts of the n - 1 others)]: the same bias in
+                             a small mini-batch; in a large one E[return] up to a factor
 
     Args:
       action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
         >= 0.
-      mode: a name in AGGREGATIONS; `ValueError` for others.
+      divisors: returns what divides the losses of each sample's tokens.
       scale: > 0, in tokens, the same at every step (the longest response allowed, for example);
-        for "seq-mean-token-sum-norm" only.
+        for seq_mean_token_sum_norm only.
 
     Returns:
       float32 [B] (float64 under jax_enable_x64).
@@ -235,10 +245,7 @@ def loss_weights(
     present_B = action_counts_B > 0
     # At least 1, so that nothing is divided by 0 if all samples are absent.
     samples = jnp.maximum(jnp.sum(present_B), 1).astype(dtype)
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"loss aggregation {mode!r} is not one of {tuple(AGGREGATIONS)}")
-    divisors_B = AGGREGATIONS[mode].function(action_counts_B, samples, scale)
-    return jnp.where(present_B, 1.0 / divisors_B, 0.0)
+    return jnp.where(present_B, 1.0 / divisors(action_counts_B, samples, scale), 0.0)
 
 
 def token_mean(counts_B: jax.Array, samples: jax.Array, scale: Scale) -> jax.Array:
@@ -268,16 +275,16 @@ def padded_batch(
     advantages: Float[Array, " *batch T"],
     mask: Shaped[Array, " *batch T"],
 ) -> PolicyBatch:
-    """Return the batch of arrays that hold one response per row."""
-
-    def sequence_sum(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
-
+    """Return the batch of arrays that hold one response per row; `row_sum` sums over responses."""
     return PolicyBatch(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
         advantages=advantages,
         mask=mask,
-        action_counts=sequence_sum(mask.astype(jnp.int32)),
-        sequence_sum=sequence_sum,
+        action_counts=row_sum(mask.astype(jnp.int32)),
     )
+
+
+def row_sum(x: Shaped[Array, " *batch T"]) -> Shaped[Array, " *batch T"]:
+    """Return at each token the sum over its row."""
+    return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)

@@ -1,10 +1,11 @@
 """Policy losses, behind one protocol: `loss(batch: PolicyBatch, clip: Clip) -> PolicyLoss`.
 
 A loss is per token. The weights of `losses.loss_weights` combine it into the loss of a mini-batch:
-a function of this protocol takes no mean. What depends on the whole response uses
-`batch.sequence_sum`, which knows how the responses are packed. Advantages and everything from the
-old policy are constants. `losses.PolicyLoss` states what is returned, where mask is 0 too. A custom
-loss may start from any of these; jax_ppo/registries.py has an entry for each:
+a function of this protocol takes no mean. It gets what its parameters name of `losses.LossInputs`:
+what depends on the whole response asks for `sequence_sum`, which knows how the responses are
+packed. Advantages and everything from the old policy are constants. `losses.PolicyLoss` states what
+is returned, where mask is 0 too. A custom loss may start from any of these; jax_ppo/registries.py
+has an entry for each:
 
     name        loss of a token, with rho = pi / pi_old of it             clip        dual clip
     vanilla     -min(rho A, clip(rho) A)                                  of rho      yes
@@ -30,6 +31,7 @@ from jax_ppo.kernels.losses import (
     Clip,
     PolicyBatch,
     PolicyLoss,
+    SequenceSum,
     clipped_surrogate,
     log_ratios_and_advantages,
 )
@@ -49,7 +51,7 @@ def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     return unclipped_result(-advantages * ratio, ratio, log_ratio)
 
 
-def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+def gspo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLoss:
     """Compute the loss of group sequence policy optimization, as GSPO-token.
 
         s      = exp(mean over the response of log rho)
@@ -66,13 +68,13 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, _ = log_ratios_and_advantages(batch)
     # The value of the whole response at each token, with the gradient of the token's own ratio.
-    log_s = _mean_over_response(log_ratio, batch)
+    log_s = _mean_over_response(log_ratio, batch, sequence_sum)
     # Against old log-probs of 0, the ratio that is clipped is s.
     against_zeros = batch._replace(logprobs=log_s, old_logprobs=jnp.zeros_like(log_s))
     return clipped_surrogate(against_zeros, clip)._replace(log_ratio=log_ratio)
 
 
-def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
+def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLoss:
     """Compute the loss of geometric-mean policy optimization.
 
         d_t    = min(log rho_t, high) where A_t > 0, max(log rho_t, -low) elsewhere
@@ -92,7 +94,7 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
     # A mean of logs: the geometric mean of the ratios.
-    ratio = jnp.exp(_mean_over_response(cut, batch))
+    ratio = jnp.exp(_mean_over_response(cut, batch, sequence_sum))
     return unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
         clipped=_as_flags(cut != log_ratio)
     )
@@ -131,14 +133,14 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     )
 
 
-def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:
+def _mean_over_response(
+    log_ratio: jax.Array, batch: PolicyBatch, sequence_sum: SequenceSum
+) -> jax.Array:
     """Return the mean over each token's response, 0 where mask is 0.
 
     Its gradient is that of the token's own log-ratio.
     """
-    mean = batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(
-        batch.action_counts, 1
-    )
+    mean = sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)
     # x - stop_gradient(x) is 0 in value, with the gradient of x.
     return zero_outside(mean, batch.mask) + (log_ratio - jax.lax.stop_gradient(log_ratio))
 

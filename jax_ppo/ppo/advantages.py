@@ -1,15 +1,19 @@
 """Advantages and returns of a rollout's tokens.
 
-A user-defined estimator, `algorithm.adv_estimator=module:function`, works without a critic. It is
-called as f(rewards, mask, n): mask [B, T] is True on the tokens that the policy chose; rewards
-[B, T] include the KL penalty if there is one, and are 0 elsewhere; n is the number of responses per
-prompt, which are adjacent. Further parameters name figures, [B] each: numbers that the reward
-function returns with each response. It returns an advantage per response [B] or
-per token [B, T], or that and a dict of scalars, which are logged as advantages/NAME.
+An estimator's parameters name its inputs. One that names arrays of a response ([T]: `rewards_T`,
+`values_T`, `mask_T`, `starts_T`, where turns start, and `bootstrap_value`) is mapped over the
+responses; others get whole arrays: `scores_B`, the sums of the responses' rewards; `n`, the number
+of responses per prompt, which are adjacent; `rewards` [B, T], which include the KL penalty if there
+is one, and are 0 where the policy did not choose the token; and `mask` [B, T], True where it did.
+
+A user-defined estimator, `algorithm.adv_estimator=module:function`, works without a critic and gets
+`rewards`, `mask` and `n`. Its further parameters name figures, [B] each: numbers that the reward
+function returns with each response. It returns an advantage per response [B] or per token [B, T],
+or that and a dict of scalars, which are logged as advantages/NAME.
 """
 
-import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +29,11 @@ from jax_ppo.kernels.advantages import equalize_groups, length_adaptive_lam
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Tokens
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, inputs_named
 from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Sequences
 
-_GIVEN = ("rewards", "mask", "n")  # arguments of every user-defined estimator
+_GIVEN = ("rewards", "mask", "n")  # parameters of every user-defined estimator
 
 
 def estimate_advantages(
@@ -46,9 +50,11 @@ def estimate_advantages(
         values, final_values = critic_values(options, sequences, outputs, return_moments)
         raw = generalized_advantages(options.algorithm, token_rewards, values, final_values, masks)
         assert raw.returns is not None
-        metrics = critic_metrics(values, raw.returns, masks.values)
+        metrics = critic_metrics(values, raw.returns, learned_values(masks))
     else:
-        advantages, metrics = critic_free_advantages(options, token_rewards, masks.actions, figures)
+        advantages, metrics = critic_free_advantages(
+            options.algorithm, options.responses_per_prompt, token_rewards, masks.actions, figures
+        )
         raw = Estimates(advantages, returns=None)
     metrics |= {
         "advantages/mean": masked.masked_mean(raw.advantages, masks.loss),
@@ -105,10 +111,9 @@ def generalized_advantages(
         "rewards_T": token_rewards,
         "values_T": values,
         "mask_T": masks.actions,
+        "starts_T": masks.starts,
         "bootstrap_value": final_values,
     }
-    if entry.reads_turns:
-        arrays["starts_T"] = masks.starts
     # Lambdas may differ from sample to sample.
     lams: dict[str, jax.Array] = {}
     for name in ("lam", "turn_lam"):
@@ -116,7 +121,7 @@ def generalized_advantages(
             lams[name] = jnp.full(len(values), arguments.pop(name))
 
     def gae(lams: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return jax.vmap(lambda sample: entry.function(**sample, **arguments))(arrays | lams)
+        return map_responses(entry.function, arrays | lams, arguments)
 
     actor_lams = critic_lams = lams
     if algorithm.lam_length_alpha is not None and entry.reads("lam"):
@@ -130,6 +135,11 @@ def generalized_advantages(
         _, returns = gae(critic_lams)
     terms = jnp.maximum(jnp.abs(token_rewards), jnp.abs(values))
     return Estimates(advantages, returns, masked.masked_max(terms, masks.actions))
+
+
+def learned_values(masks: Masks) -> Mask:
+    """Return the tokens whose values the critic learns."""
+    return masks.loss if masks.values is None else masks.values
 
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
@@ -150,48 +160,68 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
     }
 
 
-def load_estimator(name: str) -> Callable[..., jax.Array] | None:
-    """Return the user's function that `algorithm.adv_estimator` names, `None` for a built-in one.
+def map_responses(
+    function: Callable[..., Any], arrays: Mapping[str, jax.Array], arguments: Mapping[str, Any]
+) -> Any:
+    """Call a function for each response, with those of the arrays that its parameters name."""
+    named = inputs_named(function, arrays)
+    return jax.vmap(lambda response: function(**response, **arguments))(named)
 
-    Raise `UserError` if it cannot be loaded.
-    """
+
+def load_estimator(name: str) -> Callable[..., Any]:
+    """Return the estimator of a value of the option; raise `UserError` if it cannot be loaded."""
     if ":" not in name:
-        return None
+        return ADVANTAGE_ESTIMATORS[name].function
     return plugins.load_plugin(
         name,
         "algorithm.adv_estimator",
         _GIVEN,
-        by_name=False,
+        by_name=True,
         other_arguments=lambda f: (*_GIVEN, *plugins.further_parameters(f, _GIVEN)),
     )
 
 
 def figures_read(name: str) -> tuple[str, ...]:
     """Return the names of the figures that the estimator asks for, by its value of the option."""
-    estimator = load_estimator(name)
-    return () if estimator is None else plugins.further_parameters(estimator, _GIVEN)
+    return plugins.further_parameters(load_estimator(name), _GIVEN) if ":" in name else ()
 
 
-def plugin_advantages(
-    name: str,
-    estimator: Callable[..., jax.Array],
+def critic_free_advantages(
+    algorithm: Algorithm,
+    n: int,
     token_rewards: Tokens,
     actions: Mask,
-    n: int,
     figures: Mapping[str, Float32[Array, " B"]],
 ) -> tuple[Tokens, Metrics]:
-    """Return the advantages of a user's function, 0 where mask is 0, and its metrics.
+    """Return advantages without a critic, 0 where the mask is, and a user-defined one's metrics.
 
-    Raise `UserError` unless there is one number per response or per token, and metrics are scalars.
+    `n` is the number of responses per prompt. Raise `UserError` unless there is one number per
+    response or per token, and metrics are scalars.
     """
-    asked = {figure: figures.get(figure) for figure in figures_read(name)}
-    if missing := [figure for figure, values in asked.items() if values is None]:
+    name = algorithm.adv_estimator
+    function = load_estimator(name)
+    arguments = ADVANTAGE_ESTIMATORS.lookup(name).read_arguments(algorithm)
+    if missing := [figure for figure in figures_read(name) if figure not in figures]:
         raise UserError(
             f"config.algorithm.adv_estimator={name!r}: asks for {missing[0]!r}, a number that a "
             "reward function returns with each response; responses that are read from files or "
             "selected by their rewards have none"
         )
-    result = estimator(masked.zero_outside(token_rewards, actions), actions, n, **asked)
+    of_response = {"rewards_T": token_rewards, "mask_T": actions}
+    if inputs_named(function, of_response):
+        result = map_responses(function, of_response, arguments)
+    else:
+        scores_B, sizes_B = (
+            masked.masked_sum(x, actions, axis=1) for x in (token_rewards, jnp.abs(token_rewards))
+        )
+        inputs = {
+            "rewards": masked.zero_outside(token_rewards, actions),
+            "mask": actions,
+            "scores_B": equalize_groups(scores_B, sizes_B, n),
+            "n": n,
+            **figures,
+        }
+        result = function(**inputs_named(function, inputs), **arguments)
     metrics: Metrics = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
@@ -214,31 +244,6 @@ def plugin_advantages(
     return jnp.where(actions, advantages, 0.0), scalars
 
 
-def critic_free_advantages(
-    options: ExperienceOptions,
-    token_rewards: Tokens,
-    actions: Mask,
-    figures: Mapping[str, Float32[Array, " B"]],
-) -> tuple[Tokens, Metrics]:
-    """Return each token's reward to go, or one advantage per response within its prompt's group."""
-    algorithm = options.algorithm
-    plugin = load_estimator(algorithm.adv_estimator)
-    n = options.responses_per_prompt
-    if plugin is not None:
-        return plugin_advantages(
-            algorithm.adv_estimator, plugin, token_rewards, actions, n, figures
-        )
-    entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-    estimator = functools.partial(entry.function, **entry.read_arguments(algorithm))
-    if not entry.needs_groups:
-        return jax.vmap(estimator)(token_rewards, actions), {}
-    # Group estimators compare whole responses, so each response's rewards become one number.
-    response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
-    sizes = masked.masked_sum(jnp.abs(token_rewards), actions, axis=1)
-    advantages_B = estimator(equalize_groups(response_rewards, sizes, n), n)
-    return jnp.where(actions, advantages_B[:, None], 0.0), {}
-
-
 def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: Masks) -> Estimates:
     """Whiten advantages over the tokens of the whole rollout that count, if configured."""
     if not options.whitens_advantages:
@@ -257,7 +262,7 @@ def normalize_returns(
     assert estimates.returns is not None, "only a critic has returns to normalize"
     # Moments that already include these returns: the first step has no others.
     returns, size = estimates.returns, estimates.size
-    updated = running_moments.update_moments(moments, returns, masks.values, size)
+    updated = running_moments.update_moments(moments, returns, learned_values(masks), size)
     normalized = running_moments.normalize_by_moments(returns, updated, size)
-    learned = masks.actions if masks.values is masks.loss else masks.values
+    learned = masks.actions if masks.values is None else masks.values
     return estimates._replace(returns=masked.zero_outside(normalized, learned)), updated

@@ -82,7 +82,7 @@ def estimate_experience(
         rewards=masked.zero_outside(token_rewards, masks.actions),
         advantages=estimates.advantages,
         returns=estimates.returns,
-        value_mask=None if masks.values is masks.loss else masks.values,
+        value_mask=masks.values,
         importance=weights,
         control=next_control(
             algorithm.kl_ctrl,
@@ -112,7 +112,7 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
         samples=samples,
         loss=loss,
         starts=starts,
-        values=loss & starts if values_turns else loss,
+        values=loss & starts if values_turns else None,
     )
 
 

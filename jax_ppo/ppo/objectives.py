@@ -5,7 +5,7 @@ add up over rows; shares of a metric combine as its `learner.Metric` states.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ from jax_ppo.config import plugins
 from jax_ppo.config.schema import Actor, Config, Critic, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
-from jax_ppo.kernels.losses import Clip, MiniBatchTokens, PolicyBatch, PolicyLoss
+from jax_ppo.kernels.losses import Clip, LossInputs, MiniBatchTokens, PolicyBatch, PolicyLoss
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import reuses_logprobs
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
-from jax_ppo.registries import KL_ESTIMATORS, POLICY_LOSSES
+from jax_ppo.registries import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, inputs_named
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
 from jax_ppo.training.networks import full_parameters
@@ -30,7 +30,9 @@ from jax_ppo.training.optimizer import rounding_seed
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Experience, MiniBatches, Params, Sequences, pytree
 
-ACTOR_METRICS: Mapping[str, Metric] = {
+# The metrics of the losses, and how each is reduced. Those of the critic come with the loss of the
+# actor if the two share a trunk.
+METRICS: Mapping[str, Metric] = {
     "actor/loss": Metric.MEAN,
     "actor/pg_loss": Metric.MEAN,
     "actor/kl_loss": Metric.MEAN,
@@ -44,22 +46,15 @@ ACTOR_METRICS: Mapping[str, Metric] = {
     "actor/first_log_ratio": Metric.FIRST_MAX,
     "actor/clip_fraction": Metric.MEAN,
     "actor/dual_clip_fraction": Metric.MEAN,
-}
-
-# What the actor's update adds to the metrics of its loss.
-UPDATE_METRICS = (
-    "actor/router_loss",
-    "actor/inexact_logprobs",
-    "actor/grad_norm",
-    "actor/skipped",
-    "actor/steps_taken",
-    "actor/lr",
-)
-
-CRITIC_METRICS: Mapping[str, Metric] = {
+    "actor/router_loss": Metric.MEAN,
+    "actor/teacher_kl": Metric.MEAN,
+    "actor/inexact_logprobs": Metric.FIRST_SUM,
     "critic/loss": Metric.MEAN,
     "critic/clip_fraction": Metric.MEAN,
+    "critic/router_loss": Metric.MEAN,
 }
+# Names after `actor/` that the learner and the update use besides.
+OTHER_ACTOR_METRICS = ("grad_norm", "skipped", "steps_taken", "lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,11 +113,18 @@ class Weights:
     sequence: Float32[Array, "..."]
 
 
+@pytree
+class ActorWeights:
+    """The weights of the actor's loss on a mini-batch."""
+
+    tokens: Weights
+    values: Weights | None  # of the values of a critic that shares the trunk
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutObjective:
     """The common part of both roles' objectives on one rollout; see `learner.Objective`."""
 
-    metrics: Mapping[str, Metric]  # how each metric of the loss is reduced
     options: UpdateOptions
     aggregation: str  # see `registries.AGGREGATIONS`
     net: Transformer  # the role's model
@@ -147,9 +149,10 @@ class RolloutObjective:
         They are fixed by the whole mini-batch, whatever its split.
         """
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
+        divisors = AGGREGATIONS[self.aggregation].function
         return Weights(
-            loss=losses.loss_weights(counts_B, self.aggregation, self.options.loss_scale),
-            mean=losses.loss_weights(counts_B, "token-mean"),
+            loss=losses.loss_weights(counts_B, divisors, self.options.loss_scale),
+            mean=losses.loss_weights(counts_B, losses.token_mean),
             sequence=(counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1),
         )
 
@@ -176,20 +179,37 @@ class ActorObjective(RolloutObjective):
     reference: tuple[Transformer, Params | None] | None = None
     # The teacher's model and parameters; `None` if the loss has no KL to it.
     teacher: tuple[Transformer, Params] | None = None
+    plugin_metrics: tuple[str, ...] = ()  # of a user-defined policy loss
 
-    def weigh(self, batch: MiniBatches) -> tuple[Any, ...]:
-        """Return the weights of samples, and those for the values of a critic on the same trunk."""
-        value_weights = None
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return how each metric of the loss is reduced."""
+        absent = {
+            "actor/router_loss": not self.options.actor.router_aux_loss_coef,
+            "actor/teacher_kl": self.teacher is None,
+            "actor/inexact_logprobs": not self.options.is_exact,
+            "critic/router_loss": True,
+        }
+        roles = ("actor/", "critic/") if self.options.shares_trunk else "actor/"
+        metrics = {
+            name: metric
+            for name, metric in METRICS.items()
+            if name.startswith(roles) and not absent.get(name)
+        }
+        return metrics | dict.fromkeys(self.plugin_metrics, Metric.MEAN)
+
+    def weigh(self, batch: MiniBatches) -> ActorWeights:
+        """Return the weights of samples; see `weigh_tokens`."""
+        values = None
         if self.options.shares_trunk:
-            value_weights = self.weigh_tokens(batch, self.experience.value_mask)
-        return self.weigh_tokens(batch), value_weights
+            values = self.weigh_tokens(batch, self.experience.value_mask)
+        return ActorWeights(tokens=self.weigh_tokens(batch), values=values)
 
-    def loss(self, params: Params, rows: Rows, weights: tuple[Any, ...]) -> LossAndMetrics:
+    def loss(self, params: Params, rows: Rows, weights: ActorWeights) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        own_weights, value_weights = weights
-        token_weights = self.token_weights(rows, own_weights)
+        token_weights = self.token_weights(rows, weights.tokens)
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.base)
         hidden, router_loss_RxL = forward.run_decoder(
@@ -203,15 +223,10 @@ class ActorObjective(RolloutObjective):
         if not actor.entropy_coeff:
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
-        batch = policy_batch(logprobs_RxL, rows, experience, options.is_on_policy)
-        mini_batch = MiniBatchTokens(
-            old_logprobs=experience.old_logprobs,
-            advantages=experience.advantages,
-            mask=experience.action_mask & (own_weights.sequence > 0)[:, None],
+        inputs = policy_loss_inputs(
+            options, logprobs_RxL, rows, experience, members_B=weights.tokens.sequence > 0
         )
-        policy, plugin_metrics = compute_policy_loss(
-            actor, batch, mini_batch, lambda x: packing.to_rows(x, rows)
-        )
+        policy, plugin_metrics = compute_policy_loss(actor.policy_loss, inputs)
         # Weights for tokens that an older policy or another program sampled.
         importance_RxL: int | jax.Array = 1
         if experience.importance is not None:
@@ -236,15 +251,15 @@ class ActorObjective(RolloutObjective):
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
         metrics |= _policy_metrics(policy, entropy_RxL, token_weights)
         if options.is_exact:
-            differs_RxL = _bits(batch.logprobs) != _bits(batch.old_logprobs)
+            differs_RxL = _bits(logprobs_RxL) != _bits(inputs.batch.old_logprobs)
             metrics["actor/inexact_logprobs"] = jnp.sum(rows.mask & differs_RxL, dtype=jnp.float32)
-        if options.shares_trunk:
+        if weights.values is not None:
             value_part, critic_metrics = weighted_value_loss(
                 options.critic,
                 compute_scalars(params, hidden),
                 rows,
                 experience,
-                self.token_weights(rows, value_weights, experience.value_mask),
+                self.token_weights(rows, weights.values, experience.value_mask),
             )
             loss += value_part
             metrics |= critic_metrics
@@ -294,6 +309,14 @@ class ActorObjective(RolloutObjective):
 class CriticObjective(RolloutObjective):
     """The value loss of a separate critic."""
 
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return how each metric of the loss is reduced."""
+        metrics = {name: x for name, x in METRICS.items() if name.startswith("critic/")}
+        if not self.options.critic.router_aux_loss_coef:
+            del metrics["critic/router_loss"]
+        return metrics
+
     def weigh(self, batch: MiniBatches) -> Weights:
         """Return the weights of samples; see `weigh_tokens`."""
         return self.weigh_tokens(batch, self.experience.value_mask)
@@ -339,73 +362,70 @@ def roles_of_losses(actor: Actor, teacher: Teacher) -> tuple[str, ...]:
     return (*reference, "teacher") if teacher.path and teacher.loss_coef else reference
 
 
-def policy_batch(
+def clip_bounds(options: Actor) -> Clip:
+    """Return the bounds of the ratio that the options set."""
+    return Clip(
+        low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
+        high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,
+        dual=options.clip_ratio_c or None,
+    )
+
+
+def policy_loss_inputs(
+    options: UpdateOptions,
     logprobs: Float[Array, "R L"],
     rows: Rows,
     experience: Experience,
-    is_on_policy: bool,
-) -> PolicyBatch:
-    """Return what a policy loss reads of some rows; see `UpdateOptions` and `PolicyBatch`."""
+    members_B: Bool[Array, " B"],
+) -> LossInputs:
+    """Return what a policy loss can ask for on some rows of the mini-batch of these samples."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
-    return PolicyBatch(
+    batch = PolicyBatch(
         logprobs=logprobs,
         # The same policy: a ratio of 1, however differently the sampler's program rounds.
         old_logprobs=(
             jax.lax.stop_gradient(logprobs)
-            if is_on_policy
+            if options.is_on_policy
             else packing.to_rows(experience.old_logprobs, rows)
         ),
         advantages=packing.to_rows(experience.advantages, rows),
         mask=rows.mask,
         action_counts=action_counts_B[rows.samples],
+    )
+    return LossInputs(
+        batch=batch,
+        clip=clip_bounds(options.actor),
         sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
+        mini_batch=MiniBatchTokens(
+            old_logprobs=experience.old_logprobs,
+            advantages=experience.advantages,
+            mask=experience.action_mask & members_B[:, None],
+        ),
+        to_rows=lambda x: packing.to_rows(x, rows),
     )
 
 
-def compute_policy_loss(
-    options: Actor,
-    batch: PolicyBatch,
-    mini_batch: MiniBatchTokens,
-    to_rows: Callable[[jax.Array], jax.Array],
-) -> tuple[PolicyLoss, Metrics]:
-    """Compute the configured policy loss of each token, and a user-defined loss's metrics.
+def compute_policy_loss(name: str, inputs: LossInputs) -> tuple[PolicyLoss, Metrics]:
+    """Compute the policy loss that an option names, and a user-defined loss's metrics.
 
-    `to_rows` brings an array of `mini_batch`'s shape, [B, T], into that of `batch`. Raise
-    `UserError` if a user-defined loss cannot be loaded, or returns something else.
+    A user-defined loss is validated while the program is traced: one that takes a mean itself would
+    depend on how a batch is split. Raise `UserError` if it cannot be loaded, returns neither a
+    `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not one number per
+    token.
     """
-    clip = Clip(
-        low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
-        high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,
-        dual=options.clip_ratio_c or None,
-    )
-    if options.policy_loss not in POLICY_LOSSES:
-        others = {"mini_batch": mini_batch, "to_rows": to_rows}
-        return _plugin_policy_loss(options.policy_loss, batch, clip, others)
-    entry = POLICY_LOSSES[options.policy_loss]
-    return entry.function(batch, clip, **entry.read_arguments(options)), {}
-
-
-def _plugin_policy_loss(
-    name: str, batch: PolicyBatch, clip: Clip, others: Mapping[str, Any]
-) -> tuple[PolicyLoss, Metrics]:
-    """Compute a user-defined policy loss, and validate its result while the program is traced.
-
-    Of the `others` it gets those that its parameters name.
-
-    One that takes a mean itself would depend on how a batch is split. Raise `UserError` if the loss
-    returns neither a `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not
-    one number per token.
-    """
-    given = ("batch", "clip")
-
-    def asked(function: Callable[..., Any]) -> tuple[str, ...]:
-        return tuple(x for x in plugins.further_parameters(function, given) if x in others)
-
+    named = inputs._asdict()
+    if name in POLICY_LOSSES:
+        function = POLICY_LOSSES[name].function
+        return function(**inputs_named(function, named)), {}
     function = plugins.load_plugin(
-        name, "actor.policy_loss", given, False, lambda function: (*given, *asked(function))
+        name,
+        "actor.policy_loss",
+        ("batch", "clip"),
+        by_name=True,
+        other_arguments=lambda loss: tuple(inputs_named(loss, named)) or None,
     )
-    result: Any = function(batch, clip, **{x: others[x] for x in asked(function)})
+    result: Any = function(**inputs_named(function, named))
     policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
     if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
         raise UserError(
@@ -413,11 +433,12 @@ def _plugin_policy_loss(
             "expected a kernels.losses.PolicyLoss, or that and a dict of metrics"
         )
     per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
+    shape = inputs.batch.mask.shape
     for field, value in per_token.items():
-        if np.shape(value) != batch.mask.shape:
+        if np.shape(value) != shape:
             raise UserError(
                 f"config.actor.policy_loss={name!r}: its {field} has shape {np.shape(value)}; "
-                f"expected one number per token, {batch.mask.shape}"
+                f"expected one number per token, {shape}"
             )
     return policy, metrics
 

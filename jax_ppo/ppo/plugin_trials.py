@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax_ppo.config.schema import Actor, Algorithm
 from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.kernels.losses import MiniBatchTokens, padded_batch
+from jax_ppo.kernels.losses import LossInputs, MiniBatchTokens, padded_batch, row_sum
 from jax_ppo.ppo import advantages, objectives
-from jax_ppo.ppo.objectives import ACTOR_METRICS, UPDATE_METRICS
+from jax_ppo.ppo.objectives import METRICS, OTHER_ACTOR_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 from jax_ppo.sampler.environment import DialogueAddresses, Environment, validate_contexts
 
@@ -30,17 +30,16 @@ def try_plugins(algorithm: Algorithm, actor: Actor, n: int, has_figures: bool = 
     `has_figures` says whether responses come with the figures that an estimator may ask for.
     """
     policy_loss_metrics(actor)
-    estimator = advantages.load_estimator(algorithm.adv_estimator)
-    if estimator is not None:
+    name = algorithm.adv_estimator
+    if ":" in name:
+        asked = advantages.figures_read(name) if has_figures else ()
 
         def estimate(rewards: jax.Array) -> Any:
-            name = algorithm.adv_estimator
-            asked = advantages.figures_read(name) if has_figures else ()
             figures = dict.fromkeys(asked, rewards[:, 0])
-            return advantages.plugin_advantages(name, estimator, rewards, rewards > 0, n, figures)
+            return advantages.critic_free_advantages(algorithm, n, rewards, rewards > 0, figures)
 
         rewards = jax.ShapeDtypeStruct((_SAMPLES * n, _TOKENS), jnp.float32)
-        _try("algorithm.adv_estimator", algorithm.adv_estimator, estimate, rewards)
+        _try("algorithm.adv_estimator", name, estimate, rewards)
     for option, name in (
         ("algorithm.kl_penalty", algorithm.kl_penalty),
         ("actor.kl_loss_type", actor.kl_loss_type),
@@ -63,15 +62,21 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
 
     def total_loss(logprobs: jax.Array, others: jax.Array) -> jax.Array:
         nonlocal names
-        batch = padded_batch(logprobs, others, others, others > 0)
-        mini_batch = MiniBatchTokens(others, others, others > 0)
-        policy, metrics = objectives.compute_policy_loss(options, batch, mini_batch, jnp.asarray)
+        inputs = LossInputs(
+            batch=padded_batch(logprobs, others, others, others > 0),
+            clip=objectives.clip_bounds(options),
+            sequence_sum=row_sum,
+            mini_batch=MiniBatchTokens(others, others, others > 0),
+            to_rows=jnp.asarray,
+        )
+        policy, metrics = objectives.compute_policy_loss(options.policy_loss, inputs)
         names = tuple(metrics)
         return jnp.sum(policy.loss)
 
     _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _tokens(), _tokens())
+    built_in = {*METRICS, *(f"actor/{name}" for name in OTHER_ACTOR_METRICS)}
     names = tuple(f"actor/{name}" for name in names)
-    taken = [name for name in names if name in (*ACTOR_METRICS, *UPDATE_METRICS)]
+    taken = [name for name in names if name in built_in]
     if taken:
         raise UserError(
             f"config.actor.policy_loss={options.policy_loss!r}: its metric {taken[0]!r} has the "

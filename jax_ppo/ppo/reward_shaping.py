@@ -62,7 +62,8 @@ class Masks(NamedTuple):
     samples: Bool[Array, " B"]  # False for samples that are excluded from all losses
     loss: Mask  # the action tokens of the samples that are not excluded
     starts: Mask  # the first action token of each turn
-    values: Mask  # the tokens in `loss` whose values the critic learns
+    # The tokens in `loss` whose values the critic learns; `None`: all of them.
+    values: Mask | None = None
 
 
 class Estimates(NamedTuple):

@@ -17,15 +17,13 @@ from jaxtyping import Array, Int32
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.objectives import (
-    ACTOR_METRICS,
-    CRITIC_METRICS,
     ActorObjective,
     CriticObjective,
     UpdateOptions,
 )
 from jax_ppo.runtime.compilation import jit_rounded_alike
 from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
-from jax_ppo.training.learner import EarlyStop, Learner, Metric, Metrics
+from jax_ppo.training.learner import EarlyStop, Learner, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.random_streams import Stream
@@ -200,16 +198,6 @@ def actor_learner(
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""
     actor = options.actor
-    plugin_metrics = plugin_trials.policy_loss_metrics(actor)
-    metrics = {**ACTOR_METRICS, **dict.fromkeys(plugin_metrics, Metric.MEAN)}
-    if actor.router_aux_loss_coef:
-        metrics["actor/router_loss"] = Metric.MEAN
-    if teacher is not None:
-        metrics["actor/teacher_kl"] = Metric.MEAN
-    if options.is_exact:
-        metrics["actor/inexact_logprobs"] = Metric.FIRST_SUM
-    if options.shares_trunk:
-        metrics |= CRITIC_METRICS
     early_stop = None
     if actor.target_kl is not None:
         early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
@@ -221,7 +209,7 @@ def actor_learner(
             aggregation=actor.loss_agg_mode,
             reference=reference,
             teacher=teacher,
-            metrics=metrics,
+            plugin_metrics=plugin_trials.policy_loss_metrics(actor),
             net=net,
             base=base,
             experience=experience,
@@ -239,16 +227,12 @@ def critic_learner(
 ) -> Learner:
     """Return the learner of a separate critic."""
     critic = options.critic
-    metrics = dict(CRITIC_METRICS)
-    if critic.router_aux_loss_coef:
-        metrics["critic/router_loss"] = Metric.MEAN
     return Learner(
         rounding_stream=Stream.CRITIC_ROUNDING,
         prefix="critic/",
         objective=CriticObjective(
             options=options,
             aggregation=critic.loss_agg_mode or options.actor.loss_agg_mode,
-            metrics=metrics,
             net=net,
             base=base,
             experience=experience,

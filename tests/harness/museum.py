@@ -1265,8 +1265,8 @@ LOSSES_AND_RATIO = [
         source="torchforge#571: logprobs - logprobs.detach()",
         holds="from the second mini-batch on, the ratio differs from 1",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
-        where="objectives.policy_batch",
-        old="is_on_policy",
+        where="policy_loss_inputs",
+        old="options.is_on_policy",
         new="True",
     ),
     Exhibit(
@@ -1276,9 +1276,9 @@ LOSSES_AND_RATIO = [
         test=(
             "tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference"
         ),
-        where="objectives.policy_batch",
-        old="experience.old_logprobs",
-        new="experience.ref_logprobs",
+        where="policy_loss_inputs",
+        old="packing.to_rows(experience.old_logprobs, rows)",
+        new="packing.to_rows(experience.ref_logprobs, rows)",
     ),
     Exhibit(
         name="the_clip_range_begins_at_epsilon",
@@ -1416,10 +1416,10 @@ UPDATES = [
         ),
         holds="a loss that selects tokens gets those of the whole mini-batch",
         test="tests/ppo/test_update.py::test_a_loss_sees_the_tokens_of_the_whole_mini_batch",
-        where="ActorObjective.loss",
-        old="mask=experience.action_mask & (own_weights.sequence > 0)[:, None]",
+        where="policy_loss_inputs",
+        old="experience.action_mask & members_B[:, None]",
         new=(
-            "mask=experience.action_mask & jnp.zeros(len(experience.advantages), bool)"
+            "experience.action_mask & jnp.zeros(len(experience.advantages), bool)"
             ".at[rows.samples].max(rows.segments >= 0)[:, None]"
         ),
     ),
@@ -1878,7 +1878,7 @@ CLIPS_AND_OTHER_LOSSES = [
         holds="GSPO has one ratio, clipped or not, for all tokens of a response",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="gspo",
-        old="_mean_over_response(log_ratio, batch)",
+        old="_mean_over_response(log_ratio, batch, sequence_sum)",
         new="log_ratio",
     ),
     Exhibit(
@@ -1888,10 +1888,9 @@ CLIPS_AND_OTHER_LOSSES = [
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="_mean_over_response",
         old=(
-            "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / "
-            "jnp.maximum(batch.action_counts, 1)"
+            "sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)"
         ),
-        new="batch.sequence_sum(jax.lax.stop_gradient(log_ratio))",
+        new="sequence_sum(jax.lax.stop_gradient(log_ratio))",
     ),
 ]
 
@@ -2211,7 +2210,7 @@ SURVIVORS = [
         holds="the moments of returns are of the tokens that are trained on",
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
-        old="running_moments.update_moments(moments, returns, masks.values, size)",
+        old="running_moments.update_moments(moments, returns, learned_values(masks), size)",
         new="running_moments.update_moments(moments, returns, masks.actions, size)",
     ),
     Exhibit(

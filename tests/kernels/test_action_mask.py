@@ -21,6 +21,7 @@ from jax_ppo.kernels import (
 )
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
+from padded_loss import padded_loss
 
 MASK = np.array(
     [
@@ -74,11 +75,11 @@ def kernels(batch, unembedding, mask):
     results["explained_variance"] = masked.explained_variance(values, returns, mask)
     results["moments"] = jnp.stack(moments.update_moments(moments.empty_moments(), values, mask))
 
-    for name, entry in POLICY_LOSSES.items():
+    for name in POLICY_LOSSES:
         clip = Clip(low=0.2, high=0.3, dual=3.0)
 
-        def total(now, loss=entry.function, clip=clip):
-            result = loss(padded_batch(now, old, returns, mask), clip)
+        def total(now, name=name, clip=clip):
+            result = padded_loss(name, padded_batch(now, old, returns, mask), clip)
             return result.loss.sum(), result
 
         gradient, result = jax.grad(total, has_aux=True)(now)
@@ -87,7 +88,7 @@ def kernels(batch, unembedding, mask):
     value_loss = losses.value_loss(values, old, returns, mask, clip=0.2).loss
     results["value_loss"] = value_loss
     for mode in AGGREGATIONS:
-        weights_B = losses.loss_weights(counts_B, mode, 5.0)
+        weights_B = losses.loss_weights(counts_B, AGGREGATIONS[mode].function, 5.0)
         results[f"loss {mode}"] = jnp.sum(weights_B[:, None] * value_loss)
 
     scores = logprobs.token_logprobs(hidden, unembedding, batch["targets"], mask, 0.7, 2)
@@ -198,9 +199,9 @@ def test_weights_and_sequence_ratios_by_hand():
     np.testing.assert_allclose(weights, [[4, 0, 4]], rtol=1e-5)
     batch = padded_batch(now, old, jnp.ones((1, 3)), mask)
     np.testing.assert_array_equal(batch.action_counts, 2)
-    gspo = POLICY_LOSSES["gspo"].function(batch, Clip(low=0.5, high=3.0))
+    gspo = padded_loss("gspo", batch, Clip(low=0.5, high=3.0))
     np.testing.assert_allclose(gspo.ratio, [[2, 1, 2]], rtol=1e-5)
     np.testing.assert_allclose(gspo.loss, [[-2, 0, -2]], rtol=1e-5)
     # Two tokens in one sample: each weighs 1/2 in a mean over tokens, whatever lies between them.
-    for mode in ("token-mean", "seq-mean-token-mean"):
-        np.testing.assert_allclose(losses.loss_weights(mask.sum(1), mode), [1 / 2])
+    for divisors in (losses.token_mean, losses.seq_mean_token_mean):
+        np.testing.assert_allclose(losses.loss_weights(mask.sum(1), divisors), [1 / 2])

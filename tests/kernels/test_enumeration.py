@@ -11,7 +11,8 @@ import pytest
 from enumerate_policy import Enumerated
 from jax_ppo.kernels import advantages, importance, kl, losses
 from jax_ppo.kernels.losses import Clip, padded_batch
-from jax_ppo.registries import POLICY_LOSSES
+from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
+from padded_loss import padded_loss
 
 WORLD = Enumerated(vocabulary=3, longest=4)  # 31 responses of 1 to 4 tokens, 15 prefixes
 SMALL = Enumerated(vocabulary=3, longest=2)  # 7 responses, where groups of them are enumerated
@@ -45,13 +46,12 @@ def spread(x_N):
 
 def loss_of(name, advantages_NxT, old=OLD, clip=WIDE):
     """theta -> the loss of each token [N, T]."""
-    return lambda theta: (
-        POLICY_LOSSES[name]
-        .function(
-            padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK), clip
-        )
-        .loss
-    )
+
+    def loss(theta):
+        batch = padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK)
+        return padded_loss(name, batch, clip).loss
+
+    return loss
 
 
 def return_gradient(theta, scores_N=SCORES):
@@ -298,12 +298,12 @@ def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
 # Aggregation
 
 
-@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_what_each_aggregation_ascends(mode):
     """Over all mini-batches of two responses: E[score x share]; share is 1 for the two sums."""
     probabilities, lengths = WORLD.probabilities(THETA), WORLD.lengths
     first, second = (x.reshape(-1) for x in np.mgrid[:31, :31])
-    weights = jax.vmap(lambda both: losses.loss_weights(both, mode, 8.0))(
+    weights = jax.vmap(lambda both: losses.loss_weights(both, AGGREGATIONS[mode].function, 8.0))(
         jnp.asarray(lengths[np.stack([first, second], 1)])
     )
     loss = loss_of("vanilla", spread(SCORES), old=THETA)

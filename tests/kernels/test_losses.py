@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels import losses
-from jax_ppo.kernels.losses import AGGREGATIONS
+from jax_ppo.registries import AGGREGATIONS
 
 
 @jax.jit
@@ -23,7 +23,7 @@ SCALE = 10.0  # of "seq-mean-token-sum-norm"
 
 @functools.partial(jax.jit, static_argnames="mode")
 def loss_weights(lengths_B, mode):
-    return losses.loss_weights(lengths_B, mode, SCALE)
+    return losses.loss_weights(lengths_B, AGGREGATIONS[mode].function, SCALE)
 
 
 policy_gradient = jax.jit(jax.grad(lambda *arguments: policy_loss(*arguments).loss.sum()))
@@ -278,11 +278,9 @@ def test_sum_over_any_split_equals_the_whole(mode, rng):
         )
 
 
-def test_unknown_aggregation_is_refused():
-    with pytest.raises(ValueError, match="'mean'.*token-mean"):
-        loss_weights(jnp.array([1]), "mean")
+def test_a_missing_scale_is_refused():
     with pytest.raises(AssertionError, match="scale"):
-        losses.loss_weights(jnp.array([1]), "seq-mean-token-sum-norm")
+        losses.loss_weights(jnp.array([1]), losses.seq_mean_token_sum_norm)
 
 
 def test_shapes_that_would_broadcast_are_refused():

@@ -28,7 +28,8 @@ from jax_ppo.kernels import (
     vocabulary_kl,
 )
 from jax_ppo.kernels.losses import Clip
-from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
+from jax_ppo.registries import AGGREGATIONS
+from padded_loss import padded_loss
 
 STORED = Path(__file__).parents[1] / "expected" / "kernels" / "peers.npz"
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS
@@ -132,7 +133,7 @@ def policy_loss(
 
     def loss(logprobs: jax.Array) -> jax.Array:
         batch = losses.padded_batch(logprobs, case[old], A, mask)
-        per_token = weights * POLICY_LOSSES[name].function(batch, clip).loss
+        per_token = weights * padded_loss(name, batch, clip).loss
         return aggregate(per_token, mask, mode, mask.shape[1])
 
     return loss
@@ -140,7 +141,7 @@ def policy_loss(
 
 def aggregate(per_token: jax.Array, mask: jax.Array, mode: str, scale: int) -> jax.Array:
     """Return the loss of a mini-batch."""
-    weights = losses.loss_weights(mask.sum(1), mode, scale)[:, None]
+    weights = losses.loss_weights(mask.sum(1), AGGREGATIONS[mode].function, scale)[:, None]
     return jnp.sum(weights * masked.zero_outside(per_token, mask))
 
 

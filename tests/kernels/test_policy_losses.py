@@ -10,27 +10,42 @@ import numpy as np
 import pytest
 from jax.typing import ArrayLike
 
-from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, padded_batch
-from jax_ppo.registries import POLICY_LOSSES
+from jax_ppo.kernels.losses import (
+    Clip,
+    PolicyBatch,
+    PolicyLoss,
+    SequenceSum,
+    padded_batch,
+    row_sum,
+)
+from jax_ppo.registries import POLICY_LOSSES, inputs_named
+from padded_loss import padded_loss
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "clip", "build_batch"))
+@functools.partial(jax.jit, static_argnames=("name", "clip", "pack"))
 def loss_and_gradients(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     mask: jax.Array,
     weights: jax.Array,
     name: str,
     clip: Clip,
-    build_batch: Callable[..., PolicyBatch],
+    pack: Callable[..., tuple[PolicyBatch, SequenceSum]],
 ) -> tuple[PolicyLoss, tuple[jax.Array, ...]]:
     """Compute the loss and the gradients of its weighted sum to the three arrays."""
 
     def compute(arrays: tuple[jax.Array, ...]) -> PolicyLoss:
-        return POLICY_LOSSES[name].function(build_batch(*arrays, mask), clip)
+        batch, sequence_sum = pack(*arrays, mask)
+        function = POLICY_LOSSES[name].function
+        inputs = {"batch": batch, "clip": clip, "sequence_sum": sequence_sum}
+        return function(**inputs_named(function, inputs))
 
     return compute(arrays), jax.grad(lambda x: (compute(x).loss * weights).sum())(arrays)
+
+
+def pad(*arrays: jax.Array) -> tuple[PolicyBatch, SequenceSum]:
+    return padded_batch(*arrays), row_sum
 
 
 def run(
@@ -39,7 +54,7 @@ def run(
     old: ArrayLike,
     advantages: ArrayLike,
     mask: ArrayLike,
-    build_batch: Callable[..., PolicyBatch] = padded_batch,
+    pack: Callable[..., tuple[PolicyBatch, SequenceSum]] = pad,
 ) -> tuple[PolicyLoss, list[np.ndarray]]:
     """Return the PolicyLoss and the gradients of its weighted sum.
 
@@ -49,9 +64,7 @@ def run(
     arrays = tuple(jnp.asarray(np.asarray(x, np.float32)) for x in (logprobs, old, advantages))
     weights = 1 + np.arange(arrays[0].shape[-1], dtype=np.float32)
     mask = np.asarray(mask)
-    result, gradients = loss_and_gradients(
-        arrays, mask, weights, name=name, clip=CLIP, build_batch=build_batch
-    )
+    result, gradients = loss_and_gradients(arrays, mask, weights, name=name, clip=CLIP, pack=pack)
     assert all(x.dtype == jnp.float32 for x in result)
     return result, [np.asarray(g) / weights for g in gradients]
 
@@ -171,13 +184,13 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
         def sequence_sum(x):
             return jax.ops.segment_sum(x[0], segment, 2)[segment][None]
 
-        return PolicyBatch(logprobs, old, advantages, mask, sequence_sum(mask), sequence_sum)
+        return PolicyBatch(logprobs, old, advantages, mask, sequence_sum(mask)), sequence_sum
 
     result, (slope, *_) = run(name, logprobs, old, advantages, mask)
     packed, (packed_slope, *_) = run(
         name,
         *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)),
-        build_batch=packed_batch,
+        pack=packed_batch,
     )
     for x, y in zip((*result, slope), (*packed, packed_slope), strict=True):
         np.testing.assert_allclose(
@@ -208,7 +221,7 @@ def test_a_nan_that_counts_shows(name):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_shapes_that_would_broadcast_are_refused(name):
     with pytest.raises(AssertionError, match="shape"):
-        POLICY_LOSSES[name].function(
-            padded_batch(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3))),
-            CLIP,
+        batch = padded_batch(
+            jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3))
         )
+        padded_loss(name, batch, CLIP)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.ppo import objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import StateBuilder, trained_trees
@@ -34,9 +33,7 @@ def gradients(config, mesh, role, nets, rows=4):
             learner = tiny.actor_learner(config, nets, experience, reference)
             if role == "actor":
                 options = dataclasses.replace(learner.objective.options, shares_trunk=False)
-                objective = dataclasses.replace(
-                    learner.objective, options=options, metrics=objectives.ACTOR_METRICS
-                )
+                objective = dataclasses.replace(learner.objective, options=options)
                 learner = dataclasses.replace(learner, objective=objective)
             elif role == "critic":
                 learner = tiny.critic_learner(config, nets, experience, reference)

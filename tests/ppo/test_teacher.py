@@ -24,12 +24,12 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences
 from jax_ppo.ppo.reward_shaping import add_teacher_rewards
 from jax_ppo.ppo.step_parts import StepOptions
-from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.topologies import parse_topology
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import read_networks
 from jax_ppo.training.state import trained_trees
+from padded_loss import padded_loss
 
 WORLD = Enumerated(vocabulary=3, longest=3)
 THETA, TEACHER = np.random.default_rng(0).normal(0, 0.7, (2, *WORLD.shape))
@@ -110,7 +110,7 @@ def test_its_rewards_follow_the_reverse_kl(gamma, whole_responses):
 
         def loss(theta):
             batch = padded_batch(WORLD.logprobs(theta), WORLD.logprobs(THETA), to_go, WORLD.mask)
-            return POLICY_LOSSES["vanilla"].function(batch, Clip(0.999, 1e9)).loss
+            return padded_loss("vanilla", batch, Clip(0.999, 1e9)).loss
 
         def kl(theta):
             log_p, log_q = jax.nn.log_softmax(theta), jax.nn.log_softmax(TEACHER)

@@ -18,9 +18,9 @@ import pytest
 import tiny
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training.control import first_control
 from jax_ppo.types import Sequences
+from padded_loss import padded_loss
 
 V, ANSWERS, KL_COEF = 3, 2, 0.3
 rng = np.random.default_rng(3)
@@ -104,7 +104,7 @@ def loss_gradient(experience, name, mask=MASK):
 
     def loss(theta):
         batch = padded_batch(logprobs(theta), logprobs(THETA), experience.advantages, mask)
-        return jnp.sum(weights * POLICY_LOSSES[name].function(batch, Clip(0.2, 0.3, 3.0)).loss)
+        return jnp.sum(weights * padded_loss(name, batch, Clip(0.2, 0.3, 3.0)).loss)
 
     return jax.grad(loss)(THETA)
 
