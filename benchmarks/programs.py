@@ -291,9 +291,7 @@ class Step:
             )
         else:
             by_role = update.update_arguments(
-                UpdateOptions.from_config(self.config),
-                self.nets,
-                100,
+                self.update_setup(),
                 self.state(),
                 self.experience(),
                 {"actor": batches, "critic": batches},
@@ -308,9 +306,11 @@ class Step:
         self, state: TrainState, experience: Experience, batches: MiniBatches
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and the metrics after the update of both roles."""
-        options = UpdateOptions.from_config(self.config)
         by_role = {"actor": batches, "critic": batches}
-        return update.update_state(options, self.nets, 100, state, experience, by_role)
+        return update.update_state(self.update_setup(), state, experience, by_role)
+
+    def update_setup(self) -> update.UpdateSetup:
+        return update.UpdateSetup(UpdateOptions.from_config(self.config), self.nets, 100)
 
     def random_state(self) -> TrainState:
         def build(key):

@@ -22,7 +22,7 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
-from jax_ppo.ppo.update import update_state
+from jax_ppo.ppo.update import UpdateSetup, update_state
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
@@ -134,14 +134,8 @@ class Training:
             rewarded.scores,
             None,
         )
-        self.state, _ = update_state(
-            UpdateOptions.from_config(config),
-            run.nets,
-            run.total_steps,
-            state,
-            experience,
-            packed.mini_batches,
-        )
+        setup = UpdateSetup(UpdateOptions.from_config(config), run.nets, run.total_steps)
+        self.state, _ = update_state(setup, state, experience, packed.mini_batches)
         self.steps_done += 1
 
     def wait(self) -> None:

@@ -171,13 +171,9 @@ def _compile_update(role: str, step: ProgramInputs, shapes: StepShapes) -> None:
     assert shapes.experience is not None, "advantages come first"
     actor_program = update.actor_program(step.step_options.update)
     function = {"actor": actor_program, "critic": update.update_critic}[role]
+    setup = update.UpdateSetup(step.step_options.update, step.nets, step.total_steps)
     arguments = update.update_arguments(
-        step.step_options.update,
-        step.nets,
-        step.total_steps,
-        shapes.state,
-        shapes.experience,
-        shapes.packed.mini_batches,
+        setup, shapes.state, shapes.experience, shapes.packed.mini_batches
     )
     compile_ahead(function, *arguments[role])
 

@@ -38,7 +38,7 @@ from jax_ppo.ppo.step_parts import (
     TrainingBatches,
     wait_for,
 )
-from jax_ppo.ppo.update import update_state
+from jax_ppo.ppo.update import UpdateSetup, update_state
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.state import TrainState
@@ -122,9 +122,8 @@ def take_ppo_step(
 
     # 5. Update actor and critic. This donates the buffers of `state`.
     with observer.phase("update"):
-        state, update_metrics = update_state(
-            options.update, nets, parts.total_steps, state, experience, packed.mini_batches
-        )
+        setup = UpdateSetup(options.update, nets, parts.total_steps)
+        state, update_metrics = update_state(setup, state, experience, packed.mini_batches)
     # The update is already dispatched, so waiting for the forward passes does not idle the mesh.
     with observer.phase("forward"):
         jax.block_until_ready(outputs)

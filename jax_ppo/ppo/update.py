@@ -5,9 +5,10 @@ they share a trunk. Each token's weight in a loss is fixed by its whole mini-bat
 mini-batch is split into micro-batches or over devices, so neither split changes the gradient.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +29,55 @@ from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState, reference_policy
-from jax_ppo.types import Experience, MiniBatches, Params
+from jax_ppo.types import Experience, MiniBatches, Params, pytree
 
 # The actor stops at this multiple of actor.target_kl, as in Spinning Up and Stable-Baselines3.
 TARGET_KL_MARGIN = 1.5
 
 
+@dataclasses.dataclass(frozen=True)
+class UpdateSetup:
+    """What stays the same from step to step; a static argument of compiled functions."""
+
+    options: UpdateOptions
+    nets: Networks
+    total_steps: int  # at which learning rate schedules end
+
+
+@pytree
+class Trained:
+    """The trees of a role that its update replaces, and whose buffers are donated."""
+
+    params: Params
+    optimizer_state: optax.OptState
+
+
+@pytree
+class UpdateInputs:
+    """What else the update of a role reads."""
+
+    fixed_state: TrainState  # without the trained trees of any role
+    experience: Experience
+    batches: MiniBatches
+
+
+class UpdateArguments(NamedTuple):
+    """The arguments of `update_actor` and `update_critic`."""
+
+    setup: UpdateSetup
+    trained: Trained
+    inputs: UpdateInputs
+
+
 def update_state(
-    options: UpdateOptions,
-    nets: Networks,
-    total_steps: int,
+    setup: UpdateSetup,
     state: TrainState,
     experience: Experience,
     batches: Mapping[str, MiniBatches],
 ) -> tuple[TrainState, Metrics]:
     """Train the actor and a separate critic, if there is one, on one rollout.
 
-    The trained trees of `state` are donated. Learning rate schedules end at `total_steps`.
-    `batches` are the mini-batches of each role.
+    The trained trees of `state` are donated. `batches` are the mini-batches of each role.
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
@@ -53,42 +85,39 @@ def update_state(
       optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME. While
       only the critic learns (`trainer.critic_warmup`), the actor's metrics are computed, too.
     """
-    arguments = update_arguments(options, nets, total_steps, state, experience, batches)
-    models, optimizers = dict(state.models), {}
+    arguments = update_arguments(setup, state, experience, batches)
+    trained: dict[str, Trained] = {}
     if "actor" in arguments:
-        models["actor"], optimizers["actor"], step, metrics = actor_program(options)(
-            *arguments["actor"]
-        )
+        program = actor_program(setup.options)
+        trained["actor"], step, metrics = program(*arguments["actor"])
     else:
         step, metrics = next_step(state.step), {}
     if "critic" in arguments:
-        models["critic"], optimizers["critic"], critic_metrics = update_critic(*arguments["critic"])
+        trained["critic"], critic_metrics = update_critic(*arguments["critic"])
         metrics |= critic_metrics
-    state = TrainState(step=step, models=models, optimizers=optimizers, control=experience.control)
+    state = TrainState(
+        step=step,
+        models={**state.models, **{role: trees.params for role, trees in trained.items()}},
+        optimizers={role: trees.optimizer_state for role, trees in trained.items()},
+        control=experience.control,
+    )
     return state, metrics
 
 
 def update_arguments(
-    options: UpdateOptions,
-    nets: Networks,
-    total_steps: int,
+    setup: UpdateSetup,
     state: TrainState,
     experience: Experience,
     batches: Mapping[str, MiniBatches],
-) -> dict[str, tuple[Any, ...]]:
+) -> dict[str, UpdateArguments]:
     """Return, by role, the arguments of `update_actor` and `update_critic` if they are trained."""
     # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
     fixed_state = state.without_trained()
     return {
-        role: (
-            options,
-            nets,
-            total_steps,
-            state.models[role],
-            state.optimizers[role],
-            fixed_state,
-            experience,
-            batches[role],
+        role: UpdateArguments(
+            setup,
+            Trained(state.models[role], state.optimizers[role]),
+            UpdateInputs(fixed_state, experience, batches[role]),
         )
         for role in batches
         if role in state.optimizers
@@ -104,10 +133,7 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 # Donated trees are updated in place: no second copy of parameters and optimizer state. On one
 # device, XLA gives the first result of a shape the first donated buffer of that shape, even one in
 # the host's memory. Therefore the new trees precede all other results, in the arguments' order.
-_JIT = {
-    "static_argnames": ("options", "nets", "total_steps"),
-    "donate_argnames": ("params", "optimizer_state"),
-}
+_JIT = {"static_argnames": ("setup",), "donate_argnames": ("trained",)}
 _compiled = functools.partial(jax.jit, **_JIT)
 
 
@@ -117,29 +143,21 @@ def actor_program(options: UpdateOptions) -> Any:
 
 
 @_compiled
-@computed_by_replicas(num_static=3)
+@computed_by_replicas(num_static=1)
 def update_actor(
-    options: UpdateOptions,
-    nets: Networks,
-    total_steps: int,
-    params: Params,
-    optimizer_state: optax.OptState,
-    fixed_state: TrainState,
-    experience: Experience,
-    batches: MiniBatches,
-) -> tuple[Params, optax.OptState, Int32[Array, ""], Metrics]:
+    setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
+) -> tuple[Trained, Int32[Array, ""], Metrics]:
     """Train the actor, and a critic that shares its trunk.
 
-    Return the new parameters and optimizer state, the next step's number, and metrics. `params` and
-    `optimizer_state` are donated; `fixed_state` is the state with every role's trained trees
-    removed.
+    Return the new trees, the next step's number, and metrics. `trained` is donated.
     """
-    fixed_state = fixed_state.on_device()
+    options, nets = setup.options, setup.nets
+    fixed_state = inputs.fixed_state.on_device()
     # The actor's schedule starts after the critic's warm-up.
     step = fixed_state.step
     warmup = options.warmup_steps
     actor = options.actor
-    rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
+    rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), setup.total_steps - warmup)
     update_enabled = step >= warmup
     teacher = None
     if options.teacher_coef:
@@ -147,45 +165,39 @@ def update_actor(
     learner = actor_learner(
         options,
         nets.actor,
-        experience,
+        inputs.experience,
         base=fixed_state.reference,
         reference=reference_policy(nets, fixed_state),
         teacher=teacher,
     )
     params, optimizer_state, metrics = learner.scan_mini_batches(
-        params, optimizer_state, rate, update_enabled, batches
+        trained.params, trained.optimizer_state, rate, update_enabled, inputs.batches
     )
     # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
-    return params, optimizer_state, step + 1, metrics
+    return Trained(params, optimizer_state), step + 1, metrics
 
 
 _update_actor_exactly = jit_rounded_alike(update_actor, **_JIT)
 
 
 @_compiled
-@computed_by_replicas(num_static=3)
+@computed_by_replicas(num_static=1)
 def update_critic(
-    options: UpdateOptions,
-    nets: Networks,
-    total_steps: int,
-    params: Params,
-    optimizer_state: optax.OptState,
-    fixed_state: TrainState,
-    experience: Experience,
-    batches: MiniBatches,
-) -> tuple[Params, optax.OptState, Metrics]:
+    setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
+) -> tuple[Trained, Metrics]:
     """Train a separate critic; as `update_actor`, without the step's number."""
+    options, critic = setup.options, setup.nets.critic
     # The critic learns from the first step on, so its schedule spans the whole run.
-    rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
-    assert nets.critic is not None, "there is no separate critic"
+    rate = learning_rate(options.critic.optim, inputs.fixed_state.step, setup.total_steps)
+    assert critic is not None, "there is no separate critic"
     # Not `on_device`: of the fixed state the critic reads only the base of its adapters, which is
     # never offloaded.
-    learner = critic_learner(options, nets.critic, experience, fixed_state.reference)
+    learner = critic_learner(options, critic, inputs.experience, inputs.fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
-        params, optimizer_state, rate, True, batches
+        trained.params, trained.optimizer_state, rate, True, inputs.batches
     )
-    return params, optimizer_state, metrics | {"critic/lr": rate}
+    return Trained(params, optimizer_state), metrics | {"critic/lr": rate}
 
 
 def actor_learner(

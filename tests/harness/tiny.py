@@ -276,10 +276,9 @@ def estimate_experience(config, *arguments):
 
 def update_state(config, *arguments):
     """Call `update.update_state` with the config's options and the mini-batches of both roles."""
-    *arguments, actor, critic = arguments
-    return update.update_state(
-        UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
-    )
+    nets, total_steps, *arguments, actor, critic = arguments
+    setup = update.UpdateSetup(UpdateOptions.from_config(config), nets, total_steps)
+    return update.update_state(setup, *arguments, by_role(actor, critic))
 
 
 def by_role(actor, critic):
@@ -290,10 +289,9 @@ def by_role(actor, critic):
 def update_programs(config, *arguments):
     """Return the update of each role and its arguments, with the config's options."""
     functions = {"actor": update.update_actor, "critic": update.update_critic}
-    *arguments, actor, critic = arguments
-    of_roles = update.update_arguments(
-        UpdateOptions.from_config(config), *arguments, by_role(actor, critic)
-    )
+    nets, total_steps, *arguments, actor, critic = arguments
+    setup = update.UpdateSetup(UpdateOptions.from_config(config), nets, total_steps)
+    of_roles = update.update_arguments(setup, *arguments, by_role(actor, critic))
     return [(functions[role], role_arguments) for role, role_arguments in of_roles.items()]
 
 
