@@ -5,8 +5,8 @@ A checkpoint is a folder DIRECTORY/STEP that holds
     trees of arrays  in PPO the trained models, "optimizer" and "control" (`state.trained_trees`),
                      "rollout" if the next step's samples are drawn already, and "pool" if it
                      continues responses
-    meta             JSON: position in the data, fingerprints of data and frozen models, history
-                     of the run (`progress.HISTORY`), all options
+    meta             JSON: the format; and of the run the position in the data, fingerprints of
+                     data and frozen models, history (`progress.HISTORY`), all options
     metrics          JSON: means of the evaluation, by which the best checkpoint is chosen
 
 A folder gets its name once all of it is on disk, with a checksum of each file; in a bucket, an
@@ -35,6 +35,8 @@ from jax_ppo.storage import disk_space, remote
 from jax_ppo.training import checksums
 
 META = "meta"
+# The first version that writes each format; add one when older checkpoints can no longer be read.
+FORMATS = {1: "0.1.0", 2: "0.2.0"}
 MAX_SHOWN = 5  # mismatched parameters named in an error
 _show_uncaught = sys.unraisablehook
 
@@ -155,7 +157,8 @@ class Checkpointer:
             name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None
         }
         # Serialize here, so that an error is raised here and not in the background.
-        items[META] = ocp.args.JsonSave(json.loads(json.dumps(meta)))
+        written = {"format": max(FORMATS), "run": meta}
+        items[META] = ocp.args.JsonSave(json.loads(json.dumps(written)))
         finite = {
             name: float(value)
             for name, value in (metrics or {}).items()
@@ -193,7 +196,7 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          UserError: names or shapes differ, or files are damaged.
+          UserError: names or shapes differ, files are damaged, or another version wrote them.
         """
         self.wait()
         # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
@@ -205,13 +208,17 @@ class Checkpointer:
             )
         self._validate_files(step)
         checkpoint = f"checkpoint {step} in {self._directory}"
+        read_meta = ocp.args.Composite(**{META: ocp.args.JsonRestore()})
+        meta = self._manager.restore(step, args=read_meta)[META]
+        _validate_format(checkpoint, meta)
         for name, tree in wanted.items():
             _validate_shapes(checkpoint, name, self.saved_tree(step, name), tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
-        )
-        return Restored({name: restored[name] for name in wanted}, restored[META])
+        arrays = {}
+        if items:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            arrays = {name: restored[name] for name in wanted}
+        return Restored(arrays, meta["run"])
 
     def saved_tree(self, step: int, name: str) -> Any:
         """Return a tree of a checkpoint as objects with `shape` and `dtype`, `None` without it."""
@@ -278,6 +285,17 @@ class Checkpointer:
 
         distributed.run_on_main(compare)
         self._intact_steps.add(step)
+
+
+def _validate_format(checkpoint: str, meta: dict[str, Any]) -> None:
+    """Raise `UserError` unless the checkpoint has the newest format."""
+    found = meta.get("format", 1)  # version 0.1.0 did not write it
+    if found != max(FORMATS):
+        version = f"version {FORMATS[found]}" if found in FORMATS else "a later version"
+        raise UserError(
+            f"{checkpoint} has format {found}, which {version} of jax_ppo reads: continue with "
+            "that, or give another --workdir"
+        )
 
 
 def _validate_shapes(checkpoint: str, name: str, saved_tree: Any, abstract: Any) -> None:

@@ -140,10 +140,9 @@ def find_progress(
         report(line)
     if latest >= total_steps:
         changes = []  # of options that no step has used
-    # An older checkpoint may lack some of it.
-    history = {name: meta[name] for name in HISTORY if name in meta}
+    history = {name: meta[name] for name in HISTORY}
     history["changed_options"] = [
-        *history.get("changed_options", []),
+        *history["changed_options"],
         *(f"after step {latest}: {change}" for change in changes),
     ]
     if data_change:
@@ -155,7 +154,7 @@ def find_progress(
 
 def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:
     """Return how the training data have changed since the checkpoint, "" if they have not."""
-    saved = meta.get("data", {})  # an older checkpoint has no fingerprint
+    saved = meta["data"]
     # Rows that moved between memory and a cache have no hash in common, only their number.
     if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
         return ""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -88,6 +89,28 @@ def test_what_was_saved_comes_back(tmp_path):
             checkpoints.restore_item(3, "critic", shapes_of_tree(saved["critic"])), saved["critic"]
         )
         assert checkpoints.restore(3, {}) == ({}, meta)
+
+
+@pytest.mark.parametrize(
+    ("meta", "reader"),
+    [
+        ({"position": 24, "config": {}}, "1, which version 0.1.0"),  # as that version wrote it
+        ({"format": 3, "run": {}}, "3, which a later version"),
+    ],
+)
+def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_it(
+    tmp_path, meta, reader
+):
+    with Checkpointer(tmp_path) as checkpoints:
+        actor = ocp.args.StandardSave(small_tree(1)["actor"])
+        items = ocp.args.Composite(actor=actor, meta=ocp.args.JsonSave(meta))
+        checkpoints._manager.save(3, args=items)
+    with Checkpointer(tmp_path) as checkpoints, pytest.raises(UserError) as error:
+        checkpoints.restore(3, {})
+    assert str(error.value) == (
+        f"checkpoint 3 in {tmp_path} has format {reader} of jax_ppo reads: continue with that, or "
+        "give another --workdir"
+    )
 
 
 def test_the_arrays_may_change_as_soon_as_save_returns(tmp_path):

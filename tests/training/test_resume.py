@@ -17,7 +17,7 @@ DATA = {"rows": 8, "memory": "f00d", "weights": None}
 
 def find_progress_of_saved_run(config, total_steps, saved, command="train", data=DATA, frozen=None):
     """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
-    meta = {"position": 24, "evaluations": [], "config": saved, "data": DATA}
+    meta = {**progress.Progress().history(), "position": 24, "config": saved, "data": DATA}
     meta["frozen"] = {"teacher.path": "f00d"}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
