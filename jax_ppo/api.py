@@ -85,8 +85,9 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     backends.start_backends()
     folder = _policy_folder(str(path))
     options = schema.Config(model=schema.Model(dtype=dtype))
-    model = read_networks(options, Folders(actor=folder)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
+    nets = read_networks(options, Folders(actor=folder))
+    model = nets.with_ids(tokenizer_lib.count_ids(tokenizer)).actor
     mesh = meshes.make_mesh(schema.MeshShape())
     shapes = heads.param_shapes(model, "lm")
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)

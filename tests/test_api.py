@@ -1,13 +1,17 @@
 """The Python API of `~from jax_ppo import ...` with a small pretrained model."""
 
 import functools
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jax_ppo
 from jax_ppo.errors import UserError
@@ -47,6 +51,24 @@ def test_samples_depend_on_the_seed_and_the_index_but_not_on_other_prompts(polic
     assert pair == draw([PROMPT, "The end"], n=2)[:2]
     assert pair[0] != pair[1]
     assert pair != draw([PROMPT], n=2, seed=1)
+
+
+@needs_model
+def test_rows_of_the_embedding_without_a_token_are_never_drawn(policy, tmp_path):
+    """64 copies of frequent tokens' rows would be drawn at once; without them nothing changes."""
+    folder = shutil.copytree(FOLDER, tmp_path / "padded")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    copies = embedding[[261, 267, 262, 278, 269, 263] * 11][:64]
+    tensors["model.embed_tokens.weight"] = np.concatenate([embedding, copies])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 576}
+    (folder / "config.json").write_text(json.dumps(config))
+    padded = jax_ppo.load_policy(folder)
+    ours, expected = (
+        jax_ppo.sample(each, [PROMPT], max_response_length=32, n=2) for each in (padded, policy)
+    )
+    assert ours == expected
 
 
 @needs_model

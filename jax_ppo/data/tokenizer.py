@@ -97,6 +97,11 @@ def load_tokenizer(
         ) from error
 
 
+def count_ids(tokenizer: Any) -> int:
+    """Return the number of ids up to the tokenizer's last one."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has any of the files that a tokenizer is loaded from."""
     return any((folder / name).exists() for name in TOKENIZER_FILES)

@@ -40,6 +40,7 @@ def token_logprobs(
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
     kept_GxNxW: UInt8[Array, " G N W"] | None = None,
+    num_ids: int | None = None,
 ) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
     """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
 
@@ -75,6 +76,7 @@ def token_logprobs(
       layout: how an unembedding that is split over devices is gathered.
       kept_GxNxW: the tokens that could be drawn at each position (`keep_tokens`), to which p is
         restricted; `None`: all.
+      num_ids: ids from here on are never drawn, and p is 0; `None`: all V can be.
 
     Returns:
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
@@ -88,7 +90,7 @@ def token_logprobs(
     size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
         (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), kept_GxNxW),
-        ChunkOptions(temperature, size, logit_softcap, layout),
+        ChunkOptions(temperature, size, logit_softcap, layout, num_ids),
         with_entropy,
     )
     return logprobs, entropy if with_entropy else None
@@ -115,7 +117,7 @@ def _forward(
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Shifting by the largest logit keeps exp from overflowing.
-        logits = chunk_logits(chunks.gather(hidden, i), weight, options.cap)
+        logits = chunk_logits(chunks.gather(hidden, i), weight, options)
         z = keep_tokens(logits, chunks.gather(kept, i)) / options.temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)

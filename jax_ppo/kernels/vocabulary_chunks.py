@@ -51,6 +51,7 @@ class ChunkOptions(NamedTuple):
     size: int
     cap: float | None
     layout: UnembeddingLayout
+    num_ids: int | None = None  # see `drop_ids`
 
 
 def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V D"]) -> None:
@@ -116,11 +117,18 @@ class MaskedChunks:
 
 
 def chunk_logits(
-    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], cap: float | None
+    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], options: ChunkOptions
 ) -> Float32[Array, " G C V"]:
-    """Return the logits of one chunk, soft-capped unless `cap` is None."""
+    """Return the logits of one chunk, soft-capped unless `cap` is None, without dropped ids."""
     logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
-    return softcap(logits, cap)
+    return drop_ids(softcap(logits, options.cap), options.num_ids)
+
+
+def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Array, "... V"]:
+    """Return the logits, `DROPPED` from id `num_ids` on: rows without text; `None`: unchanged."""
+    if num_ids is None:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, DROPPED)
 
 
 def keep_tokens(
@@ -157,9 +165,10 @@ def hidden_and_weight_grad(
         i: jax.Array, sums: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         states = chunks.gather(hidden, i)
-        logits = chunk_logits(states, weight, options.cap)
+        logits = chunk_logits(states, weight, options._replace(num_ids=None))
+        slope = logits_grad(i, drop_ids(logits, options.num_ids))
         # From the gradient with respect to soft-capped logits to that of the plain products.
-        slope = (logits_grad(i, logits) * softcap_slope(logits, options.cap)).astype(hidden.dtype)
+        slope = (slope * softcap_slope(logits, options.cap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         hidden_buffer, weight_sum = sums

@@ -37,6 +37,7 @@ def full_kl(
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
     kept_GxNxW: UInt8[Array, " G N W"] | None = None,
+    num_ids: int | None = None,
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
 
@@ -61,7 +62,7 @@ def full_kl(
     It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
     receive none. Cost, precision, the gradient of a soft cap and the arguments are as for
     `logprobs.token_logprobs`; both models have the same temperature, soft cap, kept tokens
-    and vocabulary.
+    and ids.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
@@ -78,7 +79,9 @@ def full_kl(
     references = map(jax.lax.stop_gradient, (ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
         (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool), kept_GxNxW),
-        ChunkOptions(temperature, min(chunk_size, mask_GxN.shape[1]), logit_softcap, layout),
+        ChunkOptions(
+            temperature, min(chunk_size, mask_GxN.shape[1]), logit_softcap, layout, num_ids
+        ),
     )
 
 
@@ -94,8 +97,8 @@ def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def process_chunk(i: jax.Array, kl: jax.Array) -> jax.Array:
-        logits = chunk_logits(chunks.gather(hidden, i), weight, options.cap)
-        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options.cap)
+        logits = chunk_logits(chunks.gather(hidden, i), weight, options)
+        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options)
         kept_chunk = chunks.gather(kept, i)
         log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)
         log_q = jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / options.temperature)
@@ -124,7 +127,7 @@ def _backward(options: ChunkOptions, inputs: _Inputs, kl_grad: jax.Array) -> tup
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
-        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options.cap)
+        ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options)
         kept_chunk = chunks.gather(kept, i)
         # Recomputed from hidden states: the forward pass keeps no distribution.
         log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)

@@ -66,6 +66,8 @@ class Architecture:
     num_kv_heads: int  # K, number of key and value heads; it divides `num_heads`
     head_dim: int  # width of a head
 
+    # How many ids the tokenizer has; the rows beyond are never drawn. `None`: V.
+    num_ids: int | None = None
     # Heads of layers without a sliding window, if they differ (Gemma 4).
     global_head_dim: int = 0  # 0: they are as wide as the others
     global_kv_heads: int = 0

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_ppo.kernels.softcap import softcap
+from jax_ppo.kernels.vocabulary_chunks import drop_ids
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import Params
@@ -71,7 +72,8 @@ def compute_logits(
     """Return the float32 logits of the next token, divided and soft-capped as the model's are."""
     weight = output_embedding(params).astype(hidden.dtype)
     product = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-    return softcap(product / architecture.logit_divisor, architecture.logit_softcap)
+    logits = softcap(product / architecture.logit_divisor, architecture.logit_softcap)
+    return drop_ids(logits, architecture.num_ids)
 
 
 def product_scaling(architecture: Architecture, temperature: float) -> tuple[float, float | None]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jax_ppo.config.schema import Config, Reward
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
+from jax_ppo.data.tokenizer import count_ids
 from jax_ppo.errors import UserError, counted
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import read_architecture
@@ -32,11 +33,12 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     folder = resolve_model_folder(config.model.path)
     scores_any = config.score.reward_key or config.rewards_by_environment_alone
     scores_any = scores_any or reward_functions.scores_any_row(config.reward)
+    tokenizer = load_model_tokenizer(config.model, folder, config.data.date)
     reader = ResponseReader(
-        tokenizer=load_model_tokenizer(config.model, folder, config.data.date),
+        tokenizer=tokenizer,
         parse=make_parser(config.data, config.score.response_key).parse,
         chat_template=chat_template(config.data),
-        vocab_size=read_architecture(folder).vocab_size,
+        vocab_size=min(read_architecture(folder).vocab_size, count_ids(tokenizer)),
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         reward_key=config.score.reward_key,

@@ -66,6 +66,13 @@ def read_run_models(
         for line in describe_unread_parts(folder):
             report(line)
     tokenizer = load_model_tokenizer(config.model, folders.actor, config.data.date)
+    nets = nets.with_ids(tokenizer_lib.count_ids(tokenizer))
+    architecture = nets.actor.architecture
+    if architecture.num_ids is not None:
+        report(
+            f"{architecture.vocab_size - architecture.num_ids} of the embedding's "
+            f"{architecture.vocab_size} rows have no token in the tokenizer: never drawn"
+        )
     if config.critic.path and config.critic.keep_head is None and "critic" in folders:
         if critic_head(config.critic, folders["critic"]) == "reward":
             report("critic.keep_head: on, since critic.path holds a critic")

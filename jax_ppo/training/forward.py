@@ -88,6 +88,7 @@ def target_logprobs(
         logit_softcap=cap,
         layout=UNEMBEDDING,
         kept_GxNxW=_kept_by_device(rows),
+        num_ids=model.architecture.num_ids,
     )
     shape = rows.mask.shape
     return values.reshape(shape), None if entropy is None else entropy.reshape(shape)
@@ -123,6 +124,7 @@ def kl_over_vocabulary(
         logit_softcap=cap,
         layout=UNEMBEDDING,
         kept_GxNxW=_kept_by_device(rows),
+        num_ids=model.architecture.num_ids,
     ).reshape(rows.mask.shape)
 
 

@@ -80,6 +80,17 @@ class Networks(ByRole[Any]):
         """Return the reward model; `None` without one."""
         return self.get("reward")
 
+    def with_ids(self, count: int) -> "Networks":
+        """Return the models, of whose vocabulary only the first `count` ids are drawn."""
+        if count >= self.actor.architecture.vocab_size:
+            return self
+
+        def drop(net: Transformer) -> Transformer:
+            return net.clone(architecture=dataclasses.replace(net.architecture, num_ids=count))
+
+        decoders = {k: drop(x) for k, x in self.items() if isinstance(x, Transformer)}
+        return Networks(**{**self, **decoders})
+
 
 class Folders(ByRole[Path]):
     """The folder of each role's checkpoint, in Hugging Face format.

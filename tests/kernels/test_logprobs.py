@@ -5,9 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ppo.config.schema import MeshShape
 from jax_ppo.kernels import logprobs as kernel
 from jax_ppo.kernels import vocabulary_chunks
+from jax_ppo.runtime.meshes import make_mesh
 
 jitted = jax.jit(
     kernel.token_logprobs, static_argnames=("temperature", "chunk_size", "with_entropy")
@@ -341,3 +344,43 @@ def test_tokens_that_were_not_kept_have_no_probability_and_no_gradient(rng):
         for a, b in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
     assert ours(hidden, unembedding, None)[:, 0, 0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_ids_beyond_the_last_are_as_if_they_had_no_rows(cap, rng):
+    hidden, unembedding, targets = inputs(rng, 2, 5, 4, 7)
+    mask, slope = np.ones((2, 5), bool), rng.normal(size=(2, 2, 5))
+    padded = np.concatenate([unembedding, 9 * unembedding[:3]])
+
+    @functools.partial(jax.jit, static_argnames="num_ids")
+    def weighted(hidden, unembedding, num_ids):
+        results = kernel.token_logprobs(
+            hidden, unembedding, targets, mask, 0.7, 3, logit_softcap=cap, num_ids=num_ids
+        )
+        return jnp.sum(slope * jnp.stack(results))
+
+    ours, (hidden_grad, weight_grad) = jax.value_and_grad(weighted, (0, 1))(hidden, padded, 7)
+    expected, gradients = jax.value_and_grad(weighted, (0, 1))(hidden, unembedding, None)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    np.testing.assert_allclose(hidden_grad, gradients[0], atol=1e-5)
+    np.testing.assert_allclose(weight_grad[:7], gradients[1], atol=1e-5)
+    np.testing.assert_array_equal(weight_grad[7:], 0)
+
+
+def test_devices_that_split_the_vocabulary_leave_out_the_same_ids(rng):
+    """Of twelve rows on four devices, the last device has none of seven ids, and the third one."""
+    hidden, unembedding, targets = inputs(rng, 1, 5, 4, 12)
+    targets %= 7
+    mesh = make_mesh(MeshShape(model=4), jax.devices()[:4])
+    split = jax.device_put(unembedding, NamedSharding(mesh, PartitionSpec("model", None)))
+    results = []
+    for weight in (split, unembedding):
+        with jax.set_mesh(mesh):
+            results.append(
+                jax.jit(kernel.token_logprobs, static_argnums=(4,), static_argnames="num_ids")(
+                    hidden, weight, targets, np.ones((1, 5), bool), 1.0, num_ids=7
+                )
+            )
+    expected = naive(hidden, unembedding[:7], targets, 1.0)
+    for result in results:
+        np.testing.assert_allclose(result, expected, atol=1e-5)

@@ -257,3 +257,22 @@ def test_tokens_that_were_not_kept_are_in_neither_distribution(rng):
     )
     for a, b in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_ids_beyond_the_last_are_in_neither_distribution(rng):
+    hidden, unembedding, ref_hidden, ref_unembedding = inputs(rng, 2, 7, 4, 6, 11)
+    mask, slope = np.ones((2, 7), bool), rng.normal(size=(2, 7))
+
+    def weighted(hidden, unembedding, ref_unembedding, num_ids):
+        kl = kernel.full_kl(
+            hidden, unembedding, ref_hidden, ref_unembedding, mask, 0.7, 3, num_ids=num_ids
+        )
+        return jnp.sum(slope * kl)
+
+    compute = jax.value_and_grad(weighted, (0, 1))
+    ours, gradients = compute(hidden, unembedding, ref_unembedding, 8)
+    expected, short = compute(hidden, unembedding[:8], ref_unembedding[:8], None)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], short[0], atol=1e-5)
+    np.testing.assert_allclose(gradients[1][:8], short[1], atol=1e-5)
+    np.testing.assert_array_equal(gradients[1][8:], 0)

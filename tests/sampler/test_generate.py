@@ -9,7 +9,7 @@ import pytest
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import decode_loop
 from jax_ppo.types import Prompts
-from tiny_actor import ARCHITECTURE, T, make_prompts
+from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 
 def select_rows(rollout, which):
@@ -247,3 +247,17 @@ def test_options_are_the_identity_of_a_program():
     assert hash(options) == hash(dataclasses.replace(options)) and options != dataclasses.replace(
         options, eos_ids=(1,)
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_without_text_are_never_drawn(prompts, temperature):
+    """Probabilities are those of the other ids alone, as in training."""
+    actor = Actor(dataclasses.replace(ARCHITECTURE, num_layers=1, num_ids=9))
+    whole = Actor(dataclasses.replace(ARCHITECTURE, num_layers=1))
+    rollout = actor.sample(prompts, temperature=temperature, n=4)
+    assert set(rollout.responses.ravel()) <= set(range(9))
+    logits = whole.full_logits(rollout.prompts, rollout.responses)
+    assert logits.argmax(-1).max() >= 9
+    logprobs = np.asarray(jax.nn.log_softmax(logits[..., :9]))
+    expected = np.take_along_axis(logprobs, rollout.responses[..., None], 2)[..., 0]
+    np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-5)

@@ -24,8 +24,11 @@ OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 
 @pytest.fixture(scope="module")
 def actor():
-    """An actor with two key-value heads and a vocabulary that four devices split."""
-    return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
+    """An actor with two key-value heads and a vocabulary that four devices split.
+
+    The last of them have rows that are never drawn.
+    """
+    return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68, num_ids=45))
 
 
 @pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2), (2, 1, 4)], ids=str)
@@ -56,6 +59,7 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name))
     np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
     assert 0 < np.asarray(rollout.truncated).sum() < 32
+    assert np.max(rollout.responses) == 44
 
 
 @pytest.mark.parametrize(

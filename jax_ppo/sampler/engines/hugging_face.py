@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.vocabulary_chunks import drop_ids
 from jax_ppo.sampler import sampling, text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
@@ -67,9 +68,12 @@ class HuggingFaceEngine(ExternalEngine):
             tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         draws = _Draws(len(prompts), keys, options)
+        num_ids = self.actor.architecture.num_ids
 
         def draw(ids: Any, logits: Any) -> Any:
-            drawn = torch.from_numpy(draws.draw(logits.float().numpy()))
+            drawn = torch.from_numpy(
+                draws.draw(drop_ids(jnp.asarray(logits.float().numpy()), num_ids))
+            )
             only = torch.full_like(logits, -torch.inf)
             return only.scatter(1, drawn[:, None], 0.0)
 
@@ -97,11 +101,11 @@ class _Draws:
         self._stop = jnp.full(count, text_search.START, jnp.int32)
         self._steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def draw(self, logits_BxV: np.ndarray) -> np.ndarray:
+    def draw(self, logits_BxV: jax.Array) -> np.ndarray:
         """Draw the next token of each row, int64 [B]."""
         active = ~self.ended
         tokens, logprobs, ends, self._stop = _draw(
-            jnp.asarray(logits_BxV), self._keys, len(self._steps), self._stop, self._options
+            logits_BxV, self._keys, len(self._steps), self._stop, self._options
         )
         self._steps.append((np.asarray(tokens), np.asarray(logprobs), active))
         self.ended = self.ended | np.asarray(ends)

@@ -207,6 +207,10 @@ class ServerEngine(ExternalEngine):
         protocol = self._protocol
         assert protocol is not None
         request = protocol.request(prompt, seed, options)
+        V, num_ids = self.actor.architecture.vocab_size, self.actor.architecture.num_ids
+        if num_ids is not None:
+            parameters = request.get("sampling_params", request)
+            parameters["logit_bias"] = {str(token): -100.0 for token in range(num_ids, V)}
         if self.takes_adapters:
             request[protocol.adapter_key] = self._adapter_name
         try:
@@ -224,7 +228,7 @@ class ServerEngine(ExternalEngine):
             ) from None
         if not protocol.version_route:
             self._require_version(reply.version)
-        return read_response(reply, options, self.actor.architecture.vocab_size)
+        return read_response(reply, options, num_ids or V)
 
     def _require_version(self, version: str | None) -> None:
         """Raise `ServerFault` unless this is the version of the last update."""

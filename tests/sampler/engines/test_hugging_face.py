@@ -75,6 +75,19 @@ def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name
     assert len(set(ours.lengths.tolist())) > 1 or name != "ends"
 
 
+@pytest.mark.slow
+def test_it_draws_no_ids_without_text(actor, folder, prompts):
+    few = actor.scored.clone(architecture=dataclasses.replace(tiny_actor.ARCHITECTURE, num_ids=9))
+    engine = HuggingFaceEngine(
+        MESH, few, actor.stacked, RolloutOptions(engine="transformers"), folder, 32
+    )
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(actor.stacked)
+        rollout = engine.generate(prompts, jax.random.key(7), SamplingOptions(10, 1.0, n=2))
+        engine.release_weights()
+    assert np.max(rollout.responses) == 8
+
+
 def test_log_probs_that_leave_the_temperature_out_are_refused(actor, folder, monkeypatch):
     """They differ by less than other weights' log-probs at a temperature near 1."""
     engine = make_engine(actor, folder, temperature=0.9)

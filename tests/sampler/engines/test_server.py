@@ -5,6 +5,7 @@ import gzip
 import re
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -137,6 +138,26 @@ class TestProtocols:
             "skip_special_tokens": False,
             "logprobs": 0,
         }
+
+    @pytest.mark.parametrize("kind", fake_rollout_server.ROUTES)
+    def test_ids_without_text_are_forbidden_and_refused(self, actor, folder, prompts, kind):
+        few = types.SimpleNamespace(
+            scored=actor.scored.clone(
+                architecture=dataclasses.replace(tiny_actor.ARCHITECTURE, num_ids=V - 2)
+            ),
+            stacked=actor.stacked,
+        )
+        with (
+            FakeServer(kind, vocabulary=V - 2) as fake,
+            running(make_engine(few, folder, url=fake.url)) as engine,
+        ):
+            generate(engine, few, prompts)
+            body = fake.requests[-1]
+            bias = body.get("sampling_params", body)["logit_bias"]
+            assert bias == {str(V - 2): -100, str(V - 1): -100}
+            fake.vocabulary = V
+            with pytest.raises(UserError, match=f"the model has {V - 2}"):
+                generate(engine, few, prompts)
 
     def test_the_key_is_sent_and_not_shown(self, actor, folder, prompts, monkeypatch):
         monkeypatch.setenv("JAX_PPO_ROLLOUT_KEY", "secret")
