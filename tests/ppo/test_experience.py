@@ -427,6 +427,15 @@ def test_rewards_of_steps_are_earned_where_they_end():
     assert float(metrics["reward/mean"]) == -0.5
 
 
+def test_rewards_that_cancel_in_another_order_are_equal_in_a_group():
+    """1 - 0.9 - 0.1 is 2e-8 in float32, and -0.9 - 0.1 + 1 is 0."""
+    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2, **RAW)
+    steps = [[1.0, -0.9, -0.1], [-0.9, -0.1, 1.0]]
+    experience, metrics = estimate(config, [0.0, 0.0], [3, 3], step_rewards=steps)
+    assert metrics["reward/std"] > 0
+    np.testing.assert_array_equal(experience.advantages, 0)
+
+
 def test_a_broken_reward_does_not_break_the_moments():
     config = tiny.config(reward__normalize="running", critic__normalize_values=True)
     broken, _ = estimate(config, [1.0, np.inf], [1, 1])

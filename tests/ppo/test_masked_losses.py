@@ -365,9 +365,10 @@ def test_the_score_stands_on_the_last_action():
 
 
 def test_rewards_earned_on_other_tokens_move_to_the_action_before():
-    mask = jnp.array([[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]], bool)
-    rewards = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    mask = jnp.array([[0, 1, 0, 0, 1], [1, 1, 1, 1, 1], [1, 0, 1, 0, 0]], bool)
+    rewards = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 4, 8, 16]])
     assert move_to_actions(rewards, mask).tolist() == [
         [0.0, 15.0, 0.0, 0.0, 16.0],
         [1.0, 2.0, 3.0, 4.0, 5.0],
+        [3.0, 0.0, 28.0, 0.0, 0.0],
     ]

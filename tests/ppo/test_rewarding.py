@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
             {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0},
         )
     )
+
+
+def test_the_reward_models_scores_are_weighted(monkeypatch):
+    scorer = RuleScorer(
+        mesh=None,
+        tokenizer=None,
+        options=Reward(),
+        rule=None,
+        model_weight=0.25,
+        reward_inputs=None,
+    )
+    scores = jnp.array([4.0, 8.0, -4.0, 0.0])
+    monkeypatch.setattr(rewarding.forward_passes, "reward_model_scores", lambda *arguments: scores)
+    state = types.SimpleNamespace(role_params=lambda role, nets: None)
+    rule_rewards = dataclasses.replace(rewards(0), scores=jnp.array([1.0, 0.0, 1.0, 0.0]))
+    nets = types.SimpleNamespace(reward="model")
+    together = scorer.add_model_scores(nets, state, rule_rewards, rows=())
+    assert together.tolist() == [2.0, 2.0, 0.0, 0.0]
 
 
 def test_figures_that_no_sample_has_are_nan():

@@ -117,6 +117,13 @@ def undivided():
     return run_gradients(config, tiny.make_mesh(), rows=8)
 
 
+def test_a_tied_head_has_a_gradient(undivided):
+    """Token 1 is in no prompt and no response: only the softmax reads its embedding."""
+    gradients, _ = undivided
+    embedding = gradients[0]["embed"]["embedding"]
+    assert "lm_head" not in gradients[0] and np.abs(embedding[1]).max() > 1e-4
+
+
 @pytest.mark.parametrize(
     ("packed", "rows"),
     [
@@ -328,6 +335,38 @@ def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
         forward_passes.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes))
         == reuses
     )
+
+
+def test_each_role_is_trained_with_its_own_optimizer_and_clip():
+    """AdamW's first step is lr g / (|g| + eps), where clipping has scaled the gradient g to c."""
+    config = tiny.config(
+        actor__optim__eps=1e-3,
+        critic__optim__eps=0.5,
+        critic__optim__lr=1e-3,
+        actor__grad_clip=0.2,
+        critic__grad_clip=0.3,
+        actor__optim__weight_decay=0.0,
+        critic__optim__weight_decay=0.0,
+    )
+    gradients, metrics = run_gradients(config, tiny.make_mesh(), 2, move=1.0)
+    before, after, _ = run_update(config, tiny.make_mesh(), ALL, 2)
+    for role, grads in zip(("actor", "critic"), gradients, strict=True):
+        options = getattr(config, role)
+        norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+        assert norm > options.grad_clip
+        expected = jax.tree.map(
+            lambda g, c=options.grad_clip / norm, o=options.optim: (
+                -o.lr * c * g / (np.abs(c * g) + o.eps)
+            ),
+            grads,
+        )
+        moved = jax.tree.map(np.subtract, after.models[role], before.models[role])
+        largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+        jax.tree.map(
+            lambda x, y, scale=largest: np.testing.assert_allclose(x, y, atol=0.02 * scale),
+            moved,
+            expected,
+        )
 
 
 def zero_head(state):

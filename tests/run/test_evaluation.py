@@ -14,12 +14,13 @@ from jax_ppo.types import NOTHING, Example, Rollout, with_nan
 N = 2  # responses per prompt
 
 
-def evaluate_prompts(scores, batch_size, correct=None):
+def evaluate_prompts(scores, batch_size, correct=None, sources=None):
     """Evaluate prompts that consist of one token, the number of their row.
 
     The responses to the prompt of row i have the score `scores[i]` and i + 1 tokens.
     """
-    examples = tuple(Example(str(row), "mine") for row in range(len(scores)))
+    sources = sources or ["mine"] * len(scores)
+    examples = tuple(Example(str(row), source) for row, source in enumerate(sources))
     dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
     first_indices = []
 
@@ -63,6 +64,15 @@ def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
     assert result.accuracy == pytest.approx(1 / 3)
     # The mean of the dialogues that have the figure: 0 and 1, not 2.
     assert result.figures["environment/row"] == 0.5
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
+def test_rows_that_fill_the_last_batch_count_for_no_source(batch_size):
+    """The batches' last rows repeat rows of other sources."""
+    sources = ["one", "two", "one", "two", "two"]
+    result, _ = evaluate_prompts([1, 2, 6, 7, 9], batch_size, [0, 0, 1, 1, 1], sources)
+    names = ("one/reward_mean", "two/reward_mean", "one/accuracy", "two/accuracy")
+    assert [result.figures[name] for name in names] == pytest.approx([3.5, 6, 1 / 2, 2 / 3])
 
 
 def test_samples_of_all_batches_have_addresses_of_their_own():

@@ -35,7 +35,9 @@ def text_of(tokens):
     return b"".join(TOKENS[token] for token in tokens if token < len(TOKENS)).decode()
 
 
-@pytest.mark.parametrize("strings", [("abca",), ("a", "ba"), ("cab", "abcab", "bb"), ("\u00e9x",)])
+@pytest.mark.parametrize(
+    "strings", [("abca",), ("a", "ba"), ("cab", "abcab", "bb"), ("abca", "bc"), ("\u00e9x",)]
+)
 def test_a_search_finds_what_the_text_contains(strings):
     search = search_for(strings, TOKENS, V)
     rng = np.random.default_rng(0)
