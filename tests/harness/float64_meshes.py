@@ -2,7 +2,8 @@
 
 In float32, gradients on different meshes differ by about 1e-6 of the largest, and Adam amplifies
 that: it divides a gradient that is nearly 0 by its own size. Float64, in which rounding is nine
-orders of magnitude smaller, tells rounding from a mistake in a program.
+orders of magnitude smaller, tells rounding from a mistake in a program. `--float32` prints the
+differences in float32 after one optimizer step, with AdamW's default epsilon.
 """
 
 import dataclasses
@@ -15,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-jax.config.update("jax_enable_x64", True)
+IS_WIDE = "--float32" not in sys.argv
 jax.config.update("jax_num_cpu_devices", 8)
-# Every float32 that the package asks for is a float64 here. Before the package is imported.
-jnp.float32 = jnp.float64
-np.float32 = np.float64  # type: ignore[misc]
+if IS_WIDE:
+    jax.config.update("jax_enable_x64", True)
+    # Every float32 that the package asks for is a float64 here. Before the package is imported.
+    jnp.float32 = jnp.float64
+    np.float32 = np.float64  # type: ignore[misc]
 
 sys.path.append(str(Path(__file__).parents[1] / "ppo"))
 import test_update  # noqa: E402
@@ -36,6 +39,11 @@ SHAPES = (
     {"data": 1, "stage": 2, "context": 2, "model": 2},
 )
 FEW_SHAPES = SHAPES[2:4]
+NARROW_SHAPES = (
+    {"data": 1, "fsdp": 8},
+    {"data": 1, "model": 4},
+    {"data": 2, "fsdp": 2, "model": 2},
+)
 UNGATED_SHAPES = ({"data": 1, "model": 2},)
 # Those of experts with a router loss; and without one, which parts of sequences have not, with
 # replayed experts.
@@ -79,8 +87,14 @@ def main(arguments: Sequence[str]) -> None:
     """Compare meshes with one device, for three types of block, two of them with experts.
 
     Args:
-      arguments: `--few` for a few meshes, which have each axis once.
+      arguments: `--few` for a few meshes, which have each axis once; `--float32` for float32.
     """
+    if not IS_WIDE:
+        # Among a million parameters some have a gradient that is nearly 0.
+        million = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+        compare(dataclasses.replace(tiny.ARCHITECTURE, **million, num_layers=4), NARROW_SHAPES)
+        compare(dataclasses.replace(tiny.MIXTURE, **million), ({"data": 1, "expert": 4},))
+        return
     tiny.config = wide_config
     # A layer for each of two stages.
     two_layers = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
@@ -100,13 +114,17 @@ def main(arguments: Sequence[str]) -> None:
 def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **changes: Any) -> None:
     """Compare meshes of these shapes with one device; takes the same changes as `tiny.config`."""
     tiny.ARCHITECTURE = architecture
-    options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
-    options |= changes
-    config = tiny.config(**options, actor__optim__eps=1e-3, packing__row_length=ROW_LENGTH)
+    options: dict[str, Any] = {"packing__row_length": ROW_LENGTH}
+    groups, steps = test_update.ALL, "parameters after one optimizer step"
+    if IS_WIDE:
+        options |= {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
+        options["actor__optim__eps"] = 1e-3
+        groups, steps = test_update.HALVES * 2, "parameters after four steps"
+    config = tiny.config(**options | changes)
 
     def run(mesh) -> tuple[object, object, object]:
         gradients, _ = test_update.run_gradients(config, mesh, rows=8)
-        before, state, _ = test_update.run_update(config, mesh, test_update.HALVES * 2, rows=8)
+        before, state, _ = test_update.run_update(config, mesh, groups, rows=8)
         trees = ((before.actor, before.critic), (state.actor, state.critic))
         return gradients, *(jax.tree.map(np.asarray, tree) for tree in trees)
 
@@ -122,13 +140,13 @@ def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **chan
     for shape in shapes:
         mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
         mesh_gradients, _, mesh_after = run(mesh)
-        assert jax.tree.leaves(mesh_gradients)[0].dtype == np.float64
+        assert jax.tree.leaves(mesh_gradients)[0].dtype == (np.float64 if IS_WIDE else np.float32)
         error = largest(difference(gradients, mesh_gradients)) / largest(gradients)
         print(f"{shape}: gradients differ by {error:.1e} of the largest")
-        assert error < 1e-12
+        assert error < (1e-12 if IS_WIDE else 1e-4)
         error = largest(difference(after, mesh_after)) / step
-        print(f"{shape}: four steps differ by {error:.1e} of the largest step", flush=True)
-        assert error < 1e-9
+        print(f"{shape}: {steps} differ by {error:.1e} of the largest step", flush=True)
+        assert error < 1e-9 or not IS_WIDE
 
 
 if __name__ == "__main__":
