@@ -101,10 +101,6 @@ class Rollout:
     # True on the first token of each turn, which is an action. An empty observation leaves no other
     # trace. `None` without an environment.
     turn_starts: Bool[Array, "B T"] | None = None
-    # The number of each token's context: 0 is the prompt's, and each new one, which the environment
-    # begins, has the next number. Tokens are drawn, and trained on, as if those of other contexts
-    # did not exist. `None` if there is one context; 0 past the length.
-    contexts: Int32[Array, "B T"] | None = None
     # Figures of each dialogue by name; NaN where it has none. `None` if the environment reports
     # none.
     environment_metrics: dict[str, Float32[Array, " B"]] | None = None
@@ -137,10 +133,6 @@ class Sequences:
     kept_tokens: UInt8[Array, "B T bytes"] | None = None
     # As in `Rollout`; `None` if a turn is what no other token interrupts.
     turn_starts: Bool[Array, "B T"] | None = None
-    # The columns of `tokens`, context after context, then those past the end; `None` if the rollout
-    # has no contexts.
-    order: Int32[Array, "B S"] | None = None
-    contexts: Int32[Array, "B S"] | None = None  # the number of the context of each in this order
 
 
 @pytree

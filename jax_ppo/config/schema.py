@@ -177,8 +177,6 @@ HAS_NO_REWARD_MODEL = is_unset("reward.model_path",
 REWARDS_BY_RULE = is_unset("reward.model_path",
     "samples are selected by the rewards of rules, before a reward model reads them; unset "
     "config.reward.model_path")
-NO_REWARD_MODEL_OF_CONTEXTS = is_unset("reward.model_path",
-    "a reward model reads one context; leave config.reward.model_path unset")
 REFERENCE_IS_SEPARATE = Condition(lambda c: c.algorithm.use_reference and not c.has_adapters,
     "`algorithm.use_reference` is on, without adapters",
     "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
@@ -222,11 +220,6 @@ ENVIRONMENT_IS_SERVER = Condition(
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
-REPLACES_CONTEXTS = Condition(
-    lambda c: not c.rollout.multi_turn.environment.startswith("tools:"),
-    "`rollout.multi_turn.environment` has no tools",
-    "tools replace no context; leave it at 1, or set config.rollout.multi_turn.environment to a "
-    "class or a server")
 HAS_PYTHON_TOOL = Condition(
     lambda c: "python" in (
         c.rollout.multi_turn.environment.removeprefix("tools:").replace(" ", "").split(",")),
@@ -732,13 +725,8 @@ class MultiTurn:
     max_turn_length: int | None = option(None,
         "tokens after which a turn ends; unset: data.max_response_length",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
-    max_contexts: int = option(1,
-        "contexts of a response, the prompt's included, after which it is cut off; above 1 an "
-        "environment may replace the context or return to one, see environments/protocol.py",
-        at_least=1, requires=(REPLACES_CONTEXTS, NO_REWARD_MODEL_OF_CONTEXTS),
-        effective_when=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
-        "tokens to which a host environment's observation is cut; a longer new context fails",
+        "tokens to which a host environment's observation is cut",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
         "longest time for a `step` of a host environment (the first includes `reset`); a dialogue "
@@ -864,7 +852,7 @@ class RolloutOptions(Sampling):
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "
         "rollouts: a step draws rollout.partial_length tokens at a time of the responses to twice "
-        "its prompts until enough are complete, and the others, also dialogues, continue under "
+        "its prompts until enough are complete, and the others, continue under "
         "newer weights for at most this many steps",
         unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
     partial_length: int | None = option(None,

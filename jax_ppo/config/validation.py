@@ -205,7 +205,8 @@ MESH_RULES = (
 # Options that must keep their defaults where responses continue from step to step, and what more
 # there is with rollout.exact.
 CONTINUED_RESPONSES = (
-    "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas")
+    "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas",
+    "rollout.multi_turn.environment")
 EXACT_RESPONSES = (
     "rollout.max_staleness", "rollout.keep", "rollout.reuse_logprobs",
     "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is",
@@ -369,7 +370,7 @@ def _require_responses_that_continue(value_of: Callable[[str], object]) -> None:
     if value_of("rollout.exact"):
         setting, remedy = "config.rollout.exact=True", "config.rollout.exact=False"
         does = "which draws each token again"
-        names = (*names, "rollout.multi_turn.environment", *EXACT_RESPONSES)
+        names = (*names, *EXACT_RESPONSES)
     elif isinstance(length, int) and length >= longest:
         raise UserError(
             f"config.rollout.partial_length={length}: expected fewer tokens than "

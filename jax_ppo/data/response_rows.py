@@ -2,8 +2,8 @@
 
 A row has its prompt and response as texts, in one of the forms of `row_formats`; or as the tokens
 `prompt_ids` and `response_ids`, like the files that a run writes to `rollouts/`, where it may also
-have `action_mask`, `turn_starts`, `contexts` (or, of older files, `context_starts`),
-`turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are used as they are.
+have `action_mask`, `turn_starts`, `turn_rewards`, `truncated` and `sampled_logprobs`. Tokens are
+used as they are.
 """
 
 import contextlib
@@ -37,7 +37,6 @@ class ResponseRow:
     response_ids: np.ndarray  # int32 [length], length at least 1
     action_mask: np.ndarray  # bool [length], True on the tokens that the policy chose
     turn_starts: np.ndarray  # bool [length], True on the first of them in each turn
-    contexts: np.ndarray  # int32 [length], see `Rollout.contexts`
     truncated: bool  # whether the response was cut off
     reward: float | None  # the reward of the whole response in the file; `None` if it is not read
     # float32 [length], rewards within the response; `None` without any.
@@ -84,7 +83,6 @@ class GivenResponses(PromptDataset):
                 row.response_ids,
                 row.action_mask,
                 row.turn_starts,
-                *_describe_contexts(row.contexts),
                 row.turn_rewards,
                 row.logprobs,
             )
@@ -98,7 +96,6 @@ class GivenResponses(PromptDataset):
         needed = {
             "turn_rewards": (np.float32, any(row.turn_rewards is not None for row in self.rows)),
             "turn_starts": (bool, any(row.turn_starts.sum() > 1 for row in self.rows)),
-            "contexts": (np.int32, any(row.contexts.any() for row in self.rows)),
         }
         return {name: dtype for name, (dtype, is_needed) in needed.items() if is_needed}
 
@@ -133,22 +130,6 @@ class GivenResponses(PromptDataset):
         return padded
 
 
-def starts_of_contexts(contexts: np.ndarray) -> np.ndarray:
-    """Return where a context begins that is new, along the last axis of `Rollout.contexts`."""
-    return np.diff(np.maximum.accumulate(contexts, axis=-1), axis=-1, prepend=0) > 0
-
-
-def _describe_contexts(contexts: np.ndarray) -> list[np.ndarray]:
-    """Return the arrays of a row's contexts that belong to a fingerprint of the data.
-
-    None for one context, and only the starts if no context was continued: as in the fingerprints of
-    checkpoints from before contexts, or their continuation, existed.
-    """
-    starts = starts_of_contexts(contexts)
-    has_returned = (contexts != np.cumsum(starts)).any()
-    return [x for x, is_needed in ((starts, starts.any()), (contexts, has_returned)) if is_needed]
-
-
 class RefusedRow(NamedTuple):
     """A row that cannot be used: where it is, why not, and its text."""
 
@@ -171,7 +152,6 @@ class ResponseReader:
     reward_key: str  # column of the reward of the whole response; "" reads none
     # Returns why no rule can score an example; "" if one can.
     find_obstacle: Callable[[Example], str]
-    takes_contexts: bool = True  # whether the context may be replaced within a response
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
         """Yield each row of the files that `find_response_files` finds, in order.
@@ -215,14 +195,13 @@ class ResponseReader:
         if not action_mask.any():
             raise UserError("action_mask has no token that the policy chose")
         turn_starts = _numbers(row, "turn_starts", length)
-        contexts = _read_contexts(row, action_mask)
-        # Where nothing says so, a turn is what no other token or context interrupts.
+        # In a row of texts, a column of this name has something else, such as passages.
+        if "response_ids" in row and any(row.get("contexts") or ()):
+            raise UserError("has several contexts, which jax_ppo 0.1 reads")
+        # Where nothing says so, a turn is what no other token interrupts.
         starts = action_mask & ~np.append(False, action_mask[:-1])
-        starts |= action_mask & (np.diff(contexts, prepend=0) != 0)
         if turn_starts is not None:
             starts |= action_mask & (turn_starts != 0)
-        if contexts.any() and not self.takes_contexts:
-            raise UserError("its context is replaced, and a reward model reads one context")
         turn_rewards = _numbers(row, "turn_rewards", length)
         logprobs = _numbers(row, "sampled_logprobs", length)
         reward = None
@@ -238,7 +217,6 @@ class ResponseReader:
             response_ids=response_ids,
             action_mask=action_mask,
             turn_starts=starts,
-            contexts=contexts,
             truncated=_read_truncated(row.get("truncated")),
             reward=reward,
             turn_rewards=turn_rewards,
@@ -320,23 +298,6 @@ def _token_ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
             f"{shorten(repr(ids))}"
         )
     return np.array(ids, np.int32)
-
-
-def _read_contexts(row: dict[str, Any], action_mask: np.ndarray) -> np.ndarray:
-    """Return the context of each token of a response, int32."""
-    length = len(action_mask)
-    starts = _numbers(row, "context_starts", length)
-    # In a row of texts, a column of this name has something else, such as passages.
-    contexts = _numbers(row, "contexts", length) if "response_ids" in row else None
-    if contexts is None:
-        # Files from before contexts could be continued say only where each begins.
-        contexts = np.cumsum(np.zeros(length) if starts is None else starts != 0)
-    most = np.maximum.accumulate(contexts)
-    if (contexts < 0).any() or (contexts % 1).any() or (np.diff(most, prepend=0) > 1).any():
-        raise UserError("contexts: expected whole numbers, new ones in the order 1, 2, ...")
-    if (starts_of_contexts(contexts) & action_mask).any():
-        raise UserError("a new context begins with a token that the policy chose (action_mask)")
-    return contexts.astype(np.int32)
 
 
 def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:

@@ -8,11 +8,9 @@ imported from Gymnasium. Those behind HTTP have the form of OpenEnv's `reset` an
     POST URL/step   {"episode_id", "action"}, and "turn", from 0, if `reset` replied "repeatable"
            replies  {"observation", "reward", "done"}, optionally "info"
 
-A reward of null is 0; `terminated` and `truncated` may stand in for `done`. In `info`,
-`new_context` replaces the context (`protocol.NewContext`), and `former_context` is the number of
-the one to continue (`protocol.FormerContext`). A server whose `repeatable` is true gives the same
-reply to a turn that it gets again. Each dialogue is an episode with its own id; episodes are
-stepped concurrently.
+A reward of null is 0; `terminated` and `truncated` may stand in for `done`. A server whose
+`repeatable` is true gives the same reply to a turn that it gets again. Each dialogue is an episode
+with its own id; episodes are stepped concurrently.
 """
 
 import dataclasses
@@ -25,14 +23,14 @@ from typing import Any
 
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.messages import quote_cell
-from jax_ppo.environments.protocol import EnvironmentLost, FormerContext, NewContext
+from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.json_server import JSONServer, RequestFault
 from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
 KEY_VARIABLE = "JAX_PPO_ENVIRONMENT_KEY"
 
-Turn = tuple[str | NewContext | FormerContext, float, bool, dict[str, float]]
+Turn = tuple[str, float, bool, dict[str, float]]
 
 
 def _describe_example(example: Example) -> dict[str, Any]:
@@ -45,23 +43,9 @@ def _describe_example(example: Example) -> dict[str, Any]:
     }
 
 
-def _read_info(
-    observation: Any, info: Mapping[str, Any], metric_names: Sequence[str]
-) -> tuple[Any, dict[str, float]]:
-    """Return the observation and the metrics of a turn from an `info` like Gymnasium's.
-
-    With `new_context` in `info` it is a `NewContext`, with `former_context` a `FormerContext` that
-    holds the observation.
-    """
-    if info.get("former_context") is not None:
-        observation = FormerContext(info["former_context"], observation)
-    prompt = info.get("new_context")
-    if prompt is not None:
-        if isinstance(observation, FormerContext):
-            raise ValueError("info has new_context and former_context; expected one of them")
-        observation = NewContext(tuple(prompt) if isinstance(prompt, list) else prompt)
-    figures = {name: info[name] for name in metric_names if info.get(name) is not None}
-    return observation, figures
+def _read_info(info: Mapping[str, Any], metric_names: Sequence[str]) -> dict[str, Any]:
+    """Return the metrics of a turn from an `info` like Gymnasium's."""
+    return {name: info[name] for name in metric_names if info.get(name) is not None}
 
 
 def has_gymnasium_reset(environment: Any) -> bool:
@@ -110,8 +94,7 @@ class GymnasiumDialogue:
     def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
         """Answer a turn; a truncated episode has ended, too. See `TextEnvironment.step`."""
         observation, reward, terminated, truncated, info = self.environment.step(text)
-        observation, figures = _read_info(observation, info, self.metric_names)
-        return observation, reward, terminated or truncated, figures
+        return observation, reward, terminated or truncated, _read_info(info, self.metric_names)
 
     def close(self) -> None:
         """Close the environment."""
@@ -202,7 +185,7 @@ class RemoteEnvironment:
         return self._read_observation(reply), reply.get("repeatable") is True
 
     def _read_turn(self, reply: Any) -> Turn:
-        observation: Any = self._read_observation(reply)
+        observation = self._read_observation(reply)
         if "done" in reply:
             ends = reply["done"]
         elif "terminated" in reply:
@@ -213,7 +196,7 @@ class RemoteEnvironment:
         if not isinstance(info, dict):
             raise ValueError(f"expected info with names, got {quote_cell(info)}")
         reward = reply.get("reward")
-        observation, figures = _read_info(observation, info, self.metric_names)
+        figures = _read_info(info, self.metric_names)
         return observation, 0.0 if reward is None else reward, ends, figures
 
 

@@ -7,12 +7,10 @@ services; this does not affect the answers, unless a step exceeds the time limit
 
 import concurrent.futures
 import copy
-import dataclasses
 import functools
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -21,24 +19,20 @@ import numpy as np
 
 from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
-from jax_ppo.data.prompt_batches import pad_token_rows
-from jax_ppo.data.tokenizer import ChatTemplate, decode_texts, encode_prompt, encode_text
+from jax_ppo.data.tokenizer import decode_texts, encode_text
 from jax_ppo.environments.protocol import (
     FAILED,
     FAILURES,
     EnvironmentLost,
-    FormerContext,
-    NewContext,
     TextEnvironment,
 )
-from jax_ppo.environments.recorded_turns import OpenTurns
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.json_server import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import faults
 from jax_ppo.runtime.parallelism.rows import call_host
-from jax_ppo.sampler.environment import NEW_CONTEXT, SAME_CONTEXT, Answers, DialogueAddresses
+from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import NOTHING, Example
 
 log = logging.getLogger(__name__)
@@ -63,22 +57,12 @@ class HostState(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The answer to one turn, with the tokens of its observation or new context."""
+    """The answer to one turn, with the tokens of its observation."""
 
     tokens: list[int]
-    context: int  # that they are appended to, see `Answers`
     reward: float
     has_ended: bool
     figures: dict[str, float]
-
-
-@dataclasses.dataclass
-class _Dialogue:
-    """A dialogue: its environment, the last token of each context, and the current one."""
-
-    environment: CallResult
-    last: list[int] = dataclasses.field(default_factory=lambda: [-1])
-    current: int = 0
 
 
 class HostEnvironment:
@@ -96,15 +80,12 @@ class HostEnvironment:
         timeout: float,
         metric_names: Sequence[str] = (),
         frame: MessageFrame | None = None,
-        max_contexts: int = 1,
-        chat_template: ChatTemplate = True,
     ) -> None:
         """Create the environment and its threads.
 
         `environment_class` constructs the environment of one dialogue; dialogues refer to examples
         by index. Observations are cut to `observation_length` tokens and inserted unchanged, or
-        within the frame. A `step` may take `timeout` seconds; the first one includes `reset`. With
-        `max_contexts` of 1 no context is replaced.
+        within the frame. A `step` may take `timeout` seconds; the first one includes `reset`.
         """
         self.observation_length = observation_length
         self._class = environment_class
@@ -113,11 +94,9 @@ class HostEnvironment:
         self._metric_names = (*metric_names, FAILED)
         self._name = getattr(environment_class, "__name__", str(environment_class))
         self._frame = frame
-        self._max_contexts = max_contexts
-        self._chat_template = chat_template
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
-        self._dialogues: dict[int, _Dialogue] = {}
+        self._dialogues: dict[int, CallResult] = {}
         self._threads = TimedThreads(THREADS, timeout)
         self._reset_counts()
 
@@ -140,62 +119,17 @@ class HostEnvironment:
     def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
         """Answer turns on the host. See `Environment.step`."""
         B = len(lengths)
-        contexts: tuple[jax.ShapeDtypeStruct, ...] = ()
-        if self._max_contexts > 1:
-            contexts = (jax.ShapeDtypeStruct((B,), jnp.int32),)
         shapes = (
             jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.float32),
             jax.ShapeDtypeStruct((B,), jnp.bool_),
-            *contexts,
             jax.ShapeDtypeStruct(state.figures.shape, jnp.float32),
         )
         *addresses, figures = state
         *answers, reported = call_host(self._answer, shapes, *addresses, turns, lengths)
         figures = jnp.where(reported == NOTHING, figures, reported)
         return Answers(state._replace(turns=state.turns + 1, figures=figures), *answers)
-
-    def repeat_turns(self, state: HostState, recorded: Sequence[OpenTurns]) -> None:
-        """Bring new environments to where open dialogues were when a run was saved.
-
-        A dialogue whose turns are not answered as recorded fails at its next turn.
-
-        Args:
-          state: addresses of the dialogues.
-          recorded: the turns of each dialogue, see `read_turns`.
-        """
-        lost: set[int] = set()
-        for number in range(max(map(len, recorded), default=0)):
-            left = [i for i, turns in enumerate(recorded) if len(turns) > number and i not in lost]
-            turns = [recorded[i][number] for i in left]
-            lengths = [len(turn.tokens) for turn in turns]
-            tokens = pad_token_rows([turn.tokens for turn in turns], max(lengths, default=0))
-            numbers = np.full(len(left), number)
-            addresses = (state.rows[left], state.samples[left], state.seeds[left])
-            answers = self._answer(*addresses, numbers, tokens, np.array(lengths, int))
-            observations, observed, rewards, has_ended = answers[:4]
-            for b, (i, turn) in enumerate(zip(left, turns, strict=True)):
-                sample = int(state.samples[i])
-                is_repeated = (
-                    not has_ended[b]
-                    and rewards[b] == turn.reward
-                    and self._dialogues[sample].current == turn.context
-                    and np.array_equal(observations[b, : observed[b]], turn.observation)
-                )
-                if not is_repeated:
-                    lost.add(i)
-                    self._close(self._dialogues.pop(sample, None))
-                    failed: CallResult = concurrent.futures.Future()
-                    failed.set_exception(WrongAnswer("a resumed run got another answer"))
-                    self._dialogues[sample] = _Dialogue(failed)
-        if lost:
-            log.warning(
-                "%s: %d of %d open dialogues end, as the environment does not repeat its answers",
-                self._name,
-                len(lost),
-                sum(map(bool, recorded)),
-            )
 
     def metrics(self, state: HostState) -> dict[str, jax.Array]:
         """Return the figures of dialogues. See `Environment.metrics`."""
@@ -235,8 +169,8 @@ class HostEnvironment:
     def _answer(self, *arrays: jax.Array | np.ndarray) -> tuple[np.ndarray, ...]:
         """Answer the turns of a call: the arguments of `step` without the figures.
 
-        Turns of length 0 are ignored. The results are the fields of `Answers` after the state,
-        without `contexts` if there is one, and the reported figures, [B, M].
+        Turns of length 0 are ignored. The results are the fields of `Answers` after the state, and
+        the reported figures, [B, M].
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
@@ -244,7 +178,6 @@ class HostEnvironment:
         observed = np.zeros(B, np.int32)
         rewards = np.zeros(B, np.float32)
         has_ended = np.ones(B, bool)
-        contexts = np.full(B, SAME_CONTEXT, np.int32)
         figures = np.full((B, len(self._metric_names)), NOTHING, np.float32)
         (waiting,) = np.nonzero(lengths)
         texts = decode_texts(self._tokenizer, [turns[b, : lengths[b]] for b in waiting])
@@ -253,14 +186,13 @@ class HostEnvironment:
         replaced = {}
         for b in waiting[answered[waiting] == 0]:
             replaced[int(b)] = self._dialogues.pop(int(samples[b]), None)
-            self._dialogues[int(samples[b])] = _Dialogue(self._construct_environment())
+            self._dialogues[int(samples[b])] = self._construct_environment()
             # A copy: an environment that changes its example changes no other dialogue.
             examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
         def step(b: int, text: str) -> _Answer:
             self._give_up_if_none_answers()
-            dialogue = self._dialogues[int(samples[b])]
-            made = dialogue.environment
+            made = self._dialogues[int(samples[b])]
             if answered[b] == 0:
                 self._close(replaced[b])
                 made.result().reset(examples[b], int(seeds[b]))
@@ -268,13 +200,9 @@ class HostEnvironment:
             _validate_answer(observation, ends, takes_several=self._frame is not None)
             reward = _read_number(reward, "the reward of a turn")
             if ends:
-                self._close(dialogue)
-            last = int(turns[b, lengths[b] - 1])
-            continued: tuple[list[int], int] = ([], SAME_CONTEXT)
-            if not (ends and isinstance(observation, (NewContext, FormerContext))):
-                continued = self._continue(dialogue, observation, last, int(rows[b]))
+                self._close(made)
             return _Answer(
-                *continued,
+                self._encode(observation, last=int(turns[b, lengths[b] - 1])),
                 reward,
                 bool(ends),
                 read_figures(*reported, names=self._metric_names[:-1]),
@@ -298,40 +226,12 @@ class HostEnvironment:
                 del self._dialogues[int(samples[b])]
             rewards[b] = answer.reward
             has_ended[b] = answer.has_ended
-            contexts[b] = answer.context
             observed[b] = len(answer.tokens)
             observations[b, : len(answer.tokens)] = answer.tokens
             for name, value in answer.figures.items():
                 figures[b, self._metric_names.index(name)] = value
             figures[b, -1] = 0
-        several = (contexts,) if self._max_contexts > 1 else ()
-        return observations, observed, rewards, has_ended, *several, figures
-
-    def _continue(
-        self, dialogue: _Dialogue, observation: Any, last: int, row: int
-    ) -> tuple[list[int], int]:
-        """Return the tokens that follow a turn, and the context that they are appended to.
-
-        Raises:
-          EnvironmentLost: the options allow one context.
-          WrongAnswer: a new context cannot be one, or a former context does not exist.
-        """
-        dialogue.last[dialogue.current] = last
-        is_new = isinstance(observation, NewContext)
-        if self._max_contexts == 1 and (is_new or isinstance(observation, FormerContext)):
-            raise EnvironmentLost(
-                f"{self._name} replaces the context, and config.rollout.multi_turn.max_contexts=1; "
-                "set it to the most contexts of a dialogue"
-            )
-        if is_new:
-            tokens = self._encode_context(observation, row)
-            dialogue.current = len(dialogue.last)
-            dialogue.last.append(tokens[-1])
-            return tokens, NEW_CONTEXT
-        if isinstance(observation, FormerContext):
-            _validate_former(observation.number, len(dialogue.last))
-            dialogue.current, observation = observation.number, observation.observation
-        return self._encode(observation, dialogue.last[dialogue.current]), dialogue.current
+        return observations, observed, rewards, has_ended, figures
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""
@@ -342,22 +242,6 @@ class HostEnvironment:
         text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
         return encode_text(self._tokenizer, text, special=False)[: self.observation_length]
 
-    def _encode_context(self, context: NewContext, row: int) -> list[int]:
-        """Return the tokens of a new context, which is not cut.
-
-        Raises:
-          WrongAnswer: it is empty or too long.
-        """
-        tools = self._examples[row].tools
-        tokens = encode_prompt(self._tokenizer, context.prompt, self._chat_template, tools)
-        if not 0 < len(tokens) <= self.observation_length:
-            raise WrongAnswer(
-                f"the new context has {len(tokens)} tokens; expected 1 to "
-                "config.rollout.multi_turn.max_observation_length="
-                f"{self.observation_length}"
-            )
-        return tokens
-
     def _construct_environment(self) -> CallResult:
         environment: CallResult = concurrent.futures.Future()
         try:
@@ -366,12 +250,12 @@ class HostEnvironment:
             environment.set_exception(error)
         return environment
 
-    def _close(self, dialogue: _Dialogue | None) -> None:
-        """Close a dialogue that has ended, or was cut off and is replaced, if it can be closed."""
-        if dialogue is None or dialogue.environment.exception():
+    def _close(self, environment: CallResult | None) -> None:
+        """Close the environment of a dialogue that is over, if it can be closed."""
+        if environment is None or environment.exception():
             return
         try:
-            getattr(dialogue.environment.result(), "close", lambda: None)()
+            getattr(environment.result(), "close", lambda: None)()
         except FAILURES as error:
             log.warning("%s could not be closed: %s", self._name, printable_lines(repr(error)))
 
@@ -408,11 +292,6 @@ def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
 
     With `takes_several` the observation may be a tuple of several messages.
     """
-    if isinstance(observation, NewContext):
-        _validate_context(observation)
-        observation = ""
-    if isinstance(observation, FormerContext):
-        observation = observation.observation
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise WrongAnswer(f"the observation of a turn is {_quote(observation)}; expected text")
@@ -424,34 +303,6 @@ def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
     if as_float(ends) not in (0, 1):
         raise WrongAnswer(
             f"whether the dialogue has ended is {_quote(ends)}; expected True or False"
-        )
-
-
-def _validate_context(context: NewContext) -> None:
-    """Raise `WrongAnswer` unless a new context is text or messages."""
-    prompt = context.prompt
-    if isinstance(prompt, str):
-        return
-    fields = ("role", "content")
-    are_messages = isinstance(prompt, tuple) and all(
-        isinstance(message, Mapping) and all(isinstance(message.get(f), str) for f in fields)
-        for message in prompt
-    )
-    if not prompt or not are_messages:
-        raise WrongAnswer(
-            f"the new context of a turn is {_quote(prompt)}; expected text, or a tuple of messages "
-            "with role and content"
-        )
-
-
-def _validate_former(number: Any, count: int) -> None:
-    """Raise `WrongAnswer` unless it is the number of one of a dialogue's contexts."""
-    # Gymnasium's environments have numbers of NumPy.
-    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
-    if not is_whole or not 0 <= number < count:
-        raise WrongAnswer(
-            f"the former context of a turn is {_quote(number)}; expected a number from 0, the "
-            f"prompt's, to {count - 1}, the last one of the dialogue"
         )
 
 

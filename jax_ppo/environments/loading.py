@@ -172,8 +172,6 @@ def make_environment(
         timeout=options.timeout,
         metric_names=getattr(environment_class, "metric_names", ()),
         frame=_make_frame(environment_class, options, tokenizer, chat_template),
-        max_contexts=options.max_contexts,
-        chat_template=chat_template,
     )
 
 

@@ -1,7 +1,6 @@
 """The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
 
 import asyncio
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -26,38 +25,8 @@ class EnvironmentLost(Exception):
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class NewContext:
-    """A context that replaces the one before, returned by a host environment as observation.
-
-    The policy writes its next turns from it alone, without the prompt and all turns before: from a
-    summary, the last moves, or the dialogue without its thoughts. It is still one dialogue: later
-    rewards and values count for the turns before, too.
-    """
-
-    # Text or messages, which become tokens as the prompts of the data do, with the tools of the
-    # row, but without `data.prompt_template` and `data.system_prompt`.
-    prompt: str | tuple[dict[str, str], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class FormerContext:
-    """A context that is continued instead of the current one, returned in place of an observation.
-
-    The policy writes its next turns from the tokens that this context had when it was left, and the
-    observation after them, such as the answer of a helper that this context had asked. No token is
-    encoded again. The context that is left now can be continued later, too.
-    """
-
-    number: int  # 0 is the prompt's; each `NewContext` of the dialogue has the next number
-    observation: str | tuple[str, ...] = ""  # as `step` returns it
-
-
 class TextEnvironment(Protocol):
     """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
-
-    With partial rollouts, a run that resumes repeats the turns of open dialogues in new objects;
-    those that are answered otherwise end.
 
     A class may have `close()`. It is called when the dialogue has ended; one that was cut off or
     failed is closed when a dialogue of a later batch takes its place.
@@ -79,20 +48,16 @@ class TextEnvironment(Protocol):
 
     def step(
         self, text: str
-    ) -> (
-        tuple[str | NewContext | FormerContext, float, bool]
-        | tuple[str | NewContext | FormerContext, float, bool, Mapping[str, float]]
-    ):
+    ) -> tuple[str, float, bool] | tuple[str, float, bool, Mapping[str, float]]:
         """Answer a turn.
 
         Args:
           text: the turn, without special tokens such as the EOS that ended it.
 
         Returns:
-          The observation, which becomes part of the response unchanged, or a `NewContext` or
-          `FormerContext`, for which `rollout.multi_turn.max_contexts` is above 1; the reward of the
-          turn; and whether the dialogue has ended, in which case the observation is ignored. Then,
-          if there are any, metrics of the dialogue so far: the last value of each name counts.
+          The observation, which becomes part of the response unchanged; the reward of the turn; and
+          whether the dialogue has ended, in which case the observation is ignored. Then, if there
+          are any, metrics of the dialogue so far: the last value of each name counts.
         """
 
 
@@ -136,10 +101,7 @@ class TokenEnvironment(Protocol):
 
         Returns:
           The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
-          and whether the dialogue has ended. With `rollout.multi_turn.max_contexts` above 1 also
-          the context that the observation is appended to, int32: `SAME_CONTEXT` or `NEW_CONTEXT`
-          of sampler/environment.py, or the number of a former one, see `FormerContext`. An empty
-          new context, and a number that no context has, cut the dialogue off.
+          and whether the dialogue has ended.
         """
 
 

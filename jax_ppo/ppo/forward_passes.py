@@ -156,12 +156,6 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         # Columns beyond the rollout's are never read.
         missing = length - routed_experts.shape[1]
         routed_experts = jnp.pad(routed_experts, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    contexts = order = None
-    if rollout.contexts is not None:
-        numbers = jnp.where(column < prompts, 0, pick(rollout.contexts, response_column))
-        numbers = jnp.where(column < prompts + lengths, numbers, length)
-        order = jnp.argsort(numbers, axis=1, stable=True).astype(jnp.int32)
-        contexts = jnp.take_along_axis(numbers, order, axis=1)
     return Sequences(
         tokens=jnp.where(column < prompts, from_prompt, response_or_padding),
         prompt_lengths=rollout.prompts.lengths,
@@ -171,8 +165,6 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         routed_experts=routed_experts,
         kept_tokens=rollout.kept_tokens,
         turn_starts=rollout.turn_starts,
-        contexts=contexts,
-        order=order,
     )
 
 

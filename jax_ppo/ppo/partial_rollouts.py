@@ -35,12 +35,10 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.continuation import (
     DrawStates,
-    begin_dialogues,
     begin_draws,
     begin_responses,
     has_ended,
 )
-from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import Stream
@@ -104,7 +102,7 @@ def sample_partial_batch(
                 rollout, draws, version, parts.sampling
             )
             slot_steps += int(placement.to_host(taken).sum())
-            ended = placement.to_host(_has_ended(rollout, draws)).reshape(-1, n)
+            ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
             max_staleness = options.rollout.max_staleness
             places = choose_prompts(ended, pool.batches, step, count, max_staleness)
             if places is not None:
@@ -150,7 +148,7 @@ def _fill(
     empty = (places if pool is None else np.flatnonzero(pool.batches < 0)).reshape(-1, count)
     # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
     first = step + BATCHES_IN_POOL - len(empty)
-    pools = [_begin(parts, next(batches), first + i, entered) for i, entered in enumerate(empty)]
+    pools = [_begin(parts, next(batches), first + i) for i in range(len(empty))]
     if pool is not None:
         places[empty] = len(places) + np.arange(count)
         pools.insert(0, pool)
@@ -163,29 +161,20 @@ def _fill(
     return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
 
 
-def _begin(parts: StepParts, batch: PromptBatch, number: int, places: np.ndarray) -> ResponsePool:
-    """Return a batch of prompts without a token of a response, on the mesh.
-
-    An environment on the host knows a sample by its row in the pool, where it stays until it
-    leaves; less the pool's rows, since evaluations, whose samples count from 0, come in between.
-    """
+def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
+    """Return a batch of prompts without a token of a response, on the mesh."""
     n = parts.step_options.rollout.n
-    rows = len(batch.indices) * n
-    layout = sharding.batch_rows(parts.mesh, rows)
+    layout = sharding.batch_rows(parts.mesh, len(batch.indices) * n)
     # One width for all batches: the pool's shapes never change.
     missing = parts.training.max_prompt_length - batch.prompts.tokens.shape[1]
-    numbers = batch.prompts.rows
     prompts = Prompts(
         tokens=np.repeat(np.pad(batch.prompts.tokens, ((0, 0), (0, missing))), n, axis=0),
         lengths=np.repeat(batch.prompts.lengths, n),
-        rows=None if numbers is None else np.repeat(numbers, n),
     )
-    samples = (rows_of_groups(places, n) - BATCHES_IN_POOL * rows).astype(np.int32)
     rollout, draws = _begin_on_mesh(
         placement.place(prompts, layout),
         parts.sample_keys(Stream.TRAINING, number),
-        placement.place(samples, layout),
-        parts.sampling,
+        parts.sampling.max_response_length,
         layout,
     )
     first = np.arange(len(batch.indices)) * n
@@ -196,20 +185,14 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int, places: np.ndarray
     )
 
 
-@functools.partial(jax.jit, static_argnames=("options", "layout"))
+@functools.partial(jax.jit, static_argnames=("longest", "layout"))
 def _begin_on_mesh(
-    prompts: Prompts,
-    key: jax.Array,
-    samples: jax.Array,
-    options: SamplingOptions,
-    layout: NamedSharding,
+    prompts: Prompts, key: jax.Array, longest: int, layout: NamedSharding
 ) -> tuple[Rollout, DrawStates]:
     """Return responses without a token, and the states before their first draws."""
-    draws = begin_draws(sample_keys(key, jnp.arange(len(samples))))
-    rollout = begin_responses(prompts, options.max_response_length)
-    if options.environment is not None:
-        rollout, draws = begin_dialogues(options, rollout, draws, samples)
-    return jax.lax.with_sharding_constraint((rollout, draws), layout)
+    draws = begin_draws(sample_keys(key, jnp.arange(len(prompts.lengths))))
+    begun = begin_responses(prompts, longest), draws
+    return jax.lax.with_sharding_constraint(begun, layout)
 
 
 _has_ended = jax.jit(has_ended)
@@ -219,18 +202,14 @@ def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawSta
     """Compile what begins the responses to a batch; return the shapes of these and their states."""
     layout = sharding.batch_rows(step.mesh, step.samples)
     width = step.step_options.sequence_length - step.sampling.max_response_length
-    ones = np.ones(step.samples, np.int32)
     prompts = Prompts(
-        tokens=np.zeros((step.samples, width), np.int32),
-        lengths=ones,
-        rows=None if step.sampling.environment is None else ones,
+        tokens=np.zeros((step.samples, width), np.int32), lengths=np.ones(step.samples, np.int32)
     )
     shapes: tuple[Rollout, DrawStates] = compile_ahead(
         _begin_on_mesh,
         placement.abstract(prompts, layout),
         key,
-        placement.abstract(ones, layout),
-        step.sampling,
+        step.sampling.max_response_length,
         layout,
     )
     return shapes
@@ -257,6 +236,6 @@ def compile_partial_sampling(
     rollout = yield from engine.precompile_continuation(
         params, pool["rollout"], pool["draws"], step.sampling
     )
-    compile_ahead(_has_ended, rollout, pool["draws"])
+    compile_ahead(_has_ended, rollout)
     selected: Rollout = take(({"rollout": rollout},), batch)["rollout"]
     return selected

@@ -16,7 +16,7 @@ from jax_ppo.kernels.losses import LossInputs, MiniBatchTokens, padded_batch, ro
 from jax_ppo.ppo import advantages, objectives
 from jax_ppo.ppo.objectives import METRICS, OTHER_ACTOR_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
-from jax_ppo.sampler.environment import DialogueAddresses, Environment, validate_contexts
+from jax_ppo.sampler.environment import DialogueAddresses, Environment
 
 # Of the responses that a function is tried with: no multiple of the other, so that a sum over the
 # wrong axis has another shape.
@@ -85,9 +85,7 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
     return names
 
 
-def try_environment(
-    option: str, name: str, environment: Environment, max_turn_length: int, max_contexts: int = 1
-) -> None:
+def try_environment(option: str, name: str, environment: Environment, max_turn_length: int) -> None:
     """Try an environment that is traced into the decode loop; raise `UserError` if it fails."""
 
     def answer(rows: jax.Array, turns: jax.Array) -> None:
@@ -104,9 +102,6 @@ def try_environment(
             "the reward": (answers.rewards, rows.astype(jnp.float32)),
             "whether it has ended": (answers.done, rows > 0),
         }
-        validate_contexts(answers, max_contexts)
-        if answers.contexts is not None:
-            forms["the context"] = (answers.contexts, rows)
         for what, (actual, expected) in forms.items():
             if _describe(actual) != _describe(expected):
                 raise UserError(

@@ -7,14 +7,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import option_value
 from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.recorded_turns import read_turns
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL, compile_begin
 from jax_ppo.ppo.step_parts import ResponsePool, SampledBatch, TrainingBatches
@@ -73,7 +69,6 @@ def restore_sampled_batch(
         "kept_tokens": options.returns_kept_tokens,
         "turn_rewards": has_turns,
         "turn_starts": has_turns,
-        "contexts": has_turns and options.max_contexts > 1,
     }
     # Position 0: the data have changed, and the rollout's prompts are gone.
     fits = config.rollout.max_staleness == 1 and progress.position > 0
@@ -137,11 +132,7 @@ def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
 
 def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
     """Return what a checkpoint holds of the samples of a pool."""
-    named = {
-        _name(path): jax.random.key_data(x) if _is_key(x) else x
-        for path, x in jax.tree_util.tree_leaves_with_path(draws)
-    }
-    return {"rollout": rollout_arrays(rollout), "draws": named}
+    return {"rollout": rollout_arrays(rollout), "draws": draws._asdict()}
 
 
 def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> ResponsePool | None:
@@ -165,7 +156,9 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
         rows = saved["rollout"]["responses"].shape[0]
         fits = num_prompts * config.rollout.n == samples == rows
         fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
-        fits &= not _changes_draws(run, checkpoints.restore(progress.step, {}).meta["config"])
+        former = former_values(checkpoints.restore(progress.step, {}).meta["config"])
+        # The states of the search for other strings would have another meaning.
+        fits &= former["rollout.stop"] == config.rollout.stop
     if fits:
         shapes = _lay_out(saved, run.mesh, samples, replicated="prompts")
         arrays = checkpoints.restore_item(progress.step, POOL, shapes)
@@ -179,48 +172,11 @@ def restore_pool(run: PPORun, checkpoints: Checkpointer, progress: Progress) -> 
             "not fit this run's data and options; these prompts are skipped"
         )
         return None
-
-    def read(path: jax.tree_util.KeyPath, shape: Any) -> jax.Array:
-        x = arrays["draws"][_name(path)]
-        return jax.random.wrap_key_data(x) if _is_key(shape) else x
-
-    pool = ResponsePool(
-        rollout=rollout,
-        draws=jax.tree_util.tree_map_with_path(read, begun[1]),
-        prompts=prompts,
-    )
-    if isinstance(run.sampling.environment, HostEnvironment):
-        recorded = (pool.rollout.responses, pool.rollout.lengths, pool.draws.dialogues)
-        responses, lengths, dialogues = jax.tree.map(placement.to_host, recorded)
-        turns = read_turns(responses, lengths, dialogues)
-        if any(turns):
-            console.print_on_main(
-                f"repeating {sum(map(len, turns))} turns of {sum(map(bool, turns))} open dialogues "
-                "in new environments"
-            )
-        run.sampling.environment.repeat_turns(dialogues.environment, turns)
-    return pool
-
-
-def _changes_draws(run: PPORun, saved: dict[str, Any]) -> bool:
-    """Return whether options that give the states of draws their meaning have changed.
-
-    Those are the strings that are searched for, the longest turn, and an environment in JAX; one on
-    the host repeats its turns. `saved` are the options of the checkpoint.
-    """
-    names = ["rollout.stop", "rollout.multi_turn.max_turn_length"]
-    if not isinstance(run.sampling.environment, HostEnvironment):
-        names.append("rollout.multi_turn.environment")
-    values = former_values(saved)
-    return any(values[name] != option_value(run.config, name) for name in names)
+    return ResponsePool(rollout=rollout, draws=DrawStates(**arrays["draws"]), prompts=prompts)
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -232,8 +232,6 @@ def _describe_limits(run: LastSteps) -> str:
     limit = f"config.data.max_response_length={run.options.data.max_response_length} tokens"
     if turns := run.options.rollout.multi_turn.max_assistant_turns:
         limit += f" or config.rollout.multi_turn.max_assistant_turns={turns}"
-    if (contexts := run.options.rollout.multi_turn.max_contexts) > 1:
-        limit += f" or config.rollout.multi_turn.max_contexts={contexts}"
     return limit
 
 

@@ -43,7 +43,6 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
         max_response_length=config.data.max_response_length,
         reward_key=config.score.reward_key,
         find_obstacle=functools.partial(_find_obstacle, None if scores_any else config.reward),
-        takes_contexts=not config.reward.model_path,
     )
     rows, refused = [], list[RefusedRow]()
     with heartbeat.activity("reading rows"):

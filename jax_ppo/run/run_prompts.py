@@ -72,7 +72,5 @@ def build_environment(
     environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
     if isinstance(environment, PerDialogue):
         turn = options.max_turn_length or max_response_length
-        plugin_trials.try_environment(
-            ENVIRONMENT_OPTION, options.environment, environment, turn, options.max_contexts
-        )
+        plugin_trials.try_environment(ENVIRONMENT_OPTION, options.environment, environment, turn)
     return training, held_out, environment

@@ -57,18 +57,11 @@ def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, j
     starts_BxT = rollout.turn_starts
     if starts_BxT is None:
         starts_BxT = starts_of_turns(actions_BxT)
-    metrics = {
+    return {
         "rollout/turns": starts_BxT.sum(1).mean(),
         "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
         "reward/turns": turn_rewards_BxT.sum(1).mean(),
     }
-    if rollout.contexts is not None:
-        new_B = rollout.contexts.max(1)
-        is_token_BxT = jnp.arange(rollout.contexts.shape[1]) < rollout.lengths[:, None]
-        is_change_BxT = (jnp.diff(rollout.contexts, axis=1) != 0) & is_token_BxT[:, 1:]
-        metrics["rollout/contexts"] = 1 + new_B.mean()
-        metrics["rollout/returns"] = (is_change_BxT.sum(1) - new_B).mean()
-    return metrics
 
 
 def _measure_staleness(actions_BxT: jax.Array, ages_BxT: jax.Array) -> dict[str, jax.Array]:

@@ -8,7 +8,6 @@ import numpy as np
 
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.data.response_rows import starts_of_contexts
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import printable_lines
 from jax_ppo.ppo.rewarding import RuleRewards
@@ -85,16 +84,12 @@ def describe_samples(
     responses = placement.to_host(rollout.responses)
     lengths = placement.to_host(rollout.lengths)
     truncated = placement.to_host(rollout.truncated)
-    # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn, and of
-    # each new context; and the number of each token's context.
+    # Of a dialogue: 0 at the tokens of observations, and 1 at the first token of each turn.
     found = {
         "action_mask": None if rollout.turn_rewards is None else rollout.action_mask,
         "turn_starts": rollout.turn_starts,
-        "contexts": rollout.contexts,
     }
     masks = {name: placement.to_host(mask) for name, mask in found.items() if mask is not None}
-    if "contexts" in masks:
-        masks["context_starts"] = starts_of_contexts(masks["contexts"])
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):

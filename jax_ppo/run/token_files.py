@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ppo.config.schema import Score
 from jax_ppo.data.messages import join_contents
-from jax_ppo.data.response_rows import ResponseRow, starts_of_contexts
+from jax_ppo.data.response_rows import ResponseRow
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
 from jax_ppo.reporting import html_report
@@ -132,9 +132,6 @@ def _describe_row(
     if not row.action_mask.all():
         record["action_mask"] = row.action_mask.astype(int).tolist()
         record["turn_starts"] = row.turn_starts.astype(int).tolist()
-        if row.contexts.any():
-            record["context_starts"] = starts_of_contexts(row.contexts).astype(int).tolist()
-            record["contexts"] = row.contexts.tolist()
     for column, name in FIGURES.items():
         values = scores.figures[column][number, : len(ids)]
         if not np.isnan(values).all():

@@ -2,9 +2,8 @@
 
 A call draws up to `partial_length` tokens of each response that has not ended. It runs the tokens
 drawn before again, as part of the prompts and with the weights of the call; their log-probs stay
-those under the weights that drew them. Dialogues stay open from call
-to call, also within a turn or an observation. Between two calls the host decides which samples
-leave; shapes never change.
+those under the weights that drew them. Between two calls the host decides which samples leave;
+shapes never change.
 """
 
 import dataclasses
@@ -20,9 +19,8 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
-from jax_ppo.sampler.dialogues import extend_contexts, record_dialogues, start_dialogues
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.slots import Dialogues, build_job, initial_state
+from jax_ppo.sampler.slots import build_job, initial_state
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -31,7 +29,6 @@ class DrawStates(NamedTuple):
 
     keys: jax.Array  # uint32 [N, ...], the data of the samples' random keys
     stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
-    dialogues: Dialogues | None = None  # the dialogues so far; `None` without an environment
 
 
 def begin_responses(prompts: Prompts, longest: int) -> Rollout:
@@ -53,23 +50,9 @@ def begin_draws(keys: jax.Array) -> DrawStates:
     return DrawStates(jax.random.key_data(keys), jnp.full(len(keys), text_search.START, jnp.int32))
 
 
-def begin_dialogues(
-    options: SamplingOptions, rollout: Rollout, draws: DrawStates, samples_N: jax.Array
-) -> tuple[Rollout, DrawStates]:
-    """Return empty responses and their states with dialogues before their first turn; pure.
-
-    The prompts have their rows of the data. `samples_N` are `DialogueAddresses.samples`.
-    """
-    keys_N = jax.random.wrap_key_data(draws.keys)
-    begun = start_dialogues(options, keys_N, rollout.prompts, samples_N)
-    rollout = dataclasses.replace(rollout, prompts=dataclasses.replace(rollout.prompts, rows=None))
-    return record_dialogues(options, rollout, begun), draws._replace(dialogues=begun)
-
-
-def has_ended(rollout: Rollout, draws: DrawStates) -> jax.Array:
+def has_ended(rollout: Rollout) -> jax.Array:
     """Return which responses are complete, bool [N]: all that cannot continue."""
-    ended_N = ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
-    return ended_N if draws.dialogues is None else ended_N | draws.dialogues.closed
+    return ~rollout.truncated | (rollout.lengths == rollout.responses.shape[1])
 
 
 def continue_responses(
@@ -89,19 +72,15 @@ def continue_responses(
     `DecodeJob`. `rollout` has versions if weights may differ from call to call; `version` is the
     step that began with `params`.
     """
-    assert not options.returns_routed_experts
+    assert not options.returns_routed_experts and options.environment is None
     options = dataclasses.replace(options, n=1)
     T = options.max_response_length
-    started_N, ended_N = rollout.lengths, has_ended(rollout, draws)
+    started_N, ended_N = rollout.lengths, has_ended(rollout)
     # Those that have not ended come first, in their order.
     order_N = jnp.argsort(ended_N, stable=True)
     prompts, responses = rollout.prompts, rollout.responses
-    extended, dialogues = append_responses(prompts, responses, started_N, T - 1), draws.dialogues
+    extended = append_responses(prompts, responses, started_N, T - 1)
     keys_N = jax.random.wrap_key_data(draws.keys)
-    if dialogues is not None and dialogues.contexts is not None:
-        begun = initial_state(build_job(model, options, params, prompts, keys_N, any_shard))
-        begun = begun._replace(responses=responses, lengths=started_N, dialogues=dialogues)
-        extended, dialogues = extend_contexts(prompts, begun, T - 1)
     job = build_job(
         model,
         options,
@@ -120,15 +99,12 @@ def continue_responses(
         "lengths": started_N,
         "finished": ended_N,
         "stop_states": draws.stop_states,
-        "dialogues": dialogues,
     }
-    results = jax.tree.map(lambda x: x[order_N], results)
+    results = {name: x[order_N] for name, x in results.items()}
     decoded = decode_queue(job, initial_state(job)._replace(**results))
     # In the order of the samples again.
     place_N = jnp.argsort(order_N)
-    state = decoded._replace(
-        **{name: jax.tree.map(lambda x: x[place_N], getattr(decoded, name)) for name in results}
-    )
+    state = decoded._replace(**{name: getattr(decoded, name)[place_N] for name in results})
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]
     is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
@@ -146,9 +122,7 @@ def continue_responses(
         slot_steps=state.slot_steps[None],
         versions=versions,
     )
-    if state.dialogues is not None:
-        continued = record_dialogues(options, continued, state.dialogues)
-    return continued, DrawStates(draws.keys, state.stop_states, state.dialogues)
+    return continued, DrawStates(draws.keys, state.stop_states)
 
 
 def append_responses(

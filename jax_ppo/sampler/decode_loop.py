@@ -197,12 +197,11 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
     if state.dialogues is None:
         return state
     # A loop instead of a `cond`, as above. It runs at most once: then no turn waits any more.
-    state = jax.lax.while_loop(
+    return jax.lax.while_loop(
         functools.partial(dialogues.should_answer, job),
         functools.partial(dialogues.answer_turns, job),
         state,
     )
-    return dialogues.leave_slots(job, state)
 
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -215,22 +214,8 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     positions_B = jnp.where(
         busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0
     )
-    run_B, columns_B, before, replayed = slots.token, positions_B, slots.cache, None
-    if options.max_contexts > 1:
-        state = dialogues.number_tokens(job, state)
-        tokens = dialogues.next_tokens(job, state, sample_B, positions_B)
-        run_B, columns_B, positions_B, is_again_B = tokens
-        if state.routing is not None:
-            replayed = routing.recorded_tokens(state.routing, sample_B, positions_B, is_again_B)
-        columns_B = jnp.where(busy_B, columns_B, 0)
-        # Recurrent states have no columns: at the start of a context they are empty.
-        before = keep_states(before, jax.tree.map(jnp.zeros_like, before), columns_B == 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params},
-        run_B[:, None],
-        columns_B[:, None],
-        cache=before,
-        routed_experts=replayed,
+        {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     assert decoded.cache is not None
     cache = decoded.cache
@@ -250,7 +235,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         tokens_B = jnp.where(is_observed_B, state.responses[sample_B, slots.drawn], tokens_B)
         logprobs_B = jnp.where(is_observed_B, 0.0, logprobs_B)
         waits_B = dialogues.waiting_slots(job, state)
-        written_B = jnp.where(dialogues.held_slots(job, state), job.samples, written_B)
+        written_B = jnp.where(waits_B, job.samples, written_B)
         # A slot that waits will run its token again.
         cache = keep_states(cache, slots.cache, waits_B)
     # An EOS or a stop string finishes a response. The limit ends it without finishing it.

@@ -43,9 +43,6 @@ class SamplingOptions:
     max_turns: int | None = None
     # Tokens of a turn after which it ends without an EOS; `None`: no limit.
     max_turn_length: int | None = None
-    # Contexts of a response, the prompt's included, after which it ends; 1: the environment does
-    # not replace them.
-    max_contexts: int = 1
     # The rollout holds the experts that each token passed through.
     returns_routed_experts: bool = False
     # The rollout holds the tokens among which each was drawn, and log-probs are of the distribution

@@ -10,11 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.errors import UserError
-
-# What `Answers.contexts` has instead of the number of a context.
-SAME_CONTEXT = -1
-NEW_CONTEXT = -2
 # Position under which an environment's random key is derived from its sample's; no token has it.
 _ENVIRONMENT_POSITION = 2**31 - 1
 
@@ -36,11 +31,6 @@ class Answers(NamedTuple):
     lengths: jax.Array  # int32 [B], number of these tokens, 0..O
     rewards: jax.Array  # float32 [B], rewards of the turns
     done: jax.Array  # bool [B], whether the dialogue has ended; its observation is then not read
-    # int32 [B], the context that the observation is appended to: `SAME_CONTEXT`; `NEW_CONTEXT`, so
-    # that what follows is drawn as if nothing preceded it, where an empty observation cuts the
-    # dialogue off; or the number of a former one, see `Rollout.contexts`, where one that does not
-    # exist does so. `None` if there is one context.
-    contexts: jax.Array | None = None
 
 
 class Environment(Protocol):
@@ -87,8 +77,7 @@ class PerDialogue:
         Args:
           reset: (row, key) -> the first state, a pytree of arrays.
           step: (state, turn, length) -> (state, observation, its length, reward, whether the
-            dialogue has ended), where turn and observation are int32 [U] and int32 [O]; possibly
-            with a sixth value, the context that the observation is appended to, see `Answers`.
+            dialogue has ended), where turn and observation are int32 [U] and int32 [O].
           observation_length: O, to which a longer observation is cut.
           metrics: last state -> numbers by name.
         """
@@ -127,17 +116,3 @@ def address_dialogues(
     return DialogueAddresses(
         rows=rows_N, samples=samples_N, keys=derive(keys_N, _ENVIRONMENT_POSITION)
     )
-
-
-def validate_contexts(answers: Answers, max_contexts: int) -> None:
-    """Raise `UserError` if an environment's answers and the number of contexts do not fit."""
-    option = f"config.rollout.multi_turn.max_contexts={max_contexts}"
-    if answers.contexts is not None and max_contexts == 1:
-        raise UserError(
-            f"{option}: the environment's step returns a context; set it to the most contexts of a "
-            "dialogue"
-        )
-    if answers.contexts is None and max_contexts > 1:
-        raise UserError(
-            f"{option}: the environment's step does not return a context; leave it at 1"
-        )

@@ -79,12 +79,3 @@ def record_tokens(
     routed_BxLxk = jnp.swapaxes(routed_experts_LxBx1xk[:, :, 0], 0, 1)
     sequences = record.sequences.at[sample_B, positions_B].set(routed_BxLxk, mode="drop")
     return record._replace(sequences=sequences)
-
-
-def recorded_tokens(
-    record: RoutingRecord, sample_B: jax.Array, positions_B: jax.Array, is_again_B: jax.Array
-) -> jax.Array:
-    """Return the experts of tokens that slots run again, [B, 1, layers, k]; no record of others."""
-    recorded = record.sequences[sample_B, positions_B]
-    none = jnp.iinfo(recorded.dtype).max
-    return jnp.where(is_again_B[:, None, None], recorded, none)[:, None]

@@ -47,21 +47,6 @@ class Slots(NamedTuple):
     cache: Cache
 
 
-class Contexts(NamedTuple):
-    """The contexts of the dialogues of N samples."""
-
-    numbers: jax.Array  # int32 [N, T], the context of each token, see `Rollout.contexts`
-    current: jax.Array  # int32 [N], the context that is being continued
-    opened: jax.Array  # int32 [N], the contexts so far
-    # int32 [N], position in its context of the token that the slot runs next; -1 right after a
-    # context is opened: no token precedes its first one, so the slot runs the old context's last
-    # token instead, which changes nothing.
-    position: jax.Array
-    # int32 [N], how many tokens at the beginning of the context are run again, because those of
-    # another context have overwritten their columns of the cache.
-    again: jax.Array
-
-
 class Dialogues(NamedTuple):
     """The dialogues of N samples."""
 
@@ -69,11 +54,9 @@ class Dialogues(NamedTuple):
     turns: jax.Array  # int32 [N], turns of the policy that have been answered
     turn_start: jax.Array  # int32 [N], the column of the response in which the current turn starts
     waits: jax.Array  # bool [N], whether the turn has ended and is not answered yet
-    closed: jax.Array  # bool [N], whether the dialogue has ended or been cut off
     is_action: jax.Array  # bool [N, T], the response tokens that the policy chose
     starts: jax.Array  # bool [N, T], the first token of each turn
     rewards: jax.Array  # float32 [N, T], rewards of turns, each at the last token of its turn
-    contexts: Contexts | None = None  # `None` if the options allow one context
 
 
 class DecodeState(NamedTuple):

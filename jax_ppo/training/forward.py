@@ -166,7 +166,6 @@ def write_values_at(
 ) -> Float[Array, " B"]:
     """Return `into_B` with the values at one position of each sample in these rows."""
     # A sample's position is in one of these rows, or in none: at most one place is selected.
-    indices = rows.positions if rows.indices is None else rows.indices
-    selected: jax.Array = (rows.segments >= 0) & (indices == positions_B[rows.samples])
+    selected: jax.Array = (rows.segments >= 0) & (rows.positions == positions_B[rows.samples])
     dropped = len(into_B)  # an index out of bounds, which the scatter ignores
     return into_B.at[jnp.where(selected, rows.samples, dropped)].set(values_RxL, mode="drop")

@@ -198,10 +198,8 @@ class Rows:
     """A micro-batch in the form that models read. Each place predicts the token that follows it."""
 
     tokens: Int[Array, "R L"]  # the decoder's input
-    # Position of each token in its sample's sequence, or in its context.
-    positions: Int[Array, "R L"]
-    # The sample or context that attention stays inside; -1 in empty places.
-    segments: Int[Array, "R L"]
+    positions: Int[Array, "R L"]  # position of each token in its sample's sequence
+    segments: Int[Array, "R L"]  # the sample that attention stays inside; -1 in empty places
     targets: Int[Array, "R L"]  # the following token of the same sample, 0 where `mask` is False
     samples: Int[Array, "R L"]  # index of the sample, 0 in empty places
     # Index of the target in its response; any valid index if it is not a response token.
@@ -215,9 +213,6 @@ class Rows:
     # The tokens among which each target was drawn (`Rollout.kept_tokens`), any where `mask` is
     # False; `None` if the sampler did not record them.
     kept_tokens: UInt8[Array, "R L bytes"] | None = None
-    # Column of each token in its sample's whole sequence, if it has several contexts; `None` if
-    # these are the `positions`.
-    indices: Int[Array, "R L"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -226,59 +221,31 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     # Empty places read sample 0; the masks below exclude them.
     samples = jnp.maximum(packing.sample, 0)
     last = sequences.tokens.shape[1] - 1
-    columns, next_columns = packing.position, packing.position + 1
-    if sequences.order is not None:
-        # The tokens of a context stand side by side, although others were drawn between them.
-        columns = sequences.order[samples, packing.position]
-        next_columns = sequences.order[samples, jnp.minimum(packing.position + 1, last)]
-        next_columns = jnp.where(packing.position < last, next_columns, last + 1)
     # Each place predicts the token that follows it: this is its index in the response.
-    steps = next_columns - sequences.prompt_lengths[samples]
+    steps = packing.position + 1 - sequences.prompt_lengths[samples]
     # Tokens, positions and segments cover the whole sequence; only the mask knows about actions.
     in_response = filled & (steps >= 0) & (steps < sequences.lengths[samples])
     steps = jnp.where(in_response, steps, 0)
     mask = in_response & sequences.action_mask[samples, steps]
-    next_tokens = sequences.tokens[samples, jnp.minimum(next_columns, last)]
+    next_tokens = sequences.tokens[samples, jnp.minimum(packing.position + 1, last)]
     routed_experts = sequences.routed_experts
     if routed_experts is not None:
         # Those of the tokens that the places hold, not of the targets.
-        routed_experts = routed_experts[samples, columns]
+        routed_experts = routed_experts[samples, packing.position]
     kept_tokens = sequences.kept_tokens
     if kept_tokens is not None:
         kept_tokens = kept_tokens[samples, steps]
-    segments = packing.sample
-    positions, indices = packing.position, None
-    if sequences.contexts is not None:
-        contexts, positions = _locate_contexts(sequences, packing)
-        # Numbers after the samples' numbers. A later context reads no prompt.
-        later = filled & (contexts > 0)
-        segments = jnp.where(later, len(sequences.lengths) * contexts + samples, segments)
-        indices = columns
     return Rows(
-        tokens=jnp.where(filled, sequences.tokens[samples, columns], 0),
-        positions=positions,
-        segments=segments,
+        tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
+        positions=packing.position,
+        segments=packing.sample,
         targets=jnp.where(mask, next_tokens, 0),
         samples=samples,
         steps=steps,
         mask=mask,
         routed_experts=routed_experts,
         kept_tokens=kept_tokens,
-        indices=indices,
     )
-
-
-def _locate_contexts(
-    sequences: Sequences, packing: Packing
-) -> tuple[Int[Array, "R L"], Int[Array, "R L"]]:
-    """Return the context of each place, 0 for the prompt's, and the position in it."""
-    contexts_BxS = sequences.contexts
-    assert contexts_BxS is not None
-    begins_BxS = jnp.diff(contexts_BxS, axis=1, prepend=0) != 0
-    columns_S = jnp.arange(contexts_BxS.shape[1])
-    first_BxS = jax.lax.cummax(jnp.where(begins_BxS, columns_S, 0), axis=1)
-    read = (jnp.maximum(packing.sample, 0), packing.position)
-    return contexts_BxS[read], packing.position - first_BxS[read]
 
 
 def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:

@@ -105,6 +105,15 @@ def test_every_option_has_a_meaning():
             r"virtual_replicas=8: expected 0 with config\.rollout\.max_staleness=2",
         ),
         (
+            {
+                "rollout__max_staleness": 2,
+                "algorithm__rollout_is": "token",
+                "rollout__multi_turn__environment": "a.py:B",
+            },
+            r"environment='a\.py:B': expected '' with config\.rollout\.max_staleness=2, whose "
+            r"responses continue from step to step; or set config\.rollout\.max_staleness to 0",
+        ),
+        (
             {"rollout__mesh__devices": 2},
             r"mesh\.devices=2: these devices would decode nothing .*max_staleness to 1 or more$",
         ),

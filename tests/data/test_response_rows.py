@@ -41,7 +41,7 @@ def test_texts_become_tokens_with_an_end(tmp_path, letters):
 
 def test_texts_may_have_a_column_contexts_of_their_own(tmp_path, letters):
     line = {"prompt": "ab", "response": "c", "contexts": ["a passage that was found"]}
-    assert read_line(line, tmp_path, letters).contexts.tolist() == [0, 0]
+    assert read_line(line, tmp_path, letters).response_ids.tolist() == [99, 0]
 
 
 def test_tokens_are_used_as_they_are(tmp_path, letters):
@@ -65,21 +65,14 @@ def test_turns_start_where_a_row_says_and_after_other_tokens(tmp_path, letters):
     assert read_line(logged, tmp_path, letters).turn_starts.tolist() == [True, False, False, True]
     row = read_line(logged | {"turn_starts": [1, 1, 1, 0]}, tmp_path, letters)
     assert row.turn_starts.tolist() == [True, True, False, True]
-    assert not row.contexts.any()
-    row = read_line(logged | {"context_starts": [0, 0, 1, 0]}, tmp_path, letters)
-    assert row.contexts.tolist() == [0, 0, 1, 1]
-    row = read_line(logged | {"contexts": [0, 0, 1, 0]}, tmp_path, letters)
-    assert row.contexts.tolist() == [0, 0, 1, 0]
-    # Nothing was observed between the last two turns, which are of other contexts.
-    changes = {"action_mask": [1, 0, 1, 1], "contexts": [0, 1, 1, 0]}
-    row = read_line(logged | changes, tmp_path, letters)
-    assert row.turn_starts.tolist() == [True, False, True, True]
-    for contexts in ({"context_starts": [0, 1, 0, 0]}, {"contexts": [0, 1, 1, 1]}):
-        refused = read_line(logged | contexts, tmp_path, letters)
-        assert refused.reason.startswith("a new context begins with a token that the policy chose")
-    for contexts in ([0, 0, 2, 2], [0, 0, 0.5, 1], [-1, 0, 0, 0]):
-        refused = read_line(logged | {"contexts": contexts}, tmp_path, letters)
-        assert "expected whole numbers, new ones in the order 1, 2" in refused.reason
+
+
+def test_a_response_of_several_contexts_is_refused(tmp_path, letters):
+    logged = SAMPLED | {"response_ids": [3, 4, 5]}
+    row = read_line(logged | {"contexts": [0, 0, 0]}, tmp_path, letters)
+    assert row.response_ids.tolist() == [3, 4, 5]
+    row = read_line(logged | {"contexts": [0, 1, 1]}, tmp_path, letters)
+    assert row.reason == "has several contexts, which jax_ppo 0.1 reads"
 
 
 @pytest.mark.parametrize(
@@ -143,27 +136,6 @@ def test_rows_of_other_prompt_tokens_have_another_fingerprint(tmp_path, letters)
         GivenResponses.from_rows([first], reader, "f").fingerprint
         != GivenResponses.from_rows([second], reader, "f").fingerprint
     )
-
-
-def test_the_contexts_of_rows_are_in_rollouts_and_distinguish_them(tmp_path, letters):
-    logged = SAMPLED | {"response_ids": [3, 4, 5], "action_mask": [1, 0, 1]}
-
-    def given(**columns):
-        rows = [
-            read_line(logged | columns, tmp_path, letters),
-            read_line(SAMPLED, tmp_path, letters),
-        ]
-        reader = types.SimpleNamespace(max_prompt_length=4, max_response_length=4, reward_key="")
-        return GivenResponses.from_rows(rows, reader, "f")
-
-    one, replaced, left = (given(contexts=c) for c in ([0, 0, 0], [0, 1, 1], [0, 1, 0]))
-    batch = types.SimpleNamespace(indices=[1, 0], prompts=None)
-    assert one.rollout(batch).contexts is None and left.rollout(batch).contexts.dtype == "int32"
-    assert replaced.rollout(batch).contexts.tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
-    assert left.rollout(batch).contexts.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
-    assert replaced.fingerprint == given(context_starts=[0, 1, 0]).fingerprint
-    prints = [given.fingerprint["memory"] for given in (one, replaced, left)]
-    assert len(set(prints)) == 3
 
 
 def test_a_row_that_no_rule_can_score_is_refused(tmp_path, letters):

@@ -9,7 +9,6 @@ import pytest
 from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
-from jax_ppo.environments.protocol import NewContext
 from jax_ppo.errors import UserError
 from jax_ppo.types import NOTHING, Example
 
@@ -31,8 +30,6 @@ class Count:
         if action == "raise":
             raise RuntimeError("no such move")
         info = {"turns": self.turns, "text": "x"}
-        if action == "forget":
-            info["new_context"] = "anew"
         return f"{self.seed}{action}", 0.5, self.turns == self.limit, action == "stop", info
 
     def close(self):
@@ -85,11 +82,8 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
     assert rewards.tolist() == [0.5, 0.5] and done.tolist() == [False, True]
     np.testing.assert_array_equal(figures, [[1, NOTHING, 0]] * 2)
     assert answer(environment, [0], "stop", turn=1)[3].tolist() == [True]
-    dialogue = made()
-    dialogue.reset(EXAMPLES[0], 0)
-    assert dialogue.step("forget")[0] == NewContext("anew")
-    Count = type(dialogue.environment)
-    assert sorted(Count.opened) == [(7, "Count.", 0)] * 2 + [(101, "Count.", 1)]
+    Count = type(made().environment)
+    assert sorted(Count.opened) == [(7, "Count.", 0), (101, "Count.", 1)]
     assert Count.closed == [101, 7], "each is closed once, when it ends"
 
 

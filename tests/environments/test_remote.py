@@ -14,7 +14,6 @@ from jax_ppo import json_server
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
-from jax_ppo.environments.protocol import FormerContext, NewContext
 from jax_ppo.errors import UserError
 from jax_ppo.types import NOTHING, Example
 
@@ -91,19 +90,6 @@ def answer(environment, rows, text, turn=0):
     state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
     turns = np.tile([*map(ord, text)], (len(rows), 1))
     return environment._answer(*state, turns, np.full(len(rows), len(text)))
-
-
-def test_info_names_a_new_context_or_a_former_one():
-    messages = [{"role": "user", "content": "so far"}]
-    reply = {"observation": {"text": ""}, "done": False, "info": {"new_context": messages}}
-    environment, _ = make("http://host")
-    assert environment._read_turn(reply)[0] == NewContext(tuple(messages))
-    reply["observation"]["text"] = "seen"
-    reply["info"]["former_context"] = 0
-    with pytest.raises(ValueError, match="new_context and former_context; expected one of them"):
-        environment._read_turn(reply)
-    reply["info"]["new_context"] = None
-    assert environment._read_turn(reply)[0] == FormerContext(0, "seen")
 
 
 def observed(answers):

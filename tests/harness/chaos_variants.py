@@ -39,11 +39,9 @@ SUPERVISED_CONFIG = """
     config.supervised.optim.lr = 1e-2
     return config
 """
-CONTEXTS = '''
-from jax_ppo.environments.protocol import FormerContext, NewContext
-
-class Summary:
-    """Go on from the digits of all turns alone, or return to the prompt; end after five turns."""
+ENVIRONMENT = '''
+class Digits:
+    """Answer with the last digits of all turns; end after five."""
 
     def reset(self, example, seed):
         self.digits, self.turns = str(seed % 10), 0
@@ -51,8 +49,7 @@ class Summary:
     def step(self, text):
         self.digits = (self.digits + "".join(c for c in text if c.isdigit()))[-3:]
         self.turns += 1
-        context = FormerContext(0, self.digits) if self.turns == 2 else NewContext(self.digits)
-        return context, len(self.digits) / 10, self.turns == 5
+        return self.digits, len(self.digits) / 10, self.turns == 5
 '''
 REWARD = '''
 def reward(data_source, solution_str, ground_truth, extra_info):
@@ -84,10 +81,8 @@ class Variant:
     weight: int = 1
 
 
-OPEN = ("rollout.max_staleness=3", "rollout.partial_length=2", "algorithm.rollout_is=token")
-SUMMARY = (
-    "rollout.multi_turn.environment={inputs}/contexts.py:Summary",
-    "rollout.multi_turn.max_contexts=3",
+DIALOGUES = (
+    "rollout.multi_turn.environment={inputs}/environment.py:Digits",
     "rollout.multi_turn.max_observation_length=4",
     "rollout.multi_turn.max_turn_length=2",
 )
@@ -143,14 +138,17 @@ VARIANTS = {
             "algorithm.rollout_is=token",
         )
     ),
-    "contexts": Variant(options=SUMMARY),
-    "open dialogues": Variant(options=OPEN + SUMMARY),
-    "open dialogues beside updates": Variant(
-        options=(*OPEN, *SUMMARY, "rollout.mesh.devices=1"), devices=2
+    "dialogues": Variant(options=DIALOGUES),
+    "dialogues beside updates": Variant(
+        options=(
+            *DIALOGUES,
+            "rollout.max_staleness=1",
+            "algorithm.rollout_is=token",
+            "rollout.mesh.devices=1",
+        ),
+        devices=2,
     ),
-    "open dialogues of 2 processes": Variant(options=OPEN + SUMMARY, processes=2),
     "environment server": Variant(options=SERVER),
-    "open dialogues on a server": Variant(options=OPEN + SERVER),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
     "sft": Variant(command="sft", weight=2),
     "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
@@ -171,7 +169,7 @@ def write_inputs(folder: Path) -> None:
     ]
     write_llama(folder, texts, tokens=192)
     (folder / "reward.py").write_text(REWARD)
-    (folder / "contexts.py").write_text(CONTEXTS)
+    (folder / "environment.py").write_text(ENVIRONMENT)
     pairs = [
         {
             "chosen": f"\n\nHuman: How many?\n\nAssistant: {i % 7} apples{'.' * (i % 3)}",

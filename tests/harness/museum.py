@@ -786,8 +786,8 @@ PACKED_ROWS = [
         holds="each position predicts the next token",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
-        old="jnp.minimum(next_columns, last)",
-        new="columns",
+        old="jnp.minimum(packing.position + 1, last)",
+        new="packing.position",
     ),
     Exhibit(
         name="the_mask_is_off_by_one",
@@ -801,8 +801,8 @@ PACKED_ROWS = [
         ),
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
-        old="next_columns - sequences.prompt_lengths[samples]",
-        new="columns - sequences.prompt_lengths[samples]",
+        old="packing.position + 1 - sequences.prompt_lengths[samples]",
+        new="packing.position - sequences.prompt_lengths[samples]",
     ),
     Exhibit(
         name="prompts_are_trained_on",
@@ -1452,21 +1452,6 @@ UPDATES = [
         where="routing.record_tokens",
         old="record.sequences.at[sample_B, positions_B]",
         new="record.sequences.at[sample_B, positions_B + 1]",
-    ),
-    Exhibit(
-        name="what_follows_a_helpers_turns_is_another_sequence",
-        source=(
-            "rllm#774: a helper's turns stood between those of who asked, which became a sequence "
-            "each, and what the asking context read when it went on was tokenized anew"
-        ),
-        holds="all turns of a context that is left and continued are one sequence of the update",
-        test=(
-            "tests/sampler/test_contexts.py::"
-            "test_each_context_is_sampled_and_trained_as_a_sequence_of_its_own[branching]"
-        ),
-        where="forward_passes.join_sequences",
-        old="jnp.argsort(numbers, axis=1, stable=True)",
-        new="jnp.broadcast_to(column, numbers.shape)",
     ),
     Exhibit(
         name="the_experts_of_prompts_are_not_replayed",

@@ -105,19 +105,6 @@ class Engine(BuiltInEngine):
         return dataclasses.replace(rollout, **placed), draws, jnp.ones(1, jnp.int32)
 
 
-class Samples:
-    """An environment whose states are by what it knows the samples."""
-
-    observation_length = 1
-
-    def reset(self, addresses):
-        return addresses.samples
-
-    def metrics(self, state):
-        return {}
-
-
-ENVIRONMENT = Samples()
 OBSERVER = types.SimpleNamespace(
     phase=lambda name: contextlib.nullcontext(), write_pending_report=lambda: None
 )
@@ -133,7 +120,7 @@ def make_parts(mesh, engine, prompts, n=N, max_staleness=2):
         ),
         mesh=mesh,
         engine=engine,
-        sampling=SamplingOptions(LONGEST, 1.0, environment=ENVIRONMENT),
+        sampling=SamplingOptions(LONGEST, 1.0),
         samples=G * n,
         sample_keys=SampleKeys(0, mesh),
         training=types.SimpleNamespace(
@@ -178,9 +165,6 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
             with jax.set_mesh(mesh):
                 sampled = sample_partial_batch(parts, {}, batches, step, OBSERVER, pool)
             pool = sampled.pool
-            # Each stays in its row of the pool, by which an environment on the host knows it.
-            rows = np.arange(2 * G * N)
-            np.testing.assert_array_equal(pool.draws.dialogues.environment, rows - len(rows))
             rollout = jax.device_get(sampled.rollout)
             pairs = np.stack([sampled.addresses["step"], sampled.addresses["sample"]], axis=1)
             taken += map(tuple, pairs.tolist())
@@ -210,10 +194,9 @@ SKIPS = f"the checkpoint's unfinished responses to {G} prompts do not fit"
         (N + 1, 8, {}, SKIPS),
         (N, 0, {}, SKIPS),
         (N, 8, {"rollout__stop": "end"}, SKIPS),
-        (N, 8, {"rollout__multi_turn__environment": "other.py:Other"}, SKIPS),
         (N, 8, {"first_token": 1}, SKIPS),
     ],
-    ids=["same", "another n", "other data", "stop string", "environment in JAX", "prompts"],
+    ids=["same", "another n", "other data", "stop string", "prompts"],
 )
 def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, changed, told, capsys):
     mesh = tiny.make_mesh(1)

@@ -131,18 +131,6 @@ def test_an_environment_is_tried(what):
         plugin_trials.try_environment("x", "y", environment(step), 5)
 
 
-@pytest.mark.parametrize("context", [-1, False, 1.5])
-def test_a_context_is_a_whole_number(context):
-    def step(*arguments):
-        return (*right_step(*arguments), context)
-
-    if context == -1:
-        plugin_trials.try_environment("x", "y", environment(step), 5, max_contexts=2)
-        return
-    with pytest.raises(UserError, match="as the context of 2 dialogues; expected int32"):
-        plugin_trials.try_environment("x", "y", environment(step), 5, max_contexts=2)
-
-
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [

@@ -21,11 +21,9 @@ from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
-from jax_ppo.sampler import routing
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import NEW_CONTEXT, PerDialogue
-from jax_ppo.training import packing
+from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_llama
@@ -99,51 +97,6 @@ def test_the_record_is_what_one_pass_over_the_whole_sequence_selects(params, cha
         assert (rollout.routed_experts[~was_run] == E).all()
     # All experts are used, and not always the same ones.
     assert len(np.unique(expected[was_run].reshape(-1, K), axis=0)) > E
-
-
-def leave(state, turn, length):
-    """Open context 1, return to the prompt's, open context 2, and end there."""
-    context = jnp.where(state % 2, 0, NEW_CONTEXT)
-    return state + 1, jnp.array([20, 21]), 2, 0.0, state == 3, context
-
-
-@pytest.mark.slow
-def test_a_context_that_goes_on_passes_through_the_experts_that_it_had(params, monkeypatch):
-    environment = PerDialogue(lambda row, key: 0 * row, leave, observation_length=2)
-    options = dataclasses.replace(
-        OPTIONS, environment=environment, max_turn_length=1, max_contexts=3, max_response_length=10
-    )
-    rollout = sample(unroll_params(params), options)
-    assert (rollout.lengths == 10).all() and (rollout.contexts[:, 3:9:2] == [1, 0, 2]).all()
-    contexts = forward_passes.join_sequences(rollout, P + 10)
-    packed, _ = packing.pack_samples(
-        np.asarray(contexts.prompt_lengths + contexts.lengths), [range(8)], 8, P + 10
-    )
-    rows = packing.gather_rows(contexts, jax.tree.map(lambda x: x[0, 0], packed))
-    model = Transformer(MIXTURE, returns_routed_experts=True)
-    run = jax.jit(lambda *x: model.apply(*x).auxiliary["routed_experts"])
-    expected = np.moveaxis(
-        run({"params": params}, rows.tokens, rows.positions, rows.segments), 0, 2
-    )
-    recorded = rollout.routed_experts[rows.samples, rows.indices]
-    # That of a context's last token may be missing, since none reads it.
-    is_same = (recorded == expected).all((2, 3))
-    goes_on = (rows.segments[:, 1:] == rows.segments[:, :-1]) & (rows.segments[:, 1:] >= 0)
-    assert is_same[:, :-1][goes_on].all()
-    assert (is_same | (recorded == E).all((2, 3)))[rows.segments >= 0].all()
-
-    # Had the prompts passed through others, they would do so again.
-    def record_others(record, num_experts, routed, *others):
-        routed = jnp.broadcast_to(jnp.arange(K, dtype=routed.dtype), routed.shape)
-        return record_prefill(record, num_experts, routed, *others)
-
-    record_prefill = routing.record_prefill
-    monkeypatch.setattr(routing, "record_prefill", record_others)
-    options = dataclasses.replace(options, slots=2)  # another program
-    others = sample(unroll_params(params), options).routed_experts
-    lengths = rollout.prompts.lengths
-    for row, length in zip(others, lengths, strict=True):
-        assert (row[: length - 1] == np.arange(K)).all()
 
 
 @pytest.mark.exhaustive

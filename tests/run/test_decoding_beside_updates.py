@@ -29,11 +29,6 @@ CONTINUED = {
     "rollout__partial_length": 3,
     "algorithm__rollout_is": "token",
 }
-# The host answers on the devices that only decode, and repeats the turns for a resumed run.
-OPEN = CONTINUED | {
-    "rollout__multi_turn__environment": f"{__file__}:Dice",
-    "rollout__multi_turn__max_turn_length": 2,
-}
 
 
 class Dice:
@@ -135,7 +130,6 @@ def train(monkeypatch, devices, folder, workdir, **changes):
     [
         pytest.param(AHEAD, marks=pytest.mark.slow, id="one step ahead"),
         pytest.param(CONTINUED, marks=pytest.mark.slow, id="partial rollouts"),
-        pytest.param(OPEN, marks=pytest.mark.exhaustive, id="open dialogues"),
     ],
 )
 def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
@@ -164,11 +158,10 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ahead", [AHEAD, CONTINUED], ids=["one step ahead", "partial rollouts"])
-def test_dialogues_that_ended_as_their_server_was_lost_are_not_saved(ahead, tmp_path, monkeypatch):
+def test_dialogues_that_ended_as_their_server_was_lost_are_not_saved(tmp_path, monkeypatch):
     """It is lost after the second step's rewards, while responses of the third are decoded."""
     write_model(tmp_path)
-    changes = ahead | {
+    changes = AHEAD | {
         "rollout__multi_turn__environment": f"{__file__}:Served",
         "rollout__multi_turn__max_turn_length": 2,
         "rollout__mesh__devices": 1,

@@ -122,25 +122,3 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
             rollout, jnp.full(4, NOTHING), jnp.zeros(4), None, responses_per_prompt=2, step=0
         )
     assert with_nan(undefined["reward/accuracy"]).tolist() == pytest.approx(np.nan, nan_ok=True)
-
-
-def test_contexts_that_were_left_and_continued_are_counted():
-    contexts = jnp.array([[0, 0, 1, 0, 1, 2, 1, 0], [0, 1, 1, 2, 0, 0, 0, 0]])
-    lengths = jnp.array([7, 4])
-    is_token = jnp.arange(8) < lengths[:, None]
-    rollout = Rollout(
-        prompts=None,
-        responses=contexts,
-        lengths=lengths,
-        logprobs=None,
-        truncated=jnp.array([False, False]),
-        action_mask=is_token,
-        turn_rewards=jnp.zeros((2, 8)),
-        contexts=contexts,
-    )
-    metrics = measure_sampling(
-        rollout, jnp.zeros(2), jnp.zeros(2), None, responses_per_prompt=1, step=0
-    )
-    assert float(metrics["rollout/contexts"]) == 3
-    # The first returns thrice; 0 past the length of the second is no return.
-    assert float(metrics["rollout/returns"]) == 1.5

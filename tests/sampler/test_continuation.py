@@ -40,7 +40,7 @@ def begun():
 
 
 def continue_to_the_end(continuation, params, rollout, draws, version):
-    while not has_ended(rollout, draws).all():
+    while not has_ended(rollout).all():
         rollout, draws = continuation(params, rollout, draws, version)
         rollout = dataclasses.replace(rollout, slot_steps=None)
     return jax.device_get(rollout)
