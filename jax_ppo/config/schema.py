@@ -726,14 +726,14 @@ class MultiTurn:
         "tokens after which a turn ends; unset: data.max_response_length",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
-        "tokens to which a host environment's observation is cut",
+        "tokens to which an observation is cut",
         unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
-        "longest time for a `step` of a host environment (the first includes `reset`); a dialogue "
+        "longest time for a `step` of the environment (the first includes `reset`); a dialogue "
         "that exceeds it ends with a reward of 0 for the turn",
         unit="seconds", above=0, effective_when=(HAS_ENVIRONMENT,))
     observation_role: str = option("",
-        "role under which the chat template renders what an environment on the host returns, such "
+        "role under which the chat template renders what the environment returns, such "
         "as user; empty: it is inserted unchanged (results of tools: as the role tool)",
         effective_when=(HAS_ENVIRONMENT,))
     python_timeout: float = option(5.0, "longest time for a program of the tool python",

@@ -13,8 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
@@ -31,8 +29,7 @@ from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.json_server import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import faults
-from jax_ppo.runtime.parallelism.rows import call_host
-from jax_ppo.sampler.environment import Answers, DialogueAddresses
+from jax_ppo.sampler.environment import Answers, Turns
 from jax_ppo.types import NOTHING, Example
 
 log = logging.getLogger(__name__)
@@ -46,16 +43,6 @@ class WrongAnswer(Exception):
     """An environment's answer that cannot be read; the message says what was expected."""
 
 
-class HostState(NamedTuple):
-    """Addresses of dialogues whose states are on the host; int32 [N], seeds uint32 [N]."""
-
-    rows: jax.Array  # index of the dialogue's example
-    samples: jax.Array  # index of the sample, which identifies the dialogue on the host
-    seeds: jax.Array  # seed of the dialogue's randomness
-    turns: jax.Array  # number of turns that have been answered
-    figures: jax.Array  # float32 [N, M], the last value of each metric; NaN before the first one
-
-
 class _Answer(NamedTuple):
     """The answer to one turn, with the tokens of its observation."""
 
@@ -66,7 +53,7 @@ class _Answer(NamedTuple):
 
 
 class HostEnvironment:
-    """`Environment` of dialogues whose states are objects on the host.
+    """`Environment` of dialogues that are objects of a class.
 
     A dialogue whose environment raises an exception or takes too long ends with a reward of 0.
     """
@@ -91,7 +78,7 @@ class HostEnvironment:
         self._class = environment_class
         self._tokenizer = tokenizer
         self._examples = examples
-        self._metric_names = (*metric_names, FAILED)
+        self.metric_names = (*metric_names, FAILED)
         self._name = getattr(environment_class, "__name__", str(environment_class))
         self._frame = frame
         self._lost = ""  # why no dialogue can go on
@@ -105,35 +92,6 @@ class HostEnvironment:
         self._failures = 0
         self._timeouts = 0
         self._first_failure = ""
-
-    def reset(self, addresses: DialogueAddresses) -> HostState:
-        """Return the addresses; the host resets a dialogue at its first turn."""
-        return HostState(
-            rows=addresses.rows,
-            samples=addresses.samples.astype(jnp.int32),
-            seeds=jax.vmap(jax.random.bits)(addresses.keys),
-            turns=jnp.zeros_like(addresses.rows),
-            figures=jnp.full((len(addresses.rows), len(self._metric_names)), NOTHING),
-        )
-
-    def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
-        """Answer turns on the host. See `Environment.step`."""
-        B = len(lengths)
-        shapes = (
-            jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
-            jax.ShapeDtypeStruct((B,), jnp.int32),
-            jax.ShapeDtypeStruct((B,), jnp.float32),
-            jax.ShapeDtypeStruct((B,), jnp.bool_),
-            jax.ShapeDtypeStruct(state.figures.shape, jnp.float32),
-        )
-        *addresses, figures = state
-        *answers, reported = call_host(self._answer, shapes, *addresses, turns, lengths)
-        figures = jnp.where(reported == NOTHING, figures, reported)
-        return Answers(state._replace(turns=state.turns + 1, figures=figures), *answers)
-
-    def metrics(self, state: HostState) -> dict[str, jax.Array]:
-        """Return the figures of dialogues. See `Environment.metrics`."""
-        return dict(zip(self._metric_names, state.figures.T, strict=True))
 
     def raise_if_all_failed(self) -> None:
         """Raise if all of this process's turns since the last call failed, or no more can succeed.
@@ -166,21 +124,19 @@ class HostEnvironment:
         if self._lost or self._has_none_answered():
             self.raise_if_all_failed()
 
-    def _answer(self, *arrays: jax.Array | np.ndarray) -> tuple[np.ndarray, ...]:
-        """Answer the turns of a call: the arguments of `step` without the figures.
-
-        Turns of length 0 are ignored. The results are the fields of `Answers` after the state, and
-        the reported figures, [B, M].
-        """
-        rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
+    def answer(self, turns: Turns) -> Answers:
+        """Answer turns; those of length 0 are ignored. See `Environment.answer`."""
+        rows, samples, seeds, answered, tokens, lengths = turns
         B = len(lengths)
-        observations = np.zeros((B, self.observation_length), np.int32)
-        observed = np.zeros(B, np.int32)
-        rewards = np.zeros(B, np.float32)
-        has_ended = np.ones(B, bool)
-        figures = np.full((B, len(self._metric_names)), NOTHING, np.float32)
+        answers = Answers(
+            observations=np.zeros((B, self.observation_length), np.int32),
+            lengths=np.zeros(B, np.int32),
+            rewards=np.zeros(B, np.float32),
+            done=np.ones(B, bool),
+            figures=np.full((B, len(self.metric_names)), NOTHING, np.float32),
+        )
         (waiting,) = np.nonzero(lengths)
-        texts = decode_texts(self._tokenizer, [turns[b, : lengths[b]] for b in waiting])
+        texts = decode_texts(self._tokenizer, [tokens[b, : lengths[b]] for b in waiting])
         # Before the threads: dialogues are constructed in order, examples perhaps read from a disk.
         examples = {}
         replaced = {}
@@ -202,10 +158,10 @@ class HostEnvironment:
             if ends:
                 self._close(made)
             return _Answer(
-                self._encode(observation, last=int(turns[b, lengths[b] - 1])),
+                self._encode(observation, last=int(tokens[b, lengths[b] - 1])),
                 reward,
                 bool(ends),
-                read_figures(*reported, names=self._metric_names[:-1]),
+                read_figures(*reported, names=self.metric_names[:-1]),
             )
 
         calls = [
@@ -218,20 +174,20 @@ class HostEnvironment:
                 answer: _Answer = result.result()
             except FAILURES as error:
                 self._count_failure(error, int(rows[b]))
-                figures[b, -1] = 1
+                answers.figures[b, -1] = 1
                 if isinstance(error, CallTimeout):
                     del self._dialogues[int(samples[b])]  # its thread may still be in it
                 continue
             if answer.has_ended:
                 del self._dialogues[int(samples[b])]
-            rewards[b] = answer.reward
-            has_ended[b] = answer.has_ended
-            observed[b] = len(answer.tokens)
-            observations[b, : len(answer.tokens)] = answer.tokens
+            answers.rewards[b] = answer.reward
+            answers.done[b] = answer.has_ended
+            answers.lengths[b] = len(answer.tokens)
+            answers.observations[b, : len(answer.tokens)] = answer.tokens
             for name, value in answer.figures.items():
-                figures[b, self._metric_names.index(name)] = value
-            figures[b, -1] = 0
-        return observations, observed, rewards, has_ended, figures
+                answers.figures[b, self.metric_names.index(name)] = value
+            answers.figures[b, -1] = 0
+        return answers
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""

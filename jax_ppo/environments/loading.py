@@ -22,7 +22,6 @@ from jax_ppo.environments.protocol import FAILURES, EnvironmentLost, validate_me
 from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.json_server import RequestFault
-from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
 ENVIRONMENT_OPTION = "rollout.multi_turn.environment"
@@ -48,13 +47,7 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
         return ToolEnvironment(options, ENVIRONMENT_OPTION)
     if name.startswith(_GYMNASIUM):
         return GymnasiumEnvironment(name, _find_registered(name), info_metrics)
-    environment_class = plugins.load_plugin(
-        name,
-        ENVIRONMENT_OPTION,
-        (),
-        by_name=True,
-        other_arguments=lambda made: ("tokenizer", "examples") if _is_in_jax(made) else None,
-    )
+    environment_class = plugins.load_plugin(name, ENVIRONMENT_OPTION, (), by_name=True)
     # A function makes environments, too: one of them shows which kind.
     made: Any = environment_class
     if not isinstance(environment_class, type):
@@ -148,7 +141,7 @@ def make_environment(
     tokenizer: Any,
     examples: Sequence[Example],
     chat_template: ChatTemplate = True,
-) -> Environment:
+) -> HostEnvironment:
     """Construct the environment for the decode loop.
 
     The examples are the rows of the training data, then of the held-out data.
@@ -156,14 +149,6 @@ def make_environment(
     Raises:
       UserError: the template does not render observations as the options want.
     """
-    if _is_in_jax(environment_class):
-        dialogues = environment_class(tokenizer=tokenizer, examples=examples)
-        return PerDialogue(
-            dialogues.reset,
-            dialogues.step,
-            observation_length=dialogues.observation_length,
-            metrics=getattr(dialogues, "metrics", None),
-        )
     return HostEnvironment(
         environment_class,
         tokenizer,
@@ -250,8 +235,3 @@ def _make_frame(
             "more"
         )
     return frame
-
-
-def _is_in_jax(environment_class: Callable[..., Any]) -> bool:
-    """Return whether it is a `TokenEnvironment`; one of text is constructed without arguments."""
-    return hasattr(environment_class, "observation_length")

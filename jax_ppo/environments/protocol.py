@@ -1,16 +1,14 @@
-"""The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
+"""The protocol of environments; `rollout.multi_turn.environment` names a class of it."""
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
-
-import jax
 
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example
 
-FAILED = "failed"  # metric of environments on the host: 1 if a failure ended the dialogue, else 0
+FAILED = "failed"  # metric of all environments: 1 if a failure ended the dialogue, else 0
 
 # What an environment may raise as a failure of its dialogue alone; awaited code raises the last.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
@@ -21,12 +19,12 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 class EnvironmentLost(Exception):
     """The run is to end: a service that all dialogues need is gone.
 
-    Any host environment may raise it. Turns that follow in the batch are not tried.
+    Any environment may raise it. Turns that follow in the batch are not tried.
     """
 
 
 class TextEnvironment(Protocol):
-    """One dialogue, on the host. The class is constructed without arguments, once per dialogue.
+    """One dialogue. The class is constructed without arguments, once per dialogue.
 
     A class may have `close()`. It is called when the dialogue has ended; one that was cut off or
     failed is closed when a dialogue of a later batch takes its place.
@@ -58,50 +56,6 @@ class TextEnvironment(Protocol):
           The observation, which becomes part of the response unchanged; the reward of the turn; and
           whether the dialogue has ended, in which case the observation is ignored. Then, if there
           are any, metrics of the dialogue so far: the last value of each name counts.
-        """
-
-
-class TokenEnvironment(Protocol):
-    """All dialogues, in JAX: the methods are traced, and the host is not involved in decoding.
-
-    The class has an attribute `observation_length`, which distinguishes it from a
-    `TextEnvironment`. The methods handle one dialogue; `jax.vmap` maps them over all dialogues.
-    A class may also have `metrics(state)`, which returns scalars by name from a dialogue's last
-    state; NaN means that the dialogue has no such figure.
-
-    Attributes:
-      observation_length: O, the maximum number of tokens of an observation.
-    """
-
-    observation_length: int
-
-    def __init__(self, tokenizer: Any, examples: Sequence[Example]) -> None:
-        """Prepare what the traced methods look up, such as tables of tokens.
-
-        Args:
-          tokenizer: the policy's.
-          examples: the rows of the training data, then of the held-out data.
-        """
-
-    def reset(self, row: jax.Array, key: jax.Array) -> Any:
-        """Return the first state, a pytree of arrays.
-
-        Args:
-          row: int32, index of the dialogue's example.
-          key: the key for all randomness of the dialogue.
-        """
-
-    def step(self, state: Any, turn: jax.Array, length: jax.Array) -> tuple[Any, ...]:
-        """Answer a turn.
-
-        Args:
-          state: the state of the dialogue.
-          turn: int32 [U], the tokens of the turn, with the EOS that ended it; 0 past its length.
-          length: int32, the number of these tokens.
-
-        Returns:
-          The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
-          and whether the dialogue has ended.
         """
 
 

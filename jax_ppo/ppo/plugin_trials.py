@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.config.schema import Actor, Algorithm
-from jax_ppo.environments.protocol import validate_metric_names
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.kernels.losses import LossInputs, MiniBatchTokens, padded_batch, row_sum
 from jax_ppo.ppo import advantages, objectives
 from jax_ppo.ppo.objectives import METRICS, OTHER_ACTOR_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
-from jax_ppo.sampler.environment import DialogueAddresses, Environment
 
 # Of the responses that a function is tried with: no multiple of the other, so that a sum over the
 # wrong axis has another shape.
@@ -83,43 +81,6 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
             "name of a built-in one; choose another"
         )
     return names
-
-
-def try_environment(option: str, name: str, environment: Environment, max_turn_length: int) -> None:
-    """Try an environment that is traced into the decode loop; raise `UserError` if it fails."""
-
-    def answer(rows: jax.Array, turns: jax.Array) -> None:
-        keys = jax.random.split(jax.random.key(0), _SAMPLES)
-        state = environment.reset(DialogueAddresses(rows=rows, samples=rows, keys=keys))
-        answers = environment.step(state, turns, rows)
-        forms = {
-            "the state": (answers.state, state),
-            "the observation": (
-                answers.observations,
-                jnp.zeros((_SAMPLES, environment.observation_length), jnp.int32),
-            ),
-            "the observation's length": (answers.lengths, rows),
-            "the reward": (answers.rewards, rows.astype(jnp.float32)),
-            "whether it has ended": (answers.done, rows > 0),
-        }
-        for what, (actual, expected) in forms.items():
-            if _describe(actual) != _describe(expected):
-                raise UserError(
-                    f"config.{option}={name!r}: step returned {_describe(actual)} as {what} of "
-                    f"{_SAMPLES} dialogues; expected {_describe(expected)}"
-                )
-        metrics = environment.metrics(answers.state)
-        validate_metric_names(list(metrics), f"config.{option}={name!r}")
-        for metric, values in metrics.items():
-            if values.shape != rows.shape:
-                raise UserError(
-                    f"config.{option}={name!r}: metrics returned {_describe(values)} as {metric!r} "
-                    f"of {_SAMPLES} dialogues; expected a scalar of each"
-                )
-
-    rows = jax.ShapeDtypeStruct((_SAMPLES,), jnp.int32)
-    turns = jax.ShapeDtypeStruct((_SAMPLES, max_turn_length), jnp.int32)
-    _try(option, name, answer, rows, turns)
 
 
 def _tokens() -> jax.ShapeDtypeStruct:

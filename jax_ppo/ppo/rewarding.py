@@ -27,7 +27,6 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals
-from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import NOTHING, Example, Rollout, with_nan
@@ -125,9 +124,7 @@ class RuleScorer:
     # Makes the input of a reward model with its own tokenizer; `None` otherwise.
     reward_inputs: RewardInputs | None
     # Answers the policy's turns; `None` if responses are one turn.
-    environment: Environment | None = None
-    # Number of the policy's tokens, which bounds those of an environment in JAX.
-    vocab_size: int = 0
+    environment: HostEnvironment | None = None
     figures: tuple[str, ...] = ()  # names of the figures that the advantage estimator asks for
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -143,11 +140,7 @@ class RuleScorer:
         inserted. A reward model reads those, too.
         """
         total, max_length = rollout.responses.shape
-        _refuse_infinite_turn_rewards(rollout)
-        if isinstance(self.environment, PerDialogue):
-            _refuse_unknown_tokens(rollout, self.vocab_size)  # no tokenizer decodes one below 0
         responses = self._decode_local(batch, rollout)
-        environment_metrics = _read_environment_metrics(rollout)
         real = batch.count * (total // len(batch.examples))  # others fill up the batch
         scored = self._apply_rule(responses, real)
         steps = rollout.turn_rewards
@@ -158,7 +151,8 @@ class RuleScorer:
         per_sample: dict[str, ArrayLike] = {
             f"reward/{name}": values for name, values in scored.extra.items()
         }
-        per_sample |= environment_metrics
+        for name, values in (rollout.environment_metrics or {}).items():
+            per_sample[f"environment/{name}"] = with_nan(placement.local_rows(values)[1])
         per_sample["failed"] = scored.failed
         model_inputs = None
         if self.reward_inputs:
@@ -253,7 +247,7 @@ class RuleScorer:
 
     def _apply_rule(self, responses: LocalResponses, real: int) -> ScoredBatch:
         """Score the responses to the first `real` of all rows; the others count as failed."""
-        if isinstance(self.environment, HostEnvironment):
+        if self.environment is not None:
             self.environment.raise_if_all_failed()
         # A hung function must not keep the run from ending.
         with signals.limited("scoring the rewards") as activity:
@@ -287,59 +281,6 @@ class RuleScorer:
         for row, (steps, response) in enumerate(zip(scored.step_rewards, responses, strict=True)):
             rewards[row] = assign_step_rewards(steps, response.tolist(), decode, max_length)
         return rewards
-
-
-def _refuse_infinite_turn_rewards(rollout: Rollout) -> None:
-    """Raise `UserError` if the reward of a turn is NaN or infinite.
-
-    Only environments in JAX give such rewards; those on the host are checked at each turn.
-    Otherwise the gradients would be NaN, and the run would end with advice on the learning rate.
-    """
-    if rollout.turn_rewards is None:
-        return
-    indices, rewards = placement.local_rows(rollout.turn_rewards)
-    samples, positions = np.nonzero(~np.isfinite(rewards))
-    if len(samples):
-        row, position = samples[0], positions[0]
-        raise UserError(
-            f"config.rollout.multi_turn.environment: the reward of the turn that ends at token "
-            f"{position} of response {indices[row]} is {rewards[row][position]}; expected a finite "
-            f"float32 ({len(samples)} such rewards in this batch)"
-        )
-
-
-def _refuse_unknown_tokens(rollout: Rollout, known: int) -> None:
-    """Raise `UserError` if an environment in JAX has inserted tokens that are not in 0..known - 1.
-
-    Models would read the embedding of another token in their place.
-    """
-    indices, tokens = placement.local_rows(rollout.responses)
-    is_observed = ~placement.local_rows(rollout.action_mask)[1]  # or past the length, where 0 is
-    samples, positions = np.nonzero(is_observed & ((tokens < 0) | (tokens >= known)))
-    if len(samples):
-        row, position = samples[0], positions[0]
-        raise UserError(
-            f"config.rollout.multi_turn.environment: an observation has {tokens[row][position]} as "
-            f"token {position} of response {indices[row]}; expected 0 to {known - 1} "
-            f"({len(samples)} such tokens in this batch)"
-        )
-
-
-def _read_environment_metrics(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Return the figures of local dialogues by metric, NaN for none; refuse infinite ones."""
-    metrics = {}
-    for name, array in (rollout.environment_metrics or {}).items():
-        indices, values = placement.local_rows(array)
-        values = with_nan(values)
-        (infinite,) = np.nonzero(np.isinf(values))
-        if len(infinite):
-            raise UserError(
-                f"config.rollout.multi_turn.environment: the metric {name!r} of response "
-                f"{indices[infinite[0]]} is {values[infinite[0]]}; expected a finite float32, or "
-                "NaN for none"
-            )
-        metrics[f"environment/{name}"] = values
-    return metrics
 
 
 def _score_zero(row: RewardRow, response: str) -> RewardResult:

@@ -15,6 +15,7 @@ from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
+from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import (
     describe_tools,
     load_environment_class,
@@ -48,7 +49,6 @@ from jax_ppo.run.run_prompts import (
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.training.state import StateBuilder, policy_params
@@ -141,7 +141,6 @@ def build_run(
             model_weight=rows.model_weight,
             reward_inputs=models.reward_inputs,
             environment=environment,
-            vocab_size=models.nets.actor.architecture.vocab_size,
             figures=figures_read(config.algorithm.adv_estimator),
         ),
     )
@@ -192,7 +191,7 @@ def _read_rows(
 
 def _build_prompts(
     config: Config, models: RunModels, rows: _RunRows, given: GivenResponses | None
-) -> tuple[PromptDataset, PromptDataset | None, Environment | None]:
+) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment | None]:
     """Return training prompts or `given` responses, held-out prompts, and their environment."""
     with heartbeat.activity("tokenizing prompts"):
         training, held_out = tokenize_run_prompts(
@@ -212,7 +211,6 @@ def _build_prompts(
         training,
         held_out,
         chat_template(config.data),
-        max_response_length=config.data.max_response_length,
     )
 
 
@@ -314,7 +312,7 @@ def _sampling_options(
     memory: PPOMemory,
     rollout_mesh: Mesh,
     models: RunModels,
-    environment: Environment | None,
+    environment: HostEnvironment | None,
     report: Report,
 ) -> tuple[SamplingOptions, SamplingOptions]:
     """Return the engine's options for training and for evaluations."""

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.response_rows import GivenResponses
-from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.moments import Moments, moments_std, update_moments
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
@@ -187,9 +186,9 @@ class PPOTraining:
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and what has been sampled for later steps."""
         carried_over = carried_over_trees(wait_for(self._carried_over), self.mesh)
-        if isinstance(environment := self._run.sampling.environment, HostEnvironment):
+        if self._run.rules.environment is not None:
             jax.block_until_ready(carried_over)
-            environment.raise_if_given_up()
+            self._run.rules.environment.raise_if_given_up()
         return trained_trees(state) | carried_over
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 from jax_ppo.config.schema import Data, MultiTurn
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.tokenizer import ChatTemplate
-from jax_ppo.environments.loading import ENVIRONMENT_OPTION, make_environment
-from jax_ppo.ppo import plugin_trials
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.loading import make_environment
 from jax_ppo.reporting import console
 from jax_ppo.run.run_examples import load_examples, make_encoding
 from jax_ppo.runtime import signals
-from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
 
@@ -56,13 +55,10 @@ def build_environment(
     training: PromptDataset,
     held_out: PromptDataset | None,
     chat_template: ChatTemplate = True,
-    *,
-    max_response_length: int,
-) -> tuple[PromptDataset, PromptDataset | None, Environment]:
+) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment]:
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
-    `environment_class` is the result of `load_environment_class`. If it is a user's, in JAX, try a
-    turn, which is of `max_response_length` unless the options limit it.
+    `environment_class` is the result of `load_environment_class`.
     """
     training = dataclasses.replace(training, first_row=0)
     examples = list(training.examples)
@@ -70,7 +66,4 @@ def build_environment(
         held_out = dataclasses.replace(held_out, first_row=len(training))
         examples += held_out.examples
     environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
-    if isinstance(environment, PerDialogue):
-        turn = options.max_turn_length or max_response_length
-        plugin_trials.try_environment(ENVIRONMENT_OPTION, options.environment, environment, turn)
     return training, held_out, environment

@@ -8,15 +8,18 @@ drawn tokens, into the slot's cache; the policy's next turn follows.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import address_dialogues
+from jax_ppo.sampler.environment import Answers, Turns, dialogue_seeds
 from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots, busy_slots
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import NOTHING, Prompts, Rollout
 
 
 def start_dialogues(
@@ -24,12 +27,14 @@ def start_dialogues(
 ) -> Dialogues:
     """Return the dialogues before their first turn; the prompts have their rows of the data."""
     assert options.environment is not None, "dialogues have an environment"
-    rows_N = prompts_N.rows
-    assert rows_N is not None, "an environment is reset to the rows of the data"
+    assert prompts_N.rows is not None, "an environment is reset to the rows of the data"
     N = len(keys_N)
     T = options.max_response_length
     return Dialogues(
-        environment=options.environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
+        rows=prompts_N.rows,
+        samples=samples_N.astype(jnp.int32),
+        seeds=dialogue_seeds(keys_N),
+        figures=jnp.full((N, len(options.environment.metric_names)), NOTHING),
         turns=jnp.zeros(N, jnp.int32),
         turn_start=jnp.zeros(N, jnp.int32),
         waits=jnp.zeros(N, bool),
@@ -44,7 +49,9 @@ def record_dialogues(options: SamplingOptions, rollout: Rollout, dialogues: Dial
     assert options.environment is not None, "dialogues have an environment"
     return dataclasses.replace(
         rollout,
-        environment_metrics=options.environment.metrics(dialogues.environment) or None,
+        environment_metrics=dict(
+            zip(options.environment.metric_names, dialogues.figures.T, strict=True)
+        ),
         action_mask=dialogues.is_action,
         turn_rewards=dialogues.rewards,
         turn_starts=dialogues.starts,
@@ -124,15 +131,11 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
     options = job.options
     slots = state.slots
     dialogues = state.dialogues
-    environment = options.environment
-    assert dialogues is not None and environment is not None
+    assert dialogues is not None
     N, T = state.responses.shape
     waits_B = waiting_slots(job, state)
     sample_B = jnp.minimum(slots.sample, N - 1)
-    turns_BxU, lengths_B = _current_turns(job, state, sample_B, waits_B)
-    before = jax.tree.map(lambda x: x[sample_B], dialogues.environment)
-    answers = environment.step(before, turns_BxU, lengths_B)
-
+    answers = _ask_environment(job, state, sample_B, waits_B)
     answered_B = dialogues.turns[sample_B] + 1
     observed_B = slots.drawn + answers.lengths
     # An observation is only inserted where the policy has room for a token after it.
@@ -159,7 +162,10 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
         # Strings are searched for within a turn.
         stop_states=put(state.stop_states, text_search.START),
         dialogues=dialogues._replace(
-            environment=jax.tree.map(put, dialogues.environment, answers.state),
+            figures=put(
+                dialogues.figures,
+                jnp.where(answers.figures == NOTHING, dialogues.figures[sample_B], answers.figures),
+            ),
             turns=put(dialogues.turns, answered_B),
             turn_start=put(dialogues.turn_start, observed_B),
             waits=put(dialogues.waits, False),
@@ -170,15 +176,31 @@ def answer_turns(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
 
 
-def _current_turns(
+def _ask_environment(
     job: DecodeJob, state: DecodeState, sample_B: jax.Array, waits_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens of the turns that wait, int32 [B, U], and their number; 0 elsewhere."""
-    assert state.dialogues is not None
-    T = state.responses.shape[1]
-    U = min(job.options.max_turn_length or T, T)
-    start_B = state.dialogues.turn_start[sample_B]
+) -> Any:
+    """Return the `Answers` to the turns that wait, as arrays on the device."""
+    options, dialogues = job.options, state.dialogues
+    environment = options.environment
+    assert dialogues is not None and environment is not None
+    B, T = len(sample_B), state.responses.shape[1]
+    U = min(options.max_turn_length or T, T)
+    start_B = dialogues.turn_start[sample_B]
     lengths_B = jnp.where(waits_B, state.slots.drawn - start_B, 0)
     columns_BxU = start_B[:, None] + jnp.arange(U)
     tokens_BxU = state.responses[sample_B[:, None], jnp.minimum(columns_BxU, T - 1)]
-    return jnp.where(jnp.arange(U) < lengths_B[:, None], tokens_BxU, 0), lengths_B
+    tokens_BxU = jnp.where(jnp.arange(U) < lengths_B[:, None], tokens_BxU, 0)
+
+    def answer(*turns: jax.Array) -> tuple[np.ndarray, ...]:
+        return tuple(environment.answer(Turns(*map(np.asarray, turns))))
+
+    shapes = (
+        jax.ShapeDtypeStruct((B, environment.observation_length), jnp.int32),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+        jax.ShapeDtypeStruct((B,), jnp.float32),
+        jax.ShapeDtypeStruct((B,), jnp.bool_),
+        jax.ShapeDtypeStruct((B, len(environment.metric_names)), jnp.float32),
+    )
+    addresses = (dialogues.rows, dialogues.samples, dialogues.seeds, dialogues.turns)
+    turns = (*(x[sample_B] for x in addresses), tokens_BxU, lengths_B)
+    return Answers(*call_host(answer, shapes, *turns))

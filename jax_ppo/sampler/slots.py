@@ -50,7 +50,10 @@ class Slots(NamedTuple):
 class Dialogues(NamedTuple):
     """The dialogues of N samples."""
 
-    environment: Any  # the environment's states, a pytree of arrays with N rows
+    rows: jax.Array  # int32 [N], the row of the data that each prompt is from
+    samples: jax.Array  # int32 [N], see `Turns`
+    seeds: jax.Array  # uint32 [N], the seed of each dialogue's randomness
+    figures: jax.Array  # float32 [N, M], the last value of each metric; `NOTHING` before the first
     turns: jax.Array  # int32 [N], turns of the policy that have been answered
     turn_start: jax.Array  # int32 [N], the column of the response in which the current turn starts
     waits: jax.Array  # bool [N], whether the turn has ended and is not answered yet

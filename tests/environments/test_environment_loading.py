@@ -3,19 +3,13 @@
 import pytest
 
 from jax_ppo.config.schema import MultiTurn
-from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.loading import load_environment_class, make_environment
+from jax_ppo.environments.loading import load_environment_class
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.environment import PerDialogue
 
 FILE = """
 class Tool:
     def reset(self, example, seed): ...
     def step(self, text): ...
-
-class Game(Tool):
-    observation_length = 2
-    def __init__(self, tokenizer, examples): ...
 
 class Spaced(Tool):
     metric_names = ("my metric",)
@@ -58,13 +52,3 @@ def test_a_class_that_is_no_environment_is_refused(tmp_path, name, message):
 
 def test_responses_are_one_turn_without_a_name():
     assert load_environment_class(MultiTurn()) is None
-
-
-def test_a_class_with_the_length_of_its_observations_is_traced_and_any_other_is_called(tmp_path):
-    tool, options = load(tmp_path, "Tool")
-    made = make_environment(tool, options, None, ())
-    assert isinstance(made, HostEnvironment)
-    assert made.observation_length == options.max_observation_length
-    game, options = load(tmp_path, "Game")
-    made = make_environment(game, options, None, ())
-    assert isinstance(made, PerDialogue) and made.observation_length == 2

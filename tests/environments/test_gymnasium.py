@@ -10,6 +10,7 @@ from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
+from jax_ppo.sampler.environment import Turns
 from jax_ppo.types import NOTHING, Example
 
 FILE = """
@@ -68,7 +69,7 @@ def answer(environment, rows, text, turn=0):
     rows = np.array(rows)
     state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
     turns = np.tile([*map(ord, text)], (len(rows), 1))
-    return environment._answer(*state, turns, np.full(len(rows), len(text)))
+    return environment.answer(Turns(*state, turns, np.full(len(rows), len(text))))
 
 
 def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(load):

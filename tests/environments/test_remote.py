@@ -15,6 +15,7 @@ from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
+from jax_ppo.sampler.environment import Turns
 from jax_ppo.types import NOTHING, Example
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]
@@ -89,7 +90,7 @@ def answer(environment, rows, text, turn=0):
     rows = np.array(rows)
     state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
     turns = np.tile([*map(ord, text)], (len(rows), 1))
-    return environment._answer(*state, turns, np.full(len(rows), len(text)))
+    return environment.answer(Turns(*state, turns, np.full(len(rows), len(text))))
 
 
 def observed(answers):

@@ -12,6 +12,7 @@ from jax_ppo.environments import tool_calls
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.tool_calls import parse_calls
 from jax_ppo.errors import UserError
+from jax_ppo.sampler.environment import Turns
 from jax_ppo.types import Example
 
 # As Qwen2.5 writes tools, calls and results, without the words around them.
@@ -201,7 +202,7 @@ def test_what_was_called_before_a_malformed_call_is_answered():
 def answer(environment, tokenizer, text):
     turn = np.array([tokenizer.encode(text, add_special_tokens=False)])
     state = (np.array([0]), np.arange(1), np.array([1]), np.zeros(1, int))
-    tokens, lengths, *_ = environment._answer(*state, turn, np.array([turn.size]))
+    tokens, lengths, *_ = environment.answer(Turns(*state, turn, np.array([turn.size])))
     return tokens[0, : lengths[0]].tolist()
 
 

@@ -16,6 +16,7 @@ from test_families import QWEN_3_5, SHARED_EXPERT
 
 import hf_reference as reference
 import tiny
+from answering import Answering
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops
@@ -34,21 +35,12 @@ from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 from tiny_actor import HYBRID, Actor, make_prompts
 
 ARCHITECTURE = dataclasses.replace(HYBRID, num_layers=3, linear_layers=(True, False, True))
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
-
-
-def answer(turns, turn, length):
-    """Answer three turns with up to two tokens."""
-    return turns + 1, turn[:1] + jnp.arange(2), turn[0] % 3, 0.0, turns == 3
-
-
-ENVIRONMENT = PerDialogue(lambda row, key: jnp.int32(0), answer, observation_length=2)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +106,8 @@ def test_a_turn_that_waits_does_not_change_its_state(actor):
         slots=3,
         max_response_length=24,
         eos_ids=(3, 7, 11, 30, 41, 42, 43, 50, 51),
-        environment=ENVIRONMENT,
+        # Up to two tokens, after each of three turns.
+        environment=Answering(lambda turn: [turn[0], turn[0] + 1][: turn[0] % 3], 2, last=4),
         max_turn_length=4,
     )
     assert (rollout.action_mask.sum(1) < rollout.lengths).any()  # there are observations

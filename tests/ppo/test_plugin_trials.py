@@ -2,14 +2,11 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import plugin_trials
-from jax_ppo.sampler.environment import PerDialogue
 
 LOSS = """
 import jax, jax.numpy as jnp
@@ -101,55 +98,3 @@ def test_a_wrong_metric_is_refused(tmp_path, option, body, message):
 def test_a_wrong_result_of_an_estimator_is_described(tmp_path, body, message, n):
     with pytest.raises(UserError, match=message):
         try_body(tmp_path, "algorithm.adv_estimator", body, rollout__n=n)
-
-
-def environment(step, metrics=None):
-    def reset(row, key):
-        return {"row": row, "key": jax.random.key_data(key)}
-
-    return PerDialogue(reset, step, observation_length=3, metrics=metrics)
-
-
-def right_step(state, turn, length):
-    return state, jnp.zeros(3, jnp.int32), length, 0.0, True
-
-
-WRONG_STEPS = {
-    "the observation": lambda state, turn, length: (state, jnp.zeros(4), length, 0.0, True),
-    "the state": lambda state, turn, length: ({}, jnp.zeros(3), length, 0.0, True),
-    "the reward": lambda state, turn, length: (state, jnp.zeros(3), length, turn, True),
-}
-
-
-@pytest.mark.parametrize("what", [None, *WRONG_STEPS])
-def test_an_environment_is_tried(what):
-    step = WRONG_STEPS.get(what, right_step)
-    if what is None:
-        plugin_trials.try_environment("x", "y", environment(step), 5)
-        return
-    with pytest.raises(UserError, match=f"config.x='y': step returned .* as {what} of 2 dialogues"):
-        plugin_trials.try_environment("x", "y", environment(step), 5)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"a b": 1.0}, "the name of a metric is 'a b'"),
-        ({"a": jnp.zeros(2)}, r"float32\[2,2\] as 'a' of 2 dialogues; expected a scalar of each"),
-    ],
-)
-def test_a_wrong_metric_of_an_environment_is_refused(metrics, message):
-    with pytest.raises(UserError, match=f"config.x='y': .*{message}"):
-        plugin_trials.try_environment("x", "y", environment(right_step, lambda _: metrics), 5)
-
-
-def test_a_trial_computes_nothing(tmp_path):
-    """A function may not even be possible to run here, or take long."""
-    calls = []
-
-    def step(state, turn, length):
-        calls.append(isinstance(turn, jax.core.Tracer))
-        return right_step(state, turn, length)
-
-    plugin_trials.try_environment("x", "y", environment(step), 5)
-    assert calls == [True]

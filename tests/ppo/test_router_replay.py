@@ -12,6 +12,7 @@ import pytest
 from test_update import assert_close, run_gradients
 
 import tiny
+from answering import Answering
 from jax_ppo.config.loading import load_config
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
@@ -23,7 +24,6 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_llama
@@ -70,17 +70,12 @@ def expected_routing(params, rollout):
     return np.moveaxis(experts, 0, 2), np.arange(P + T) < lengths[:, None] - 1
 
 
-def answer(state, turn, length):
-    """Answer each turn with the tokens 20, 21."""
-    return state, jnp.array([20, 21]), 2, 0.0, state < 0
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
         {
-            "environment": PerDialogue(lambda row, key: row, answer, observation_length=2),
+            "environment": Answering(lambda turn: [20, 21], observation_length=2),
             "max_turn_length": 3,
         },
     ],

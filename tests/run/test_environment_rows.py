@@ -21,7 +21,6 @@ def test_rows_are_numbered_throughout():
         None,
         make_dataset("abc"),
         make_dataset("de"),
-        max_response_length=8,
     )
     assert (training.first_row, held_out.first_row) == (0, 3)
     examples = environment._examples

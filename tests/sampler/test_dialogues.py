@@ -23,7 +23,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import PerDialogue, address_dialogues
+from jax_ppo.sampler.environment import Turns, dialogue_seeds
 from jax_ppo.types import NOTHING, Example, Prompts
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
@@ -33,25 +33,44 @@ EOS = (3, 7, 11, 30, 41, 42, 43, 50, 51)
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 
 
-def reset(row, key):
-    """Return the row, a random number and the number of turns."""
-    return row, (jax.random.bits(key) % V).astype(jnp.int32), jnp.int32(0)
+class Numbers:
+    """A tokenizer of texts that hold the ids of tokens."""
+
+    added_tokens_decoder = {}
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+    def encode(self, text, add_special_tokens, verbose):
+        return [int(word) for word in text.split()]
+
+    eos_token_id = None
 
 
-def step(state, turn, length):
+class Dialogue:
     """Answer with up to three tokens that depend on everything that the environment has seen."""
-    row, number, turns = state
-    total = turn.sum() + row + number
-    observation = (total + jnp.arange(LONGEST) * 5) % V
-    done = (turns == 3) | (total % 7 == 0)
-    return (row, number, turns + 1), observation, total % (LONGEST + 1), 0.5 * length + turns, done
+
+    metric_names = ("turns",)
+
+    def reset(self, example, seed):
+        self.row, self.number, self.turns = int(example.prompt), seed % V, 0
+
+    def step(self, text):
+        turn = [int(word) for word in text.split()]
+        total = sum(turn) + self.row + self.number
+        observation = [(total + i * 5) % V for i in range(total % (LONGEST + 1))]
+        reward, done = 0.5 * len(turn) + self.turns, self.turns == 3 or total % 7 == 0
+        self.turns += 1
+        return " ".join(map(str, observation)), reward, done, {"turns": self.turns}
 
 
-def count_turns(state):
-    return {"turns": state[2]}
+EXAMPLES = [Example(str(row), "mine") for row in range(3 * len(LENGTHS) + 1)]
 
 
-ENVIRONMENT = PerDialogue(reset, step, observation_length=LONGEST, metrics=count_turns)
+def make_environment(dialogue, timeout=60.0):
+    return HostEnvironment(
+        dialogue, Numbers(), EXAMPLES, LONGEST, timeout, metric_names=dialogue.metric_names
+    )
 
 
 class Expected(NamedTuple):
@@ -73,8 +92,8 @@ def actor(shallow_actor):
 def talk(actor, prompt, row, sample, max_turns, max_turn_length):
     """Return the dialogue that follows a prompt, drawn with one forward pass per token."""
     keys = sampling.sample_keys(jax.random.key(0), jnp.array([sample]))
-    addresses = address_dialogues(keys, jnp.array([row]), jnp.array([sample]))
-    state = jax.tree.map(lambda x: x[0], ENVIRONMENT.reset(addresses))
+    dialogue = Dialogue()
+    dialogue.reset(EXAMPLES[row], int(dialogue_seeds(keys)[0]))
     tokens, logprobs, actions, starts, rewards = [], [], [], [], {}
     turns, turn = 0, []
     while True:
@@ -90,27 +109,22 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
         ends = tokens[-1] in EOS or len(tokens) == T or len(turn) == max_turn_length
         if not ends:
             continue
-        state, observation, length, reward, done = jitted_step(
-            state, np.array([*turn, *[0] * (T - len(turn))]), len(turn)
-        )
-        rewards[len(tokens) - 1] = float(reward)
+        text, rewards[len(tokens) - 1], done, _ = dialogue.step(" ".join(map(str, turn)))
+        observation = [int(word) for word in text.split()]
         turns, turn = turns + 1, []
-        if done or turns == max_turns or len(tokens) + int(length) >= T:
+        if done or turns == max_turns or len(tokens) + len(observation) >= T:
             was_cut = len(tokens) == T and tokens[-1] not in EOS
             finished = bool(done) and not was_cut
             return Expected(tokens, logprobs, actions, starts, rewards, finished)
-        tokens += observation[: int(length)].tolist()
-        logprobs += [0.0] * int(length)
-        actions += [False] * int(length)
-        starts += [False] * int(length)
+        tokens += observation
+        logprobs += [0.0] * len(observation)
+        actions += [False] * len(observation)
+        starts += [False] * len(observation)
 
 
 @jax.jit
 def draw(logits, keys, position):
     return sampling.sample_tokens(logits, sampling.token_uniforms(keys, position), 1.0)
-
-
-jitted_step = jax.jit(step)
 
 
 def with_rows(prompts):
@@ -176,7 +190,7 @@ def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots
         n=2,
         eos_ids=EOS,
         slots=slots,
-        environment=ENVIRONMENT,
+        environment=make_environment(Dialogue),
         max_turns=max_turns,
         max_turn_length=max_turn_length,
     )
@@ -187,52 +201,16 @@ def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots
     assert len({len(dialogue.rewards) for dialogue in expected}) > 1
 
 
-class Numbers:
-    """A tokenizer of texts that hold the ids of tokens."""
-
-    added_tokens_decoder = {}
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [" ".join(map(str, row)) for row in rows]
-
-    def encode(self, text, add_special_tokens, verbose):
-        return [int(word) for word in text.split()]
-
-    eos_token_id = None
-
-
-class OnTheHost:
-    """The same environment in Python."""
-
-    metric_names = ("turns",)
-
-    def reset(self, example, seed):
-        self.row, self.number, self.turns = int(example.prompt), seed % V, 0
-
-    def step(self, text):
-        turn = [int(word) for word in text.split()]
-        total = sum(turn) + self.row + self.number
-        observation = [(total + i * 5) % V for i in range(total % (LONGEST + 1))]
-        reward, done = 0.5 * len(turn) + self.turns, self.turns == 3 or total % 7 == 0
-        self.turns += 1
-        return " ".join(map(str, observation)), reward, done, {"turns": self.turns}
-
-
-EXAMPLES = [Example(str(row), "mine") for row in range(3 * len(LENGTHS) + 1)]
-
-
 def talk_to_the_host(actor, shape):
     """Return the rollout of a mesh, and what each of its dialogues began with."""
     begun = []
 
-    class Counted(OnTheHost):
+    class Counted(Dialogue):
         def reset(self, example, seed):
             begun.append((example.prompt, seed))
             super().reset(example, seed)
 
-    environment = HostEnvironment(
-        Counted, Numbers(), EXAMPLES, LONGEST, timeout=60.0, metric_names=Counted.metric_names
-    )
+    environment = make_environment(Counted)
     options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
     mesh = meshes.make_mesh(shape, jax.devices()[: shape.data * shape.model])
     prompts = with_rows(make_prompts(LENGTHS))
@@ -247,19 +225,8 @@ def talk_to_the_host(actor, shape):
     return rollout, begun
 
 
-def test_a_length_beyond_an_observation_in_jax_is_cut():
-    """Regression: tokens 0 were inserted in the place of those that were missing."""
-
-    def answer(state, turn, length):
-        return state, turn, turn[0], 0.0, False
-
-    environment = PerDialogue(reset, answer, observation_length=2)
-    turns = jnp.array([[5, 1], [-1, 1], [1, 1]])
-    assert environment.step(jnp.zeros(3), turns, jnp.full(3, 2)).lengths.tolist() == [2, 0, 1]
-
-
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
+def test_an_engine_holds_each_dialogue_once(actor, reference, devices):
     """Also where two devices call the host, each for different samples, and one has fewer."""
     rollout, begun = talk_to_the_host(actor, MeshShape(data=devices))
     assert_equal(rollout, reference(None, None))
@@ -278,7 +245,7 @@ def test_devices_that_decode_the_same_samples_call_the_host_once():
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 
 
-class Broken(OnTheHost):
+class Broken(Dialogue):
     """An environment that fails, from its second dialogue on if `spares` is set."""
 
     spares: set[int] = set()
@@ -290,20 +257,20 @@ class Broken(OnTheHost):
 
 
 def test_an_environment_that_raises_ends_its_own_dialogue():
-    environment = HostEnvironment(
-        Broken, Numbers(), EXAMPLES, LONGEST, timeout=60.0, metric_names=Broken.metric_names
-    )
+    environment = make_environment(Broken)
     arguments = (np.array([4, 8]), np.arange(2), np.array([2, 3]), np.zeros(2, np.int32))
     turns, lengths = np.array([[5, 9, 0], [6, 0, 0]]), np.array([2, 1])
     Broken.spares = {8}
-    observations, observed, rewards, done, figures = environment._answer(*arguments, turns, lengths)
+    observations, observed, rewards, done, figures = environment.answer(
+        Turns(*arguments, turns, lengths)
+    )
     np.testing.assert_array_equal(figures, [[NOTHING, 1], [1, 0]])  # turns, and whether it failed
     # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
     assert observations.tolist() == [[0, 0, 0], [17, 0, 0]] and observed.tolist() == [0, 1]
     assert rewards.tolist() == [0.0, 0.5] and done.tolist() == [True, False]
     environment.raise_if_all_failed()
     Broken.spares = set()
-    environment._answer(*arguments, turns, lengths)
+    environment.answer(Turns(*arguments, turns, lengths))
     environment.raise_if_given_up()  # a further turn would be tried
     with pytest.raises(UserError, match="Broken failed at every turn of a batch, 2 times") as error:
         environment.raise_if_all_failed()
@@ -313,7 +280,7 @@ def test_an_environment_that_raises_ends_its_own_dialogue():
     environment.raise_if_all_failed()  # counts anew
 
 
-class Odd(OnTheHost):
+class Odd(Dialogue):
     """An environment that changes its example, and whose answers are not usable."""
 
     rewards = iter(())
@@ -338,7 +305,7 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
     Odd.rewards = iter([np.array([1.0]), reward])
     for expected in (1.0, 0.0):
         one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-        answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+        answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
         assert answers[2].tolist() == [expected]
     assert ("Odd failed" in caplog.text) and "\x1b" not in caplog.text
     assert examples[0].extra_info == {"seen": []}
@@ -369,7 +336,7 @@ def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
     )
     Odd.rewards = iter([answer])
     one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+    answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
     assert answers[2].tolist() == [0.0] and answers[3].tolist() == [True]
     assert message in caplog.text and "Traceback" not in caplog.text
 
@@ -395,7 +362,7 @@ def test_awaited_code_that_is_cancelled_is_a_failure(method, error, caplog):
         type("Cancelled", (), answers | {method: fail}), Numbers(), EXAMPLES, LONGEST, timeout=60.0
     )
     one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answered = environment._answer(*one, np.array([[5]]), np.array([1]))
+    answered = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
     assert answered[2].tolist() == [float(method == "close")] and "gone" in caplog.text
 
 
@@ -412,11 +379,11 @@ def test_of_an_observation_that_is_cut_off_no_more_is_encoded():
     environment = HostEnvironment(Odd, tokenizer, examples, observation_length=3, timeout=60.0)
     Odd.rewards = iter([("7 " * 10**5, 1.0, False)])
     one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+    answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
     assert answers[0].tolist() == [[7, 7, 7]] and tokenizer.characters < 1000
 
 
-class Unmakeable(OnTheHost):
+class Unmakeable(Dialogue):
     """An environment whose dialogues cannot begin."""
 
     error: BaseException
@@ -430,13 +397,13 @@ def test_an_environment_that_cannot_be_made_fails_at_its_turn(error):
     Unmakeable.error = error
     environment = HostEnvironment(Unmakeable, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
     one = (np.array([4]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    assert environment._answer(*one, np.array([[5]]), np.array([1]))[3].tolist() == [True]
+    assert environment.answer(Turns(*one, np.array([[5]]), np.array([1])))[3].tolist() == [True]
     cause = f"{type(error).__name__}: no sandbox"
     with pytest.raises(UserError, match=rf"(?s)Unmakeable failed .*{cause}"):
         environment.raise_if_all_failed()
 
 
-class Hanging(OnTheHost):
+class Hanging(Dialogue):
     """An environment that waits, but for one row, until the test is over."""
 
     answers: int
@@ -458,12 +425,12 @@ def hanging(monkeypatch):
 
     def answer(answers, rows):
         Hanging.answers = answers
-        environment = HostEnvironment(
-            Hanging, Numbers(), EXAMPLES, LONGEST, timeout=0.05, metric_names=("turns",)
-        )
+        environment = make_environment(Hanging, timeout=0.05)
         count = len(rows)
         state = (np.array(rows), np.arange(count), np.full(count, 3), np.zeros(count, np.int32))
-        return environment, environment._answer(*state, np.full((count, 1), 6), np.ones(count, int))
+        return environment, environment.answer(
+            Turns(*state, np.full((count, 1), 6), np.ones(count, int))
+        )
 
     yield answer
     Hanging.over.set()

@@ -1,0 +1,30 @@
+"""An environment of tests, whose answers are a function of the turn."""
+
+import numpy as np
+
+from jax_ppo.sampler.environment import Answers
+
+
+class Answering:
+    """Answers a turn with the tokens that `observe(tokens)` returns; the turn `last` ends it."""
+
+    metric_names = ()
+
+    def __init__(self, observe, observation_length, last=None):
+        self.observe, self.observation_length, self.last = observe, observation_length, last
+
+    def answer(self, turns):
+        """Return the answers. See `Environment.answer`."""
+        B = len(turns.lengths)
+        answers = Answers(
+            observations=np.zeros((B, self.observation_length), np.int32),
+            lengths=np.zeros(B, np.int32),
+            rewards=np.zeros(B, np.float32),
+            done=turns.answered + 1 == self.last if self.last else np.zeros(B, bool),
+            figures=np.zeros((B, 0), np.float32),
+        )
+        for b, length in enumerate(turns.lengths):
+            observed = self.observe(turns.tokens[b, :length].tolist()) if length else []
+            answers.observations[b, : len(observed)] = observed
+            answers.lengths[b] = len(observed)
+        return answers
