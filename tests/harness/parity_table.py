@@ -1,4 +1,4 @@
-"""Print the table of docs/models.md: how far the numbers of each family are from transformers'.
+"""Print how far the numbers of each family are from transformers'; docs/models.md has the largest.
 
 python tests/harness/parity_table.py
 
