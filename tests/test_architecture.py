@@ -82,6 +82,10 @@ LATE = (
     "jax_ppo/command.py",
     "jax_ppo/errors.py",
     "jax_ppo/registries.py",
+    "jax_ppo/runtime/compat.py",
+    "jax_ppo/runtime/faults.py",
+    "jax_ppo/runtime/heartbeat.py",
+    "jax_ppo/runtime/signals.py",
 )
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}

@@ -22,8 +22,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-import jax
-
 from jax_ppo.runtime import compat
 
 # Another process was lost: restarting the same command may succeed.
@@ -76,6 +74,8 @@ def run_or_abort(function: Callable[[], object]) -> object:
 
 def end_with_others() -> None:
     """Let this process end, from now on, as soon as another one of the run has failed."""
+    import jax  # late: commands report progress before they load it
+
     state = compat.distributed_state()
     if state.num_processes == 1:
         return
@@ -92,6 +92,8 @@ def end_with_others() -> None:
 
 def announce_failure(reason: str, code: int) -> None:
     """Tell the other processes that this one fails, and with which exit code all end."""
+    import jax
+
     state = compat.distributed_state()
     if state.num_processes == 1:
         return
@@ -142,6 +144,8 @@ def report_progress() -> None:
 
 def _is_lost_connection(error: BaseException) -> bool:
     """Return whether a program has failed in a way that the loss of another process explains."""
+    import jax
+
     # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
     is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
     is_error_of_program = is_status or isinstance(error, jax.errors.JaxRuntimeError)
@@ -154,6 +158,8 @@ def _disconnect() -> None:
     JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
     meanwhile.
     """
+    import jax
+
     client = compat.distributed_state().client
     if client is not None:
         # A process that does not arrive reports its own error.

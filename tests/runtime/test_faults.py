@@ -96,8 +96,8 @@ def test_a_frozen_process_ends_the_others(coordinator_address):
     finally:
         processes[1].kill()
         processes[1].communicate()
-    # JAX aborts it and names the task: launchers start again after 128 + SIGABRT.
-    assert "stopped sending heartbeats" in errors and "task:1" in errors
+    # JAX aborts it and names the other: launchers start again after 128 + SIGABRT.
+    assert "(stopped sending heartbeats):\n1\n" in errors
     assert processes[0].returncode == -signal.SIGABRT
 
 
