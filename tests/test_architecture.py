@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "thoughts": set(),
     "json_server": {"errors"},
     "storage": {"errors"},
-    "config": {"errors", "registries", "storage", "migrating"},
+    "config": {"errors", "registries", "storage"},
     "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},

@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from jax_ppo.config.peer_options import VERL_PREFIX, explain_peer_option
 from jax_ppo.config.schema import options_by_name
-from jax_ppo.migrating.tables import VERL_PREFIX, explain_peer_option
 
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75

@@ -1,1 +1,1 @@
-"""Options of other frameworks as tables, and the command that translates them."""
+"""Translate commands of other frameworks, using the tables in `config/peers/`."""

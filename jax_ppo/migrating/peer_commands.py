@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from jax_ppo.config.peer_options import Program, find_answer, find_program, read_framework
 from jax_ppo.config.schema import options_by_name
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.migrating.tables import Program, find_answer, find_program, read_framework
 
 EXAMPLES = {
     "verl": "python3 -m verl.trainer.main_ppo data.train_batch_size=256",

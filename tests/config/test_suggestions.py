@@ -6,9 +6,9 @@ import string
 
 import pytest
 
+from jax_ppo.config.peer_options import FRAMEWORKS, find_answer, read_framework
 from jax_ppo.config.schema import all_options
 from jax_ppo.config.suggestions import find_nearest, suggest_option
-from jax_ppo.migrating.tables import FRAMEWORKS, find_answer, read_framework
 
 NAMES = [option.name for option in all_options()]
 

@@ -1,4 +1,4 @@
-"""The tables of other frameworks' options: one TOML file for each framework in this folder.
+"""The tables of other frameworks' options: one TOML file for each framework, in peers/.
 
 `[options]` maps an answer (our option, or why there is none) to the names that have it there. Names
 are compared without `actor_rollout_ref.`; one that ends in `.*` stands for all options of a group
@@ -15,6 +15,7 @@ from typing import Any
 
 FRAMEWORKS = ("verl", "trl", "openrlhf", "tunix", "nemo_rl")
 VERL_PREFIX = "actor_rollout_ref."
+PEERS = Path(__file__).with_name("peers")
 
 AnswersByName = dict[str, str]
 
@@ -71,7 +72,7 @@ class Framework:
 def read_framework(name: str) -> Framework:
     """Return the tables of one of `FRAMEWORKS`."""
     table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
-    table |= tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+    table |= tomllib.loads((PEERS / f"{name}.toml").read_text(encoding="utf-8"))
     return Framework(
         title=table["title"],
         options=_by_name(table["options"]),
