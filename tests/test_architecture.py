@@ -19,22 +19,22 @@ MAY_IMPORT = {
     "kernels": {"registries"},
     "processes": {"errors"},
     "thoughts": set(),
-    "json_server": {"errors"},
+    "http_client": {"errors"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage"},
     "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
-    "rewards": {"errors", "types", "config", "processes", "json_server", "thoughts"},
+    "rewards": {"errors", "types", "config", "processes", "http_client", "thoughts"},
     "data": {"errors", "types", "storage", "processes", "thoughts"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
-    "sampler": FOUNDATIONS | {"config", "runtime", "models", "json_server"},
+    "sampler": FOUNDATIONS | {"config", "runtime", "models", "http_client"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["environments"] = {
     *("errors", "types", "config", "data", "rewards", "runtime", "sampler", "processes"),
-    *("json_server", "thoughts"),
+    *("http_client", "thoughts"),
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
 MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}

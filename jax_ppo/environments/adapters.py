@@ -24,7 +24,7 @@ from typing import Any
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.messages import quote_cell
 from jax_ppo.environments.protocol import EnvironmentLost
-from jax_ppo.json_server import JSONServer, RequestFault
+from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
@@ -116,7 +116,7 @@ class RemoteEnvironment:
         """
         self.metric_names = metric_names
         self._options = options
-        self._server = JSONServer(
+        self._server = HTTPClient(
             option=f"config.{option}",
             url=options.environment,
             key_variable=KEY_VARIABLE,
@@ -146,7 +146,7 @@ class RemoteEnvironment:
             raise EnvironmentLost(self._lost)
         read = {"reset": self._read_start, "step": self._read_turn}[path]
         try:
-            reply = self._server.post(json.dumps(request), path, is_repeatable, read)
+            reply = self._server.post(f"/{path}", json.dumps(request), is_repeatable, read)
         except RequestFault as fault:
             with self._lock:
                 self._faults += 1

@@ -26,7 +26,7 @@ from jax_ppo.environments.protocol import (
 )
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
-from jax_ppo.json_server import RequestFault
+from jax_ppo.http_client import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import faults
 from jax_ppo.sampler.environment import Answers, Turns

@@ -21,7 +21,7 @@ from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.protocol import FAILURES, EnvironmentLost, validate_metric_names
 from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.json_server import RequestFault
+from jax_ppo.http_client import RequestFault
 from jax_ppo.types import Example
 
 ENVIRONMENT_OPTION = "rollout.multi_turn.environment"

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
-from jax_ppo.json_server import JSONServer
+from jax_ppo.http_client import HTTPClient
 from jax_ppo.rewards.custom import read_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
@@ -45,7 +45,7 @@ _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 class Judge:
     """How responses are judged, and by which server; `config.reward` documents its options."""
 
-    server: JSONServer
+    server: HTTPClient
     url_model: str
     url_prompt: str
 
@@ -58,7 +58,7 @@ class Judge:
         """
         if not options.url:
             return None
-        server = JSONServer(
+        server = HTTPClient(
             option="config.reward.url",
             url=options.url,
             key_variable=KEY_VARIABLE,
@@ -74,9 +74,8 @@ class Judge:
 
     def reward_function(self) -> RewardFunction:
         """Return the reward function; equal requests are sent once per process."""
-        post = self.server.post
-        if self.url_model:
-            post = functools.partial(post, read=_read_message)
+        read = _read_message if self.url_model else _read_number_or_object
+        post = functools.partial(self.server.post, "", read=read)
         ask = functools.lru_cache(maxsize=_CACHE_SIZE)(post)
 
         def score(row: RewardRow, response: str) -> RewardResult:
@@ -106,6 +105,13 @@ class Judge:
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
         }
+
+
+def _read_number_or_object(reply: Any) -> Any:
+    """Return a reply; raise `ValueError` if it is text, which states no score."""
+    if isinstance(reply, str):
+        raise ValueError(f"expected a number or an object with score, got {shorten(reply)!r}")
+    return reply
 
 
 def _read_message(reply: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_ppo.errors import UserError, printable_lines
-from jax_ppo.json_server import RequestTimeout
+from jax_ppo.http_client import RequestTimeout
 from jax_ppo.rewards.rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load

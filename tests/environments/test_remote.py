@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from character_tokenizer import CharacterTokenizer
-from jax_ppo import json_server
+from jax_ppo import http_client
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
@@ -64,7 +64,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     """Yield a server; `codes` are its next replies' (200 once they are used up)."""
-    monkeypatch.setattr(json_server, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http_client, "_FIRST_PAUSE", 0.001)
     monkeypatch.setenv(KEY_VARIABLE, "hidden")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests, server.codes, server.episodes = [], [], {}
@@ -205,7 +205,9 @@ def test_a_server_that_is_not_there_or_hangs_is_named_before_the_run():
         with pytest.raises(UserError, match="TimeoutError"):
             try_first_reset(remote, EXAMPLES[1])
     remote, _ = make("http://127.0.0.1:9", url_retries=0)
-    with pytest.raises(UserError, match="environment=http://127.0.0.1:9: URLError.*refused"):
+    with pytest.raises(
+        UserError, match="environment=http://127.0.0.1:9: /reset: ConnectionRefusedError.*refused"
+    ):
         try_first_reset(remote, EXAMPLES[1])
 
 

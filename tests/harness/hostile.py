@@ -15,6 +15,7 @@ The inputs follow from `--seed` alone. A failure prints the kind and the number 
 import argparse
 import collections
 import contextlib
+import email.message
 import io
 import json
 import math
@@ -812,9 +813,12 @@ def judge_replies(r: random.Random, folder: Path) -> None:
         body, expected = any_bytes(r, body), ...
     good = json.dumps(chat("1") if model else 1).encode()
 
+    class Reply(io.BytesIO):
+        headers, length = email.message.Message(), 0
+
     class Connection:
-        def open(self, message: Any, timeout: float) -> io.BytesIO:
-            return io.BytesIO(body if b"hostile" in message.data else good)
+        def open(self, message: Any, timeout: float) -> Reply:
+            return Reply(body if b"hostile" in message.data else good)
 
     options = Reward(url="http://judge/", url_model=model, url_prompt="{response}", url_retries=0)
     judge = Judge.from_options(options)

@@ -51,7 +51,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("jax_ppo.json_server._FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("jax_ppo.http_client._FIRST_PAUSE", 0.001)
 
 
 def chat_reply(text):
@@ -140,7 +140,7 @@ def test_a_busy_or_broken_server_is_asked_again(server):
         ([(401, "")], {}, "HTTP 401", 1),
         ([(302, "")], {}, "HTTP 302", 1),
         ([(500, "")], {"url_retries": 1}, "HTTP 500", 2),
-        ([(200, "[")], {"url_retries": 0}, "not JSON", 1),
+        ([(200, "[")], {"url_retries": 0}, "unexpected reply: expected a number or an", 1),
         ([(200, "{}")], {"url_model": "m", "url_retries": 0}, "no choices", 1),
         (
             [(200, chat_reply([{"text": "4", "index": 0}]))],

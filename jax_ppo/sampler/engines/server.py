@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -16,15 +17,17 @@ import jax
 import numpy as np
 
 from jax_ppo.errors import UserError, counted, shorten
+from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.engines.client import Client, ServerFault, ServerProcess, free_port
 from jax_ppo.sampler.engines.external import AdaptersRefused, ExternalEngine, Response
 from jax_ppo.sampler.engines.protocols import Call, Reply, ServerProtocol, choose_protocol
+from jax_ppo.sampler.engines.server_process import ServerProcess, free_port
 
+KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
 ATTEMPTS = 3  # in a row without any new response
 _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
@@ -61,7 +64,7 @@ class ServerEngine(ExternalEngine):
             _require_vllm(self._python)
             self._port = free_port()
             url = f"http://127.0.0.1:{self._port}"
-        self._client = Client(url, self.options.url_timeout)
+        self._client = _make_client(url, self.options.url_timeout)
         routes = [] if self._python else self._wait_for_server(_CONNECT_SECONDS)
         if self.actor.lora is not None:
             self.takes_adapters = True
@@ -91,7 +94,7 @@ class ServerEngine(ExternalEngine):
         if self._process is not None:
             self._process.stop()
         elif self._protocol is not None and self._adapter_names:
-            self._client = Client(self.options.url, _STOP_SECONDS)
+            self._client = _make_client(self.options.url, _STOP_SECONDS)
             self._unload_adapters(self._protocol, self._adapter_names)
         super().stop()
 
@@ -101,7 +104,7 @@ class ServerEngine(ExternalEngine):
             try:
                 self._publish()
                 return
-            except ServerFault as fault:
+            except RequestFault as fault:
                 if fault.is_final or attempt == ATTEMPTS - 1:
                     raise UserError(f"{self._server}: cannot load weights: {fault}") from None
             self._revive()
@@ -163,9 +166,9 @@ class ServerEngine(ExternalEngine):
         self,
         requests: dict[int, tuple[list[int], int, SamplingOptions]],
         responses: dict[int, Response],
-    ) -> ServerFault | None:
+    ) -> RequestFault | None:
         """Add the responses that the server gives; return the first fault, if there was one."""
-        faults: list[ServerFault] = []
+        faults: list[RequestFault] = []
         received: dict[int, Response] = {}
         is_over = False
 
@@ -174,7 +177,7 @@ class ServerEngine(ExternalEngine):
             if not faults and not is_over:
                 try:
                     received[index] = self._request(*requests[index])
-                except ServerFault as fault:
+                except RequestFault as fault:
                     faults.append(fault)
 
         slots = next(iter(requests.values()))[2].slots
@@ -193,7 +196,7 @@ class ServerEngine(ExternalEngine):
                 facts = self._client.get(self._protocol.version_route)
                 is_table = isinstance(facts, dict)
                 self._require_version(facts.get("weight_version") if is_table else None)
-            except ServerFault as fault:
+            except RequestFault as fault:
                 return fault
         responses.update(received)
         return faults[0] if faults else None
@@ -202,7 +205,7 @@ class ServerEngine(ExternalEngine):
         """Return one response.
 
         Raises:
-          ServerFault: there is none, or none that the options and the weights permit.
+          RequestFault: there is none, or none that the options and the weights permit.
         """
         protocol = self._protocol
         assert protocol is not None
@@ -214,15 +217,15 @@ class ServerEngine(ExternalEngine):
         if self.takes_adapters:
             request[protocol.adapter_key] = self._adapter_name
         try:
-            body = self._client.post(protocol.sample_route, request)
-        except ServerFault as fault:
+            body = self._client.post(protocol.sample_route, json.dumps(request))
+        except RequestFault as fault:
             if self.takes_adapters and fault.status == protocol.unknown_adapters:
                 fault.is_final = False  # a server that was restarted does not know them
             raise
         try:
             reply = protocol.read(body)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ServerFault(
+            raise RequestFault(
                 f"{protocol.sample_route}: the reply is not one response with log-probs "
                 f"({type(error).__name__}: {error})"
             ) from None
@@ -231,9 +234,9 @@ class ServerEngine(ExternalEngine):
         return read_response(reply, options, num_ids or V)
 
     def _require_version(self, version: str | None) -> None:
-        """Raise `ServerFault` unless this is the version of the last update."""
+        """Raise `RequestFault` unless this is the version of the last update."""
         if version != self._version:
-            raise ServerFault(
+            raise RequestFault(
                 f"the weights have version {version!r} instead of {self._version!r}: the server "
                 "was restarted, or something else updates it"
             )
@@ -262,7 +265,7 @@ class ServerEngine(ExternalEngine):
         self._adapter_names += (name,)
         try:
             self._post_all(protocol.load_adapters(str(self.adapters), name, self._version))
-        except ServerFault as fault:
+        except RequestFault as fault:
             if fault.status and not self._adapter_name:
                 raise AdaptersRefused(str(fault)) from None
             raise
@@ -272,14 +275,14 @@ class ServerEngine(ExternalEngine):
 
     def _unload_adapters(self, protocol: ServerProtocol, names: Sequence[str]) -> None:
         for name in names:
-            with contextlib.suppress(ServerFault):  # a server that was restarted has none
+            with contextlib.suppress(RequestFault):  # a server that was restarted has none
                 self._post_all([protocol.unload_adapters(name)])
 
     def _post_all(self, calls: Sequence[Call]) -> None:
         for route, body in calls:
-            reply = self._client.post(route, body)
+            reply = self._client.post(route, json.dumps(body))
             if isinstance(reply, dict) and reply.get("success") is False:
-                raise ServerFault(f"{route}: {reply.get('message', 'it failed')}")
+                raise RequestFault(f"{route}: {reply.get('message', 'it failed')}")
 
     def _revive(self) -> None:
         """End our own server, which did not answer; wait for a server that is not ours."""
@@ -336,7 +339,7 @@ class ServerEngine(ExternalEngine):
         Raises:
           AdaptersRefused: vLLM has no adapters for this model.
           UserError: it refuses the request, does not answer in time, or lacks routes.
-          ServerFault: it was started by this run, and ended.
+          RequestFault: it was started by this run, and ended.
         """
         deadline = time.monotonic() + seconds
         with heartbeat.activity("waiting for the rollout server"):
@@ -344,7 +347,7 @@ class ServerEngine(ExternalEngine):
                 try:
                     routes = list(self._client.get("/openapi.json", timeout=10.0)["paths"])
                     break
-                except ServerFault as fault:
+                except RequestFault as fault:
                     problem = str(fault)
                     # What is in front of a server that still starts may not find it.
                     if fault.is_final and fault.status != HTTPStatus.NOT_FOUND:
@@ -354,7 +357,7 @@ class ServerEngine(ExternalEngine):
                 if self._process is not None and not self._process.is_running:
                     if self.takes_adapters and _NO_ADAPTERS in self._process.output():
                         raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}")
-                    raise ServerFault(f"no answer{self._last_words()}", is_final=not self._has_run)
+                    raise RequestFault(f"no answer{self._last_words()}", is_final=not self._has_run)
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._server}: no answer in {seconds:.0f} s: {problem}")
                 time.sleep(_PAUSE)
@@ -368,26 +371,31 @@ class ServerEngine(ExternalEngine):
         return routes
 
 
+def _make_client(url: str, timeout: float) -> HTTPClient:
+    # A proxy is for servers outside; the engine itself requests again what is missing.
+    return HTTPClient(url.rstrip("/"), KEY_VARIABLE, timeout, by_proxy=False)
+
+
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
     """Return the response, cut after what ends it.
 
     Raises:
-      ServerFault: tokens or log-probs are missing or are none.
+      RequestFault: tokens or log-probs are missing or are none.
     """
     tokens, logprobs = reply.tokens, reply.logprobs
     if not isinstance(tokens, list) or not isinstance(logprobs, list):
-        raise ServerFault("a response has no list of token ids or none of log-probs")
+        raise RequestFault("a response has no list of token ids or none of log-probs")
     T = options.max_response_length
     if len(tokens) != len(logprobs):
-        raise ServerFault(f"a response has {len(tokens)} tokens and {len(logprobs)} log-probs")
+        raise RequestFault(f"a response has {len(tokens)} tokens and {len(logprobs)} log-probs")
     # `True` is an int, too.
     if wrong := [x for x in tokens if type(x) is not int or not 0 <= x < vocab_size]:
-        raise ServerFault(
+        raise RequestFault(
             f"a response has the token {shorten(repr(wrong[0]))}; the model has {vocab_size}"
         )
     lowest = float(np.finfo(np.float32).min)
     if bad := [x for x in logprobs if type(x) not in (int, float) or not lowest <= x < 1e-3]:
-        raise ServerFault(f"a response has the log-prob {shorten(repr(bad[0]))}")
+        raise RequestFault(f"a response has the log-prob {shorten(repr(bad[0]))}")
     state = text_search.START
     for count, token in enumerate(tokens, start=1):
         ends = token in options.eos_ids
@@ -397,7 +405,7 @@ def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Re
         if ends and count <= T:
             return Response(tokens[:count], logprobs[:count], truncated=False)
     if len(tokens) != T:
-        raise ServerFault(f"a response ends after {len(tokens)} of {T} tokens for no reason")
+        raise RequestFault(f"a response ends after {len(tokens)} of {T} tokens for no reason")
     return Response(tokens, logprobs, truncated=True)
 
 

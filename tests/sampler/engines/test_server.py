@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import json
 import re
 import sys
 import time
@@ -18,13 +19,14 @@ import tiny_actor
 from fake_rollout_server import FakeServer
 from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
 from jax_ppo.errors import UserError
+from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.models import lora
 from jax_ppo.models.hf import save
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
-from jax_ppo.sampler.engines import client, external, server
+from jax_ppo.sampler.engines import external, server
 from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
 from jax_ppo.sampler.text_search import search_for
@@ -231,7 +233,7 @@ class TestFaults:
             ({"logprobs": [None] * 6, "tokens": [5] * 6}, "a response has the log-prob None"),
             ({"tokens": [5], "logprobs": [-1.0]}, "ends after 1 of . tokens for no reason"),
             ({"version": "old"}, "the weights have version 'old' instead of"),
-            ({"status": 400}, "HTTP 400: .*refused"),
+            ({"status": 400}, "HTTP 400 .*refused"),
             ({"tokens": [True] * 8, "logprobs": [-1.0] * 8}, "has the token True"),
             ({"tokens": [5] * 8, "logprobs": [-1e39] * 8}, r"has the log-prob -1e\+39"),
             ({"tokens": ["5" * 999] * 8, "logprobs": [-1.0] * 8}, r"the token '5{79}\.\.\.;"),
@@ -511,18 +513,18 @@ class TestAdapters:
         with FakeServer() as fake:
             fake.adapters, fake.refusal = {}, refusal
             engine = self.make_engine(actor, adapters, folder, url=fake.url)
-            post, tried = client.Client.post, []
+            post, tried = HTTPClient.post, []
 
-            def be_late(self, route, body):
+            def be_late(self, route, content):
                 if route == "/v1/load_lora_adapter":
-                    tried.append(body["lora_name"])
+                    tried.append(json.loads(content)["lora_name"])
                     if len(tried) % 2:
                         if not refusal:
-                            post(self, route, body)
-                        raise client.ServerFault(f"{route}: TimeoutError")
-                return post(self, route, body)
+                            post(self, route, content)
+                        raise RequestFault(f"{route}: TimeoutError")
+                return post(self, route, content)
 
-            monkeypatch.setattr(client.Client, "post", be_late)
+            monkeypatch.setattr(HTTPClient, "post", be_late)
             with running(engine):
                 for change in (0, 1):
                     self.generate(engine, actor, prompts, adapters, change)
@@ -546,9 +548,9 @@ class TestAdapters:
         ("kind", "adapters_of_server", "refusal", "changes", "reason"),
         [
             ("vLLM", None, "", {}, "the server lacks /v1/load_lora_adapter, .*--enable-lora"),
-            ("vLLM", {}, "rank 9 is above max_lora_rank 8", {}, "HTTP 500: .*max_lora_rank 8"),
+            ("vLLM", {}, "rank 9 is above max_lora_rank 8", {}, "HTTP 500 .*max_lora_rank 8"),
             ("SGLang", None, "", {}, "the server lacks /load_lora_adapter, .*SGLang with --enable"),
-            ("SGLang", {}, "LoRA is not enabled", {}, "HTTP 400: .*LoRA is not enabled"),
+            ("SGLang", {}, "LoRA is not enabled", {}, "HTTP 400 .*LoRA is not enabled"),
             ("vLLM", {}, "", {"family": "phi3", "qkv_bias": False}, "phi3 hold q_proj in larger"),
         ],
     )
@@ -628,13 +630,13 @@ class TestAdapters:
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret"])
 def test_a_key_is_never_shown(key, monkeypatch):
-    monkeypatch.setenv(client.KEY_VARIABLE, key)
-    with pytest.raises((UserError, client.ServerFault)) as caught:
-        client.Client("http://127.0.0.1:9", 1).get("/openapi.json")
+    monkeypatch.setenv(server.KEY_VARIABLE, key)
+    with pytest.raises((UserError, RequestFault)) as caught:
+        HTTPClient("http://127.0.0.1:9", server.KEY_VARIABLE, 1).get("/openapi.json")
     assert "cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [(None, []), ([3], None), ([3], ["-1"])])
 def test_what_is_no_list_of_tokens_is_a_fault_and_no_traceback(tokens, logprobs):
-    with pytest.raises(client.ServerFault):
+    with pytest.raises(RequestFault):
         server.read_response(Reply(tokens, logprobs, version=None), SAMPLING, V)
