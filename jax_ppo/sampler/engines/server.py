@@ -1,15 +1,12 @@
 """The engines `vllm` and `openai`: send token ids over HTTP to a server that samples."""
 
 import concurrent.futures
-import contextlib
+import dataclasses
 import json
 import os
 import shlex
 import shutil
-import subprocess
-import time
 from collections.abc import Collection, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,29 @@ import jax
 import numpy as np
 
 from jax_ppo.errors import UserError, counted, shorten
-from jax_ppo.http_client import HTTPClient, RequestFault
+from jax_ppo.http_client import RequestFault
 from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.lora import Lora
-from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import AdaptersRefused, ExternalEngine, Response
-from jax_ppo.sampler.engines.protocols import Call, Reply, ServerProtocol, choose_protocol
-from jax_ppo.sampler.engines.server_process import ServerProcess, free_port
+from jax_ppo.sampler.engines.protocols import Reply
+from jax_ppo.sampler.engines.rollout_server import RolloutServer
 
-KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
-ATTEMPTS = 3  # in a row without any new response
-_START_SECONDS = 1800.0  # a large model takes minutes to load
-_CONNECT_SECONDS = 60.0
-_STOP_SECONDS = 5.0
-_PAUSE = 0.2
+ATTEMPTS = 3  # consecutive ones without a new response
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
 _NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
 _WORKER = "jax_ppo_vllm_worker"  # vllm_worker.py, as a module of vLLM's workers
+
+
+@dataclasses.dataclass
+class _Loaded:
+    """What the server has of a run's weights, where it takes adapters."""
+
+    has_base: bool = False  # the weights to which adapters are added
+    adapters: str = ""  # the name of those that it has loaded last
+    names: tuple[str, ...] = ()  # of all that it may still hold
+    loads: int = 0  # how often it was to load adapters
 
 
 class ServerEngine(ExternalEngine):
@@ -46,26 +47,12 @@ class ServerEngine(ExternalEngine):
     is the same one, as far as the server's batching is deterministic.
     """
 
-    _protocol: ServerProtocol | None = None
-    _process: ServerProcess | None = None
-    _python = ""  # empty: the server is not ours
-    _has_run = False
-    _has_base = False  # the server has the weights to which adapters are added
-    _adapter_name = ""  # of the adapters that it loaded last
-    _adapter_names: tuple[str, ...] = ()  # of all that it may still hold
-    _loads = 0  # how often it was to load adapters
-
     def start(self) -> None:
         """Require a server with all routes, or an interpreter that has vLLM."""
         self._run = os.urandom(4).hex()  # another run's versions are not ours
-        url = self.options.url
-        if not url:
-            self._python = str(Path(self.options.vllm.python).expanduser())
-            _require_vllm(self._python)
-            self._port = free_port()
-            url = f"http://127.0.0.1:{self._port}"
-        self._client = _make_client(url, self.options.url_timeout)
-        routes = [] if self._python else self._wait_for_server(_CONNECT_SECONDS)
+        self._loaded = _Loaded()
+        self._server = RolloutServer(self.options)
+        routes = [] if self._server.is_ours else self._server.connect()
         if self.actor.lora is not None:
             self.takes_adapters = True
             if obstacle := self._adapter_obstacle(self.actor.lora, routes):
@@ -74,15 +61,15 @@ class ServerEngine(ExternalEngine):
     def merge_adapters(self, reason: str) -> None:
         """Send adapters merged into the weights from now on, and say why."""
         super().merge_adapters(reason)
-        if self._process is not None:
+        if self._server.is_running:
             self._revive()  # without what a vLLM of ours holds for adapters
 
     def _adapter_obstacle(self, lora: Lora, routes: Collection[str]) -> str:
         """Return why the server is not sent adapters, or "" if it is."""
         if obstacle := peft_obstacle(self.actor.architecture, lora):
             return obstacle
-        if self._protocol is not None:
-            return self._protocol.adapter_obstacle(routes)
+        if not self._server.is_ours:
+            return self._server.protocol.adapter_obstacle(routes)
         if lora.rank > VLLM_RANKS[-1]:
             return f"config.model.lora.rank={lora.rank} is above vLLM's limit, {VLLM_RANKS[-1]}"
         if "--no-enable-lora" in self.options.vllm.arguments:
@@ -91,11 +78,8 @@ class ServerEngine(ExternalEngine):
 
     def stop(self) -> None:
         """End a server that this engine has started; let another forget our adapters."""
-        if self._process is not None:
-            self._process.stop()
-        elif self._protocol is not None and self._adapter_names:
-            self._client = _make_client(self.options.url, _STOP_SECONDS)
-            self._unload_adapters(self._protocol, self._adapter_names)
+        names = self._loaded.names
+        self._server.stop([self._server.protocol.unload_adapters(name) for name in names])
         super().stop()
 
     def load_weights(self) -> None:
@@ -106,7 +90,9 @@ class ServerEngine(ExternalEngine):
                 return
             except RequestFault as fault:
                 if fault.is_final or attempt == ATTEMPTS - 1:
-                    raise UserError(f"{self._server}: cannot load weights: {fault}") from None
+                    raise UserError(
+                        f"{self._server.setting}: cannot load weights: {fault}"
+                    ) from None
             self._revive()
 
     def sample(
@@ -131,32 +117,19 @@ class ServerEngine(ExternalEngine):
             attempts = 0 if len(responses) > before else attempts + 1
             if fault.is_final or attempts == ATTEMPTS:
                 raise UserError(
-                    f"{self._server}: {len(prompts) - len(responses)} of {len(prompts)} responses "
-                    f"are missing after {counted(attempts or 1, 'attempt')}: "
-                    f"{fault}{self._last_words()}"
+                    f"{self._server.setting}: {len(prompts) - len(responses)} of {len(prompts)} "
+                    f"responses are missing after {counted(attempts or 1, 'attempt')}: "
+                    f"{fault}{self._server.last_words()}"
                 )
             self._revive()
             self.load_weights()
         return [responses[i] for i in range(len(prompts))]
 
     @property
-    def _server(self) -> str:
-        """Return the option that says where the server is, for messages."""
-        if self._python:
-            return f"config.rollout.vllm.python={self._python!r}"
-        return f"config.rollout.url={self.options.url!r}"
-
-    def _last_words(self) -> str:
-        """Return why our server ended, if it did."""
-        if self._process is None or self._process.is_running:
-            return ""
-        return f"; vLLM ended: {self._process.last_words()}"
-
-    @property
     def _renews_head(self) -> bool:
         """Return whether a vLLM of ours may compute with an old copy of the output embedding."""
         is_on_cpu = jax.default_backend() == "cpu"
-        return is_on_cpu and bool(self._python) and self.actor.architecture.tied
+        return is_on_cpu and self._server.is_ours and self.actor.architecture.tied
 
     @property
     def _version(self) -> str:
@@ -189,11 +162,11 @@ class ServerEngine(ExternalEngine):
             finally:
                 # After an interrupt nobody waits for what is under way.
                 is_over = True
-                self._client.abort()
-        assert self._protocol is not None
-        if self._protocol.version_route and received:
+                self._server.client.abort()
+        version_route = self._server.protocol.version_route
+        if version_route and received:
             try:
-                facts = self._client.get(self._protocol.version_route)
+                facts = self._server.client.get(version_route)
                 is_table = isinstance(facts, dict)
                 self._require_version(facts.get("weight_version") if is_table else None)
             except RequestFault as fault:
@@ -207,17 +180,16 @@ class ServerEngine(ExternalEngine):
         Raises:
           RequestFault: there is none, or none that the options and the weights permit.
         """
-        protocol = self._protocol
-        assert protocol is not None
+        protocol = self._server.protocol
         request = protocol.request(prompt, seed, options)
         V, num_ids = self.actor.architecture.vocab_size, self.actor.architecture.num_ids
         if num_ids is not None:
             parameters = request.get("sampling_params", request)
             parameters["logit_bias"] = {str(token): -100.0 for token in range(num_ids, V)}
         if self.takes_adapters:
-            request[protocol.adapter_key] = self._adapter_name
+            request[protocol.adapter_key] = self._loaded.adapters
         try:
-            body = self._client.post(protocol.sample_route, json.dumps(request))
+            body = self._server.client.post(protocol.sample_route, json.dumps(request))
         except RequestFault as fault:
             if self.takes_adapters and fault.status == protocol.unknown_adapters:
                 fault.is_final = False  # a server that was restarted does not know them
@@ -243,57 +215,49 @@ class ServerEngine(ExternalEngine):
 
     def _publish(self) -> None:
         """Let the server load the weights; start it first if necessary."""
-        if self._python and (self._process is None or not self._process.is_running):
+        if self._server.is_ours and not self._server.is_running:
             self._start_vllm()
-        if self._protocol is None:
-            self._wait_for_server(_START_SECONDS if self._python else _CONNECT_SECONDS)
-        assert self._protocol is not None
-        if not (self.takes_adapters and self._has_base):
-            updates = self._protocol.update(str(self.weights), self._version)
+        if not self._server.is_connected:
+            self._connect()
+        if not (self.takes_adapters and self._loaded.has_base):
+            updates = self._server.protocol.update(str(self.weights), self._version)
             if self._renews_head:
                 updates.insert(1, ("/collective_rpc", {"method": "renew_tied_head"}))
-            self._post_all(updates)
+            self._server.post_all(updates)
         if self.takes_adapters:
-            self._has_base = True
-            self._publish_adapters(self._protocol)
+            self._loaded.has_base = True
+            self._publish_adapters()
 
-    def _publish_adapters(self, protocol: ServerProtocol) -> None:
-        """Let the server load the adapters under a new name, and forget those before."""
-        self._loads += 1
-        name = f"{self._version}-{self._loads}"
-        # Without a reply it may have loaded them all the same.
-        self._adapter_names += (name,)
+    def _connect(self) -> None:
+        """Wait for the server; raise `AdaptersRefused` if vLLM has no adapters for this model."""
         try:
-            self._post_all(protocol.load_adapters(str(self.adapters), name, self._version))
+            self._server.connect()
+        except RequestFault:
+            if self.takes_adapters and _NO_ADAPTERS in self._server.output():
+                raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}") from None
+            raise
+
+    def _publish_adapters(self) -> None:
+        """Let the server load the adapters under a new name, and forget those before."""
+        protocol, loaded = self._server.protocol, self._loaded
+        loaded.loads += 1
+        name = f"{self._version}-{loaded.loads}"
+        # Without a reply it may have loaded them all the same.
+        loaded.names += (name,)
+        try:
+            self._server.post_all(protocol.load_adapters(str(self.adapters), name, self._version))
         except RequestFault as fault:
-            if fault.status and not self._adapter_name:
+            if fault.status and not loaded.adapters:
                 raise AdaptersRefused(str(fault)) from None
             raise
-        self._adapter_name = name
-        self._unload_adapters(protocol, self._adapter_names[:-1])
-        self._adapter_names = (name,)
-
-    def _unload_adapters(self, protocol: ServerProtocol, names: Sequence[str]) -> None:
-        for name in names:
-            with contextlib.suppress(RequestFault):  # a server that was restarted has none
-                self._post_all([protocol.unload_adapters(name)])
-
-    def _post_all(self, calls: Sequence[Call]) -> None:
-        for route, body in calls:
-            reply = self._client.post(route, json.dumps(body))
-            if isinstance(reply, dict) and reply.get("success") is False:
-                raise RequestFault(f"{route}: {reply.get('message', 'it failed')}")
+        loaded.adapters = name
+        self._server.try_all([protocol.unload_adapters(old) for old in loaded.names[:-1]])
+        loaded.names = (name,)
 
     def _revive(self) -> None:
         """End our own server, which did not answer; wait for a server that is not ours."""
-        time.sleep(_PAUSE)
-        self._has_base = False
-        if self._process is not None:
-            # Whether it died, hangs or sent a reply that cannot be used.
-            self._process.stop()
-            self._process, self._protocol = None, None
-        else:
-            self._wait_for_server(self.options.url_timeout)
+        self._loaded.has_base = False
+        self._server.revive()
 
     def _start_vllm(self) -> None:
         """Start vLLM with the weights in `weights`."""
@@ -304,20 +268,20 @@ class ServerEngine(ExternalEngine):
             "model": self.weights,
             "served-model-name": "policy",
             "host": "127.0.0.1",
-            "port": self._port,
+            "port": self._server.port,
             "dtype": self.dtype,
             "max-model-len": self.max_length,
             "logprobs-mode": mode,
             "generation-config": "vllm",
             "uvicorn-log-level": "warning",
         }
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+        flags = ["--enable-scale-out"]
         variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if self.takes_adapters:
             assert self.actor.lora is not None
             rank = self.actor.lora.rank
             arguments["max-lora-rank"] = min(limit for limit in VLLM_RANKS if limit >= rank)
-            command.append("--enable-lora")
+            flags.append("--enable-lora")
             variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._renews_head:
             modules = self.weights.with_name("modules")
@@ -325,55 +289,9 @@ class ServerEngine(ExternalEngine):
             shutil.copyfile(Path(__file__).with_name("vllm_worker.py"), modules / f"{_WORKER}.py")
             variables["PYTHONPATH"] = str(modules)
             arguments["worker-extension-cls"] = f"{_WORKER}.TiedHead"
-        command += [f"--{name}={value}" for name, value in arguments.items()]
-        self._has_base = True
-        self._process = ServerProcess(
-            [*command, *shlex.split(self.options.vllm.arguments)],
-            variables,
-            self.weights.with_name("vllm.log"),
-        )
-
-    def _wait_for_server(self, seconds: float) -> Collection[str]:
-        """Choose the protocol by the server's routes, when it answers, and return these.
-
-        Raises:
-          AdaptersRefused: vLLM has no adapters for this model.
-          UserError: it refuses the request, does not answer in time, or lacks routes.
-          RequestFault: it was started by this run, and ended.
-        """
-        deadline = time.monotonic() + seconds
-        with heartbeat.activity("waiting for the rollout server"):
-            while True:
-                try:
-                    routes = list(self._client.get("/openapi.json", timeout=10.0)["paths"])
-                    break
-                except RequestFault as fault:
-                    problem = str(fault)
-                    # What is in front of a server that still starts may not find it.
-                    if fault.is_final and fault.status != HTTPStatus.NOT_FOUND:
-                        raise UserError(f"{self._server}: {problem}") from None
-                except (LookupError, TypeError):
-                    problem = "/openapi.json lists no routes"
-                if self._process is not None and not self._process.is_running:
-                    if self.takes_adapters and _NO_ADAPTERS in self._process.output():
-                        raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}")
-                    raise RequestFault(f"no answer{self._last_words()}", is_final=not self._has_run)
-                if time.monotonic() > deadline:
-                    raise UserError(f"{self._server}: no answer in {seconds:.0f} s: {problem}")
-                time.sleep(_PAUSE)
-        protocol, missing = choose_protocol(routes)
-        if missing:
-            raise UserError(
-                f"{self._server}: the server lacks {', '.join(missing)}"
-                + (f"; {protocol.hint}" if protocol.hint else "")
-            )
-        self._protocol, self._has_run = protocol, True
-        return routes
-
-
-def _make_client(url: str, timeout: float) -> HTTPClient:
-    # A proxy is for servers outside; the engine itself requests again what is missing.
-    return HTTPClient(url.rstrip("/"), KEY_VARIABLE, timeout, by_proxy=False)
+        self._loaded.has_base = True
+        flags += shlex.split(self.options.vllm.arguments)
+        self._server.launch(arguments, flags, variables, log=self.weights.with_name("vllm.log"))
 
 
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
@@ -407,21 +325,3 @@ def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Re
     if len(tokens) != T:
         raise RequestFault(f"a response ends after {len(tokens)} of {T} tokens for no reason")
     return Response(tokens, logprobs, truncated=True)
-
-
-def _require_vllm(python: str) -> None:
-    """Raise `UserError` unless the interpreter has vLLM."""
-    # A folder named vllm would be found as a package; it has no modules.
-    program = (
-        "import importlib.util as i, sys; "
-        "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
-    )
-    try:
-        found = subprocess.run([python, "-c", program], check=False).returncode
-    except OSError as error:
-        raise UserError(f"config.rollout.vllm.python={python!r}: {error.strerror}") from None
-    if found:
-        raise UserError(
-            f"config.rollout.vllm.python={python!r}: this interpreter has no vLLM; name one of an "
-            "environment with `pip install vllm`"
-        )

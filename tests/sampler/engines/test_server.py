@@ -26,9 +26,10 @@ from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
-from jax_ppo.sampler.engines import external, server
+from jax_ppo.sampler.engines import external, rollout_server, server
 from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
+from jax_ppo.sampler.engines.server_process import ServerProcess
 from jax_ppo.sampler.text_search import search_for
 
 MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
@@ -48,7 +49,7 @@ def any_weights(monkeypatch):
     """Accept log-probs that no model computed."""
     monkeypatch.setattr(external, "MAX_DIFFERENCE", np.inf)
     monkeypatch.setattr(ExternalEngine, "_unused_adapters", lambda *arguments: [])
-    monkeypatch.setattr(server, "_PAUSE", 0.01)
+    monkeypatch.setattr(rollout_server, "_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -187,7 +188,7 @@ class TestProtocols:
                 engine.start()
 
     def test_no_server_is_one_line(self, actor, folder, monkeypatch):
-        monkeypatch.setattr(server, "_CONNECT_SECONDS", 0.1)
+        monkeypatch.setattr(rollout_server, "_CONNECT_SECONDS", 0.1)
         engine = make_engine(actor, folder, url="http://127.0.0.1:9")
         with pytest.raises(UserError, match=r"rollout\.url='http://127.0.0.1:9': no answer"):
             engine.start()
@@ -261,7 +262,7 @@ class TestFaults:
     def test_what_is_no_reply_is_one_line(
         self, actor, folder, prompts, monkeypatch, route, status, header, data, message
     ):
-        monkeypatch.setattr(server, "_CONNECT_SECONDS", 0.1)
+        monkeypatch.setattr(rollout_server, "_CONNECT_SECONDS", 0.1)
 
         def alter(path, *reply):
             if path.startswith(f"/{route}"):
@@ -343,7 +344,7 @@ class TestFaults:
     def test_workers_have_time_to_clean_up(self, tmp_path):
         """They remove what they have in shared memory after the server has ended."""
         worker = f"trap '' TERM; touch {tmp_path}/started; sleep 0.3; touch {tmp_path}/cleaned"
-        process = server.ServerProcess(["sh", "-c", f"({worker}) & wait"], {}, tmp_path / "log")
+        process = ServerProcess(["sh", "-c", f"({worker}) & wait"], {}, tmp_path / "log")
         while not (tmp_path / "started").exists():
             time.sleep(0.01)
         process.stop()
@@ -352,7 +353,7 @@ class TestFaults:
     @pytest.mark.slow
     def test_a_server_of_ours_ends_with_its_workers(self, tmp_path):
         program = f"sleep 1000 & echo $! > {tmp_path}/worker; wait"
-        process = server.ServerProcess(["sh", "-c", program], {}, tmp_path / "log")
+        process = ServerProcess(["sh", "-c", program], {}, tmp_path / "log")
         while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
             time.sleep(0.01)
         worker = int((tmp_path / "worker").read_text())
@@ -630,9 +631,9 @@ class TestAdapters:
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret"])
 def test_a_key_is_never_shown(key, monkeypatch):
-    monkeypatch.setenv(server.KEY_VARIABLE, key)
+    monkeypatch.setenv(rollout_server.KEY_VARIABLE, key)
     with pytest.raises((UserError, RequestFault)) as caught:
-        HTTPClient("http://127.0.0.1:9", server.KEY_VARIABLE, 1).get("/openapi.json")
+        HTTPClient("http://127.0.0.1:9", rollout_server.KEY_VARIABLE, 1).get("/openapi.json")
     assert "cret" not in str(caught.value)
 
 

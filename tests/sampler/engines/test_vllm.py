@@ -78,7 +78,7 @@ def test_it_samples_from_the_newest_weights_and_survives_its_end(tmp_path, chang
             rollouts.append(generate(engine))
             assert difference(rollouts[-1], actor.scored, params) < 1e-3
         if not changes:
-            engine._process.stop()
+            engine._server._process.stop()
             rollouts.append(generate(engine))
     first, other, *later = rollouts
     assert (first.responses != other.responses).any()
@@ -110,7 +110,7 @@ def test_it_samples_with_the_newest_adapters(tmp_path):
         assert (first.responses != second.responses).any()
         assert (first.responses == third.responses).all()
         base = jax.tree.map(lambda x: 0.9 * x, actor.stacked)
-        url = f"http://127.0.0.1:{engine._port}"
+        url = f"http://127.0.0.1:{engine._server.port}"
         with running(make_engine(adapted, params[0], engine.folder, engine="openai", url=url)) as b:
             for adapters in (other, new):
                 update_and_generate(b, join_adapters(base, adapters))

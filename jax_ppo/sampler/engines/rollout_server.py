@@ -1,0 +1,177 @@
+"""A server that samples: one that runs elsewhere, or a vLLM that this run starts and ends."""
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.config.schema import RolloutOptions
+from jax_ppo.errors import UserError
+from jax_ppo.http_client import HTTPClient, RequestFault
+from jax_ppo.runtime import heartbeat
+from jax_ppo.sampler.engines.protocols import Call, ServerProtocol, choose_protocol
+from jax_ppo.sampler.engines.server_process import ServerProcess, free_port
+
+KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
+_START_SECONDS = 1800.0  # a large model takes minutes to load
+_CONNECT_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+_PAUSE = 0.2
+
+
+class RolloutServer:
+    """The server of a run, which `is_ours` if the run starts it.
+
+    `setting` is the option that says where it is, for messages.
+    """
+
+    def __init__(self, options: RolloutOptions) -> None:
+        """Take the address, or choose a port of this machine for a vLLM; nothing is started.
+
+        Raises:
+          UserError: the interpreter has no vLLM.
+        """
+        url, self.setting = options.url, f"config.rollout.url={options.url!r}"
+        self.is_ours = not url
+        if self.is_ours:
+            self._python = str(Path(options.vllm.python).expanduser())
+            self.setting = f"config.rollout.vllm.python={self._python!r}"
+            _require_vllm(self._python)
+            self.port = free_port()
+            url = f"http://127.0.0.1:{self.port}"
+        # A proxy is for servers outside. What is missing is requested again by the engine.
+        self.client = HTTPClient(url.rstrip("/"), KEY_VARIABLE, options.url_timeout, by_proxy=False)
+        self._process: ServerProcess | None = None
+        self._protocol: ServerProtocol | None = None
+        self._has_run = False
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        """Return how to talk to the server, which has been connected to."""
+        assert self._protocol is not None, "the server has been connected to"
+        return self._protocol
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether it has been connected to since it was started."""
+        return self._protocol is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a server of ours was started and has not ended."""
+        return self._process is not None and self._process.is_running
+
+    def output(self) -> str:
+        """Return what a server of ours has written."""
+        return "" if self._process is None else self._process.output()
+
+    def last_words(self) -> str:
+        """Return why a server of ours has ended, if it has."""
+        if self._process is None or self._process.is_running:
+            return ""
+        return f"; vLLM ended: {self._process.last_words()}"
+
+    def launch(
+        self,
+        arguments: Mapping[str, Any],
+        flags: Sequence[str],
+        variables: dict[str, str],
+        log: Path,
+    ) -> None:
+        """Start vLLM with arguments and flags of its command, and environment variables."""
+        if self._process is not None:
+            self._process.stop()
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        command += [f"--{name}={value}" for name, value in arguments.items()]
+        self._process = ServerProcess([*command, *flags], variables, log)
+        self._protocol = None
+
+    def connect(self, seconds: float | None = None) -> Collection[str]:
+        """Choose the protocol by the server's routes, when it answers, and return these.
+
+        Raises:
+          UserError: it refuses the request, does not answer in time, or lacks routes.
+          RequestFault: it was started by this run, and ended.
+        """
+        if seconds is None:
+            seconds = _START_SECONDS if self.is_ours else _CONNECT_SECONDS
+        deadline = time.monotonic() + seconds
+        with heartbeat.activity("waiting for the rollout server"):
+            while True:
+                try:
+                    routes = list(self.client.get("/openapi.json", timeout=10.0)["paths"])
+                    break
+                except RequestFault as fault:
+                    problem = str(fault)
+                    # What is in front of a server that still starts may not find it.
+                    if fault.is_final and fault.status != HTTPStatus.NOT_FOUND:
+                        raise UserError(f"{self.setting}: {problem}") from None
+                except (LookupError, TypeError):
+                    problem = "/openapi.json lists no routes"
+                if self.is_ours and not self.is_running:
+                    raise RequestFault(f"no answer{self.last_words()}", is_final=not self._has_run)
+                if time.monotonic() > deadline:
+                    raise UserError(f"{self.setting}: no answer in {seconds:.0f} s: {problem}")
+                time.sleep(_PAUSE)
+        protocol, missing = choose_protocol(routes)
+        if missing:
+            raise UserError(
+                f"{self.setting}: the server lacks {', '.join(missing)}"
+                + (f"; {protocol.hint}" if protocol.hint else "")
+            )
+        self._protocol, self._has_run = protocol, True
+        return routes
+
+    def post_all(self, calls: Sequence[Call]) -> None:
+        """Make calls in order; raise `RequestFault` for the first that does not succeed."""
+        for route, body in calls:
+            reply = self.client.post(route, json.dumps(body))
+            if isinstance(reply, dict) and reply.get("success") is False:
+                raise RequestFault(f"{route}: {reply.get('message', 'it failed')}")
+
+    def revive(self) -> None:
+        """End a server of ours, which did not answer; wait for another."""
+        time.sleep(_PAUSE)
+        if self._process is None:
+            self.connect(self.client.timeout)
+        else:
+            # Whether it died, hangs or sent a reply that cannot be used.
+            self._process.stop()
+            self._process, self._protocol = None, None
+
+    def stop(self, last_calls: Sequence[Call]) -> None:
+        """End a server of ours; make calls of another that need not succeed."""
+        if self._process is not None:
+            self._process.stop()
+        elif self._protocol is not None:
+            self.client = dataclasses.replace(self.client, timeout=_STOP_SECONDS)
+            self.try_all(last_calls)
+
+    def try_all(self, calls: Sequence[Call]) -> None:
+        """Make calls that need not succeed, such as on a server that was restarted."""
+        for call in calls:
+            with contextlib.suppress(RequestFault):
+                self.post_all([call])
+
+
+def _require_vllm(python: str) -> None:
+    """Raise `UserError` unless the interpreter has vLLM."""
+    # A folder named vllm would be found as a package; it has no modules.
+    program = (
+        "import importlib.util as i, sys; "
+        "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
+    )
+    try:
+        found = subprocess.run([python, "-c", program], check=False).returncode
+    except OSError as error:
+        raise UserError(f"config.rollout.vllm.python={python!r}: {error.strerror}") from None
+    if found:
+        raise UserError(
+            f"config.rollout.vllm.python={python!r}: this interpreter has no vLLM; name one of an "
+            "environment with `pip install vllm`"
+        )
