@@ -106,8 +106,6 @@ def prepared_run(
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
-    import jax
-
     from jax_ppo.reporting import console, trackers
     from jax_ppo.runtime import (
         backends,
@@ -120,14 +118,7 @@ def prepared_run(
 
     trackers.require_installed(parsing.parse_names(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
-    # On a single device, programs round differently: docs/reproducibility.md.
-    splits_cpu = options.mesh.virtual_replicas > 0 and backends.split_cpu()
     backends.start_backends()
-    if splits_cpu and jax.default_backend() == "cpu":
-        console.print_on_main(
-            f"note: config.mesh.virtual_replicas={options.mesh.virtual_replicas}: the CPU counts "
-            "as two devices; JAX_NUM_CPU_DEVICES sets another number"
-        )
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = work_directory.validated(workdir)

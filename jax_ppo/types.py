@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, UInt, UInt8
+from jaxtyping import Bool, Float32, Int32, UInt
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
@@ -108,10 +108,6 @@ class Rollout:
     # each layer; the number of experts for tokens that were not run, such as the last one. `None`
     # unless the sampling options request it.
     routed_experts: UInt[Array, "B S layers k"] | None = None
-    # The tokens among which each one was drawn, a bit for each of the vocabulary, as
-    # `kernels.vocabulary_chunks.keep_tokens` reads them; `logprobs` are then of the distribution
-    # over these. `None` unless the sampling options request it.
-    kept_tokens: UInt8[Array, "B T bytes"] | None = None
     # The step that began with the weights that drew each token, or read it as an observation; 0
     # past the length. `None` unless responses continue under newer weights.
     versions: Int32[Array, "B T"] | None = None
@@ -129,8 +125,6 @@ class Sequences:
     action_mask: Bool[Array, "B T"]  # as in `Rollout`; column t is the response's token t
     # As in `Rollout`; column i is the token at position i.
     routed_experts: UInt[Array, "B S layers k"] | None = None
-    # As in `Rollout`; all log-probs, entropies and KLs are of the distributions over these tokens.
-    kept_tokens: UInt8[Array, "B T bytes"] | None = None
     # As in `Rollout`; `None` if a turn is what no other token interrupts.
     turn_starts: Bool[Array, "B T"] | None = None
 
@@ -145,8 +139,6 @@ class Packing:
 
     sample: Int32[Array, "*leading R L"]  # index into the batch of samples, -1 in empty places
     position: Int32[Array, "*leading R L"]  # position in that sample's sequence, 0 in empty places
-    # The virtual replicas that R rows are divided among in equal parts; 0 without any.
-    replicas: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @pytree

@@ -70,7 +70,6 @@ PARTITION_SPECS = {
     "jax_ppo/runtime/parallelism/context.py",
     "jax_ppo/runtime/parallelism/experts.py",
     "jax_ppo/runtime/parallelism/heads.py",
-    "jax_ppo/runtime/parallelism/replicas.py",
     "jax_ppo/runtime/parallelism/rows.py",
     "jax_ppo/runtime/parallelism/pipeline.py",
     "jax_ppo/runtime/parallelism/vocabulary.py",

@@ -11,11 +11,11 @@ def train_notes(config: Config) -> list[str]:
     """Return notes for a `train` run: easily missed biases, and options without an effect."""
     algorithm, rollout = config.algorithm, config.rollout
     notes = list(_note_losses(config.actor, algorithm, config.updates_once))
-    if rollout.truncates and not rollout.exact_filters:  # trl#6789, verl#6240
+    if rollout.truncates:  # trl#6789, verl#6240
         notes.append(
             "config.rollout.top_k, top_p and min_p truncate the distribution that is sampled from, "
             "while log-probs and ratios are of the full one: training is off-policy to that "
-            "extent, unless config.rollout.exact_filters is on"
+            "extent"
         )
     path = config.model.lora.path
     restrains = algorithm.use_kl_in_reward or config.actor.use_kl_loss

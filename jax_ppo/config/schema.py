@@ -135,14 +135,6 @@ HAS_DATA_AXIS_ALONE = Condition(
     "`mesh.data` is the only axis, also of decoding",
     "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "
     "expert at 1, config.rollout.mesh.devices at 0, and config.rollout.mesh.model unset")
-SUMS_GRADIENTS_IN_FLOAT32 = Condition(
-    lambda c: "bfloat16" not in (
-        c.actor.optim.gradient_dtype, c.critic.optim.gradient_dtype),
-    "gradients are summed in float32",
-    "sums in bfloat16 are rounded by chance; set config.actor.optim.gradient_dtype and "
-    "config.critic.optim.gradient_dtype to float32")
-SAMPLES_WITH_BUILT_IN_ENGINE = engine_is_built_in(
-    "has log-probs that depend on its batches; set it to 'built-in'")
 HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
 ENGINE_RECORDS_DRAWS = engine_is_built_in("does not record it; use the built-in engine")
 ENVIRONMENT_HAS_ENGINE = engine_is_built_in("has no environment; use the built-in engine")
@@ -172,8 +164,6 @@ HAS_REWARD_FUNCTION = Condition(lambda c: bool(c.reward.function or c.reward.ter
 HAS_REWARD_URL = is_set("reward.url", "needs a server; set config.reward.url")
 HAS_REWARD_MODEL = is_set("reward.model_path",
     "there is no reward model; set config.reward.model_path")
-HAS_NO_REWARD_MODEL = is_unset("reward.model_path",
-    "a reward model's batches depend on the devices; leave config.reward.model_path unset")
 REWARDS_BY_RULE = is_unset("reward.model_path",
     "samples are selected by the rewards of rules, before a reward model reads them; unset "
     "config.reward.model_path")
@@ -204,10 +194,6 @@ KEEPS_SOME = is_set("rollout.keep")
 NEWEST_WEIGHTS = option_is("rollout.max_staleness", 0,
     "samples are selected by the newest weights; set config.rollout.max_staleness=0")
 HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
-HAS_NO_ENVIRONMENT = is_unset("rollout.multi_turn.environment",
-    "the host's answers depend on the devices; leave config.rollout.multi_turn.environment unset")
-FILTERS_TOKENS = Condition(lambda c: c.rollout.filters_tokens,
-    "`rollout.top_k`, `top_p`, `min_p` or `min_new_tokens` leaves out tokens")
 NO_PROCESS_REWARDS = option_is("reward.process_rewards", False,
     "the environment rewards turns; set config.reward.process_rewards=False")
 NO_OTHER_REWARD = Condition(
@@ -820,12 +806,6 @@ class RolloutOptions(Sampling):
         is_json=True)
     min_new_tokens: int = option(0, "tokens before which a response does not end",
         unit="tokens", at_least=0)
-    exact_filters: bool = option(False,
-        "record which tokens top_k, top_p, min_p and min_new_tokens left for each draw, "
-        "and train the distribution over these (DeepSeek-V3.2's keep sampling mask), instead of "
-        "the one over all tokens; takes a bit per token of the vocabulary for each response token",
-        requires=(ENGINE_RECORDS_DRAWS,), effective_when=(FILTERS_TOKENS,),
-        read_by=PPO)
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
@@ -1060,12 +1040,6 @@ class MeshShape:
     expert: int = option(1,
         "devices that split the experts of a mixture of experts; otherwise they act like fsdp",
         unit="devices", at_least=1)
-    virtual_replicas: int = option(0,
-        "replicas that compute a batch as so many devices of data would, on two or more devices "
-        "whose number divides theirs, with the same bits; one CPU counts as two; 0: one per "
-        "device",
-        at_least=0, requires=(HAS_DATA_AXIS_ALONE, SAMPLES_WITH_BUILT_IN_ENGINE,
-        HAS_NO_REWARD_MODEL, HAS_NO_ENVIRONMENT, SUMS_GRADIENTS_IN_FLOAT32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,8 +171,6 @@ SUPERVISED_RULES = (
     _Rule(("model.lora.rank", "model.lora.path"), lambda c, value: value,
         "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it "
         "unset"),
-    _Rule("mesh.virtual_replicas", lambda c, value: value,
-        "jax_ppo.{command} does not divide its batches among them; leave it at 0"),
 )
 SFT_RULES = (
     _Rule("supervised.center_coef", lambda c, value: value,
@@ -205,8 +203,7 @@ MESH_RULES = (
 # Options that must keep their defaults where responses continue from step to step, and what more
 # there is with rollout.exact.
 CONTINUED_RESPONSES = (
-    "rollout.engine", "rollout.exact_filters", "actor.router_replay.mode", "mesh.virtual_replicas",
-    "rollout.multi_turn.environment")
+    "rollout.engine", "actor.router_replay.mode", "rollout.multi_turn.environment")
 EXACT_RESPONSES = (
     "rollout.max_staleness", "rollout.keep", "rollout.reuse_logprobs",
     "rollout.logprob_micro_batch_size_per_device", "algorithm.rollout_is",

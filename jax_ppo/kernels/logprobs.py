@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Integer, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
@@ -25,7 +25,6 @@ from jax_ppo.kernels.vocabulary_chunks import (
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
-    keep_tokens,
 )
 
 
@@ -39,7 +38,6 @@ def token_logprobs(
     with_entropy: bool = True,
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
-    kept_GxNxW: UInt8[Array, " G N W"] | None = None,
     num_ids: int | None = None,
 ) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
     """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
@@ -74,8 +72,6 @@ def token_logprobs(
       with_entropy: whether to compute the entropy.
       logit_softcap: c > 0, or None for no soft cap.
       layout: how an unembedding that is split over devices is gathered.
-      kept_GxNxW: the tokens that could be drawn at each position (`keep_tokens`), to which p is
-        restricted; `None`: all.
       num_ids: ids from here on are never drawn, and p is 0; `None`: all V can be.
 
     Returns:
@@ -89,14 +85,14 @@ def token_logprobs(
     chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0])
     size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
-        (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), kept_GxNxW),
+        (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool)),
         ChunkOptions(temperature, size, logit_softcap, layout, num_ids),
         with_entropy,
     )
     return logprobs, entropy if with_entropy else None
 
 
-# Hidden states, unembedding, targets, mask and kept tokens.
+# Hidden states, unembedding, targets and mask.
 _Inputs = tuple[Any, ...]
 
 
@@ -111,14 +107,14 @@ def _forward(
     inputs: _Inputs, options: ChunkOptions, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target), entropy (0 unless `with_entropy`) and logsumexp z, each [G, N]."""
-    hidden, unembedding, targets, mask, kept = inputs
+    hidden, unembedding, targets, mask = inputs
     chunks = MaskedChunks(mask, options.size)
     weight = options.layout.gather(unembedding.astype(hidden.dtype))
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Shifting by the largest logit keeps exp from overflowing.
         logits = chunk_logits(chunks.gather(hidden, i), weight, options)
-        z = keep_tokens(logits, chunks.gather(kept, i)) / options.temperature
+        z = logits / options.temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
@@ -147,7 +143,7 @@ def _forward_and_residuals(
     inputs: _Inputs, options: ChunkOptions, with_entropy: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     # With symbolic zeros, jax wraps each differentiable argument in an object with its `.value`.
-    inputs = tuple(None if x is None else x.value for x in inputs)
+    inputs = tuple(x.value for x in inputs)
     logprobs, entropy, logsumexp = _forward(inputs, options, with_entropy)
     return (logprobs, entropy), (*inputs, entropy, logsumexp)
 
@@ -158,7 +154,7 @@ def _backward(
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[Any, Any],
 ) -> tuple[_Inputs]:
-    hidden, unembedding, targets, mask, kept, entropy, logsumexp = residuals
+    hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     # A loss without an entropy bonus has no cotangent for it: that term is then left out.
     logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
     chunks = MaskedChunks(mask, options.size)
@@ -166,7 +162,7 @@ def _backward(
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         # The saved logsumexp spares the backward pass a reduction over the vocabulary.
-        z = keep_tokens(logits, chunks.gather(kept, i)) / options.temperature
+        z = logits / options.temperature
         log_p = z - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(logits)
         if logprobs_grad is not None:
@@ -178,7 +174,7 @@ def _backward(
         return slope / options.temperature
 
     gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, logits_grad, options)
-    return ((*gradients, None, None, None),)
+    return ((*gradients, None, None),)
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)

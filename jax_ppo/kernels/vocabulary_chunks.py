@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.softcap import softcap, softcap_slope
@@ -90,13 +90,11 @@ class MaskedChunks:
     def _slice(self, x: jax.Array, i: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
 
-    def gather(self, x_GxN: Any, i: jax.Array) -> Any:
-        """Return chunk i of x [G, N, ...], [G, C, ...]; `None` of `None`.
+    def gather(self, x_GxN: jax.Array, i: jax.Array) -> jax.Array:
+        """Return chunk i of x [G, N, ...], [G, C, ...].
 
         It is 0 where the group has no more positions, so that the padding adds nothing to a sum.
         """
-        if x_GxN is None:
-            return None
         order = self._slice(self._order, i)
         selected = self._slice(self._selected, i)
         expand = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
@@ -129,21 +127,6 @@ def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Ar
     if num_ids is None:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, DROPPED)
-
-
-def keep_tokens(
-    logits_GxCxV: Float32[Array, " G C V"], kept_GxCxW: UInt8[Array, " G C W"] | None
-) -> Float32[Array, " G C V"]:
-    """Return the logits, with `DROPPED` for tokens that were not kept.
-
-    `kept_GxCxW` has W = V / 8, rounded up; bit v % 8 of byte v // 8 is 1 if token v was kept.
-    `None`: all were.
-    """
-    if kept_GxCxW is None:
-        return logits_GxCxV
-    V = logits_GxCxV.shape[-1]
-    is_kept = jnp.unpackbits(kept_GxCxW, axis=-1, count=V, bitorder="little")
-    return jnp.where(is_kept, logits_GxCxV, DROPPED)
 
 
 def hidden_and_weight_grad(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
@@ -22,7 +22,6 @@ from jax_ppo.kernels.vocabulary_chunks import (
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
-    keep_tokens,
 )
 
 
@@ -36,7 +35,6 @@ def full_kl(
     chunk_size: int | None = None,
     logit_softcap: float | None = None,
     layout: UnembeddingLayout = NOT_SPLIT,
-    kept_GxNxW: UInt8[Array, " G N W"] | None = None,
     num_ids: int | None = None,
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
@@ -61,8 +59,8 @@ def full_kl(
 
     It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
     receive none. Cost, precision, the gradient of a soft cap and the arguments are as for
-    `logprobs.token_logprobs`; both models have the same temperature, soft cap, kept tokens
-    and ids.
+    `logprobs.token_logprobs`; both models have the same temperature, soft cap and
+    ids.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
@@ -78,20 +76,20 @@ def full_kl(
     chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0])
     references = map(jax.lax.stop_gradient, (ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
-        (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool), kept_GxNxW),
+        (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool)),
         ChunkOptions(
             temperature, min(chunk_size, mask_GxN.shape[1]), logit_softcap, layout, num_ids
         ),
     )
 
 
-# Hidden states and unembedding of the actor and of the reference, mask and kept tokens.
+# Hidden states and unembedding of the actor and of the reference, and the mask.
 _Inputs = tuple[Any, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
-    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = inputs
+    hidden, unembedding, ref_hidden, ref_unembedding, mask = inputs
     chunks = MaskedChunks(mask, options.size)
     weight = options.layout.gather(unembedding.astype(hidden.dtype))
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
@@ -99,9 +97,8 @@ def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
     def process_chunk(i: jax.Array, kl: jax.Array) -> jax.Array:
         logits = chunk_logits(chunks.gather(hidden, i), weight, options)
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options)
-        kept_chunk = chunks.gather(kept, i)
-        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)
-        log_q = jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / options.temperature)
+        log_p = jax.nn.log_softmax(logits / options.temperature)
+        log_q = jax.nn.log_softmax(ref_logits / options.temperature)
         p = jnp.exp(log_p)
         d = log_p - log_q
         # Far from 0, exp(-d) would overflow where p is tiny, and no digits cancel there.
@@ -122,23 +119,22 @@ def _forward(inputs: _Inputs, options: ChunkOptions) -> tuple[jax.Array, _Inputs
 
 
 def _backward(options: ChunkOptions, inputs: _Inputs, kl_grad: jax.Array) -> tuple[_Inputs]:
-    hidden, unembedding, ref_hidden, ref_unembedding, mask, kept = inputs
+    hidden, unembedding, ref_hidden, ref_unembedding, mask = inputs
     chunks = MaskedChunks(mask, options.size)
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options)
-        kept_chunk = chunks.gather(kept, i)
         # Recomputed from hidden states: the forward pass keeps no distribution.
-        log_p = jax.nn.log_softmax(keep_tokens(logits, kept_chunk) / options.temperature)
-        d = log_p - jax.nn.log_softmax(keep_tokens(ref_logits, kept_chunk) / options.temperature)
+        log_p = jax.nn.log_softmax(logits / options.temperature)
+        d = log_p - jax.nn.log_softmax(ref_logits / options.temperature)
         # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
         return p * excess * (chunks.gather(kl_grad, i) / options.temperature)[..., None]
 
     gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, logits_grad, options)
-    return ((*gradients, None, None, None, None),)
+    return ((*gradients, None, None, None),)
 
 
 _full_kl.defvjp(_forward, _backward)

@@ -16,7 +16,8 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import constrains_logits
-from jax_ppo.sampler.slots import Cache, build_job, initial_state, record_bytes
+from jax_ppo.sampler.routing import routing_bytes
+from jax_ppo.sampler.slots import Cache, build_job, initial_state
 from jax_ppo.types import Prompts
 
 # Where the platform does not report its memory, as on CPUs.
@@ -47,8 +48,8 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
         prompts *= BATCHES_IN_POOL
     queue = meshes.rows_per_shard(rollout_mesh, prompts) * config.rollout.n
     # The previous step's record stays until that step is reported.
-    longest = config.data.max_prompt_length
-    resident += 2 * record_bytes(actor.architecture, sampling, queue, longest)
+    if sampling.returns_routed_experts:
+        resident += 2 * routing_bytes(actor.architecture, queue, config.sequence_length)
 
     def slot_bytes(slots: int) -> int:
         """Return the bytes per device of the cache and the logits of one queue's slots."""

@@ -18,14 +18,13 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
 from jax_ppo.runtime import placement
 from jax_ppo.runtime.compilation import jit_rounded_alike
-from jax_ppo.runtime.parallelism.replicas import computed_by_replicas, sum_over_replicas
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import draw_next_tokens
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.packing import Rows, parts_of_replicas
+from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState, reference_policy
 from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
 
@@ -163,7 +162,6 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
         truncated=rollout.truncated,
         action_mask=rollout.action_mask,
         routed_experts=routed_experts,
-        kept_tokens=rollout.kept_tokens,
         turn_starts=rollout.turn_starts,
     )
 
@@ -229,7 +227,6 @@ def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
-@computed_by_replicas(num_static=3)
 def forward_part(
     options: ForwardOptions,
     nets: Networks,
@@ -262,26 +259,20 @@ def forward_part(
     # Once, before the loop over micro-batches.
     state = state.on_device()
 
-    def run_rows(packed: Packing) -> ForwardOutputs:
-        def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-            rows = gather_micro_batch(sequences, packed, i)
-            written: dict[str, jax.Array] = {}
-            for name, values in _compute_rows(options, nets, part, state, rows, draw_keys):
-                written[name] = packing.to_samples(values, rows, getattr(outputs, name))
-                if name == "values" and outputs.last_values is not None:
-                    # The last token may not be an action: read by position, not by mask.
-                    last_B = sequences.prompt_lengths + sequences.lengths - 1
-                    written["last_values"] = forward.write_values_at(
-                        values, rows, last_B, outputs.last_values
-                    )
-            return dataclasses.replace(outputs, **written)
+    def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
+        rows = gather_micro_batch(sequences, packed, i)
+        written: dict[str, jax.Array] = {}
+        for name, values in _compute_rows(options, nets, part, state, rows, draw_keys):
+            written[name] = packing.to_samples(values, rows, getattr(outputs, name))
+            if name == "values" and outputs.last_values is not None:
+                # The last token may not be an action: read by position, not by mask.
+                last_B = sequences.prompt_lengths + sequences.lengths - 1
+                written["last_values"] = forward.write_values_at(
+                    values, rows, last_B, outputs.last_values
+                )
+        return dataclasses.replace(outputs, **written)
 
-        return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
-
-    if not packed.replicas:
-        return run_rows(packed)
-    # Zeros of other replicas' samples are added to each number.
-    return sum_over_replicas(run_rows, parts_of_replicas(packed))
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
 
 
 forward_part_exactly = jit_rounded_alike(forward_part, static_argnames=("options", "nets", "part"))

@@ -54,9 +54,6 @@ class RolloutPacker:
     forward_rows_per_device: int | None
     # How a rollout is divided for the actor and for a separate critic, by role.
     partitions: dict[str, Partition]
-    # Virtual replicas, among which the rows of each micro-batch are divided as among devices; 0
-    # without any.
-    replicas: int = 0
     # Whether forward passes read the rows of the actor's first epoch, in the micro-batches of its
     # update.
     reads_as_updated: bool = False
@@ -139,7 +136,7 @@ class RolloutPacker:
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         parts = meshes.row_parts(self.mesh)
-        shards = self.replicas or meshes.row_shards(self.mesh) // parts
+        shards = meshes.row_shards(self.mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device,
             self.row_length // parts,
@@ -150,8 +147,7 @@ class RolloutPacker:
         packed, counts = packing.pack_samples(
             lengths, groups, rows_at_once, self.row_length, self.packed
         )
-        packed = packing.split_columns(packed, shards, parts)
-        return dataclasses.replace(packed, replicas=self.replicas), counts
+        return packing.split_columns(packed, shards, parts), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return self.place(array, sharding.replicated(self.mesh))
@@ -189,7 +185,6 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
         ),
         partitions=partitions,
-        replicas=config.mesh.virtual_replicas,
     )
 
 

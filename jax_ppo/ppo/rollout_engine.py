@@ -82,8 +82,4 @@ def sampling_options(
         environment=environment,
         max_turns=rollout.multi_turn.max_assistant_turns,
         max_turn_length=rollout.multi_turn.max_turn_length,
-        # Evaluations are not learned from.
-        returns_kept_tokens=(
-            options is rollout and rollout.exact_filters and options.filters_tokens
-        ),
     )

@@ -23,7 +23,6 @@ from jax_ppo.ppo.objectives import (
     UpdateOptions,
 )
 from jax_ppo.runtime.compilation import jit_rounded_alike
-from jax_ppo.runtime.parallelism.replicas import computed_by_replicas
 from jax_ppo.training.learner import EarlyStop, Learner, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
@@ -143,7 +142,6 @@ def actor_program(options: UpdateOptions) -> Any:
 
 
 @_compiled
-@computed_by_replicas(num_static=1)
 def update_actor(
     setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
 ) -> tuple[Trained, Int32[Array, ""], Metrics]:
@@ -182,7 +180,6 @@ _update_actor_exactly = jit_rounded_alike(update_actor, **_JIT)
 
 
 @_compiled
-@computed_by_replicas(num_static=1)
 def update_critic(
     setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
 ) -> tuple[Trained, Metrics]:

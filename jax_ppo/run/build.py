@@ -329,15 +329,9 @@ def _sampling_options(
         stop=make_stop_search(rollout, tokenizer, architecture.vocab_size),
         environment=environment,
     )
-    replicas = config.mesh.virtual_replicas
     replays = config.actor.router_replay.mode == "R3"
-    sampling = dataclasses.replace(
-        build(rollout), replicas=replicas, returns_routed_experts=replays
-    )
-    held_out = dataclasses.replace(build(rollout.val_kwargs), replicas=replicas)
-    # A replica has `rollout.max_num_seqs` slots, or one per sample, on any machine.
-    if replicas:
-        return sampling, held_out
+    sampling = dataclasses.replace(build(rollout), returns_routed_experts=replays)
+    held_out = build(rollout.val_kwargs)
     slots = count_decoding_slots(memory, rollout_mesh, sampling)  # they change no sample
     if not rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")

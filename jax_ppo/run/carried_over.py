@@ -66,7 +66,6 @@ def restore_sampled_batch(
     has_turns = options.environment is not None
     optional = {
         "routed_experts": options.returns_routed_experts,
-        "kept_tokens": options.returns_kept_tokens,
         "turn_rewards": has_turns,
         "turn_starts": has_turns,
     }

@@ -104,11 +104,6 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
 def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, list[str]]:
     """Return the options with the models of a checkpoint or of an exported run, and notes."""
     notes = []
-    if config.rollout.exact_filters and config.rollout.filters_tokens:
-        notes.append(
-            "config.rollout.exact_filters=True: files do not hold the tokens among which each was "
-            "drawn; log-probs are those over the whole vocabulary"
-        )
     # Nothing is decoded, and nothing held out is read.
     config = replace_options(config, {"data.val_files": "", "rollout.max_num_seqs": 1})
     if config.score.reward_key:  # the rewards are in the rows

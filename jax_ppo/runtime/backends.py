@@ -58,25 +58,6 @@ def start_backends() -> None:
         ) from error
 
 
-def split_cpu() -> bool:
-    """Let the CPU count as two devices, and return whether it will.
-
-    It will not if the environment gives its number of devices, if there are several processes, or
-    if JAX has started its backends.
-    """
-    import jax
-
-    is_set = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]
-    is_set |= "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if is_set or jax.distributed.is_initialized():
-        return False
-    try:
-        jax.config.update("jax_num_cpu_devices", 2)
-    except RuntimeError:  # the backends have started
-        return False
-    return True
-
-
 def _platforms() -> str:
     """Return the platforms that JAX finds by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}

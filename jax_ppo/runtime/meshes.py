@@ -26,7 +26,6 @@ from jax_ppo.errors import UserError
 
 # In the order of the devices: neighbours exchange the most, stages the least.
 AXES = ("stage", "data", "fsdp", "expert", "context", "model")
-REPLICA = "replica"  # a further axis, whose devices share virtual replicas; it splits no array
 # The axes that split the rows of a batch; the parts of a row are on neighbouring devices.
 ROWS = ("stage", "data", "fsdp", "expert", "context")
 # Those that split parameters, which are gathered layer by layer. Experts are split over `expert` in
@@ -62,10 +61,6 @@ def make_mesh(
     if math.prod(sizes.values()) != len(devices):
         wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
         raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
-    if shape.virtual_replicas:
-        _require_power_of_two_per_device(shape.virtual_replicas, sizes["data"])
-        # Arrays are whole on each device, except where replicas compute their parts.
-        sizes = {REPLICA: sizes["data"], **sizes, "data": 1}
     axes = tuple(sizes)
     axis_types = (AxisType.Auto,) * len(axes)
     if decoding:
@@ -104,20 +99,6 @@ def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> lis
 def by_process(devices: Iterable[jax.Device]) -> list[jax.Device]:
     """Return the devices in the order of their processes."""
     return sorted(devices, key=lambda device: device.process_index)
-
-
-def _require_power_of_two_per_device(replicas: int, devices: int) -> None:
-    """Raise `UserError` unless virtual replicas are added up in a binary tree on these devices."""
-    if replicas & (replicas - 1) or replicas % devices:
-        raise UserError(
-            f"config.mesh.virtual_replicas={replicas}: must be a power of two and a multiple of "
-            f"the number of devices, {devices}"
-        )
-    if devices == 1:
-        raise UserError(
-            f"config.mesh.virtual_replicas={replicas}: needs two devices or more: on one, weights "
-            "can differ by rounding. A CPU counts as two with JAX_NUM_CPU_DEVICES=2"
-        )
 
 
 def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jax_ppo.models.cache import keep_states
 from jax_ppo.models.transformer import Transformer, TransformerOutput
-from jax_ppo.runtime.parallelism.replicas import map_replicas
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
@@ -86,7 +85,6 @@ def generate_responses(
         action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
         slot_steps=state.slot_steps[None],
         routed_experts=None if state.routing is None else state.routing.sequences,
-        kept_tokens=state.kept,
     )
     if state.dialogues is not None:
         return dialogues.record_dialogues(options, rollout, state.dialogues)
@@ -219,7 +217,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     assert decoded.cache is not None
     cache = decoded.cache
-    tokens_B, logprobs_B, kept_BxW = draw_next_tokens(
+    tokens_B, logprobs_B = draw_next_tokens(
         job.model.architecture,
         options,
         job.params,
@@ -255,9 +253,6 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         routed = decoded.auxiliary["routed_experts"]
         record = routing.record_tokens(state.routing, routed, slots.sample, positions_B)
         recorded = recorded._replace(routing=record)
-    if state.kept is not None:
-        kept = state.kept.at[written_B, slots.drawn].set(kept_BxW, mode="drop")
-        recorded = recorded._replace(kept=kept)
     if state.dialogues is not None:
         return dialogues.end_turns(job, slots, recorded, is_observed_B, finishes_B)
     # An ended sample leaves its slot at once: N marks the slot as idle.
@@ -282,8 +277,7 @@ def sampler_program(
         params: Params, prompts: Prompts, key: jax.Array, first_sample_index: jax.Array | int = 0
     ) -> Rollout:
         count = len(prompts.lengths)
-        replicas = options.replicas
-        missing = -count % replicas if replicas else num_padded_rows(count) - count
+        missing = num_padded_rows(count) - count
         # The index addresses a sample's random numbers, wherever the sample is decoded.
         indices_N = first_sample_index + jnp.arange(count * options.n)
         generate = functools.partial(generate_responses, model, options, has_padding=missing > 0)
@@ -297,8 +291,7 @@ def sampler_program(
             rows=rows,
         )
         indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
-        split = functools.partial(map_replicas, replicas=replicas) if replicas else split_rows
-        rollout = split(generate)(params, prompts, indices_N, key)
+        rollout = split_rows(generate)(params, prompts, indices_N, key)
         if not missing:
             return rollout
         cut = functools.partial(drop_padded_rows, count=count * options.n)

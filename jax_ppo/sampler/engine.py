@@ -45,11 +45,6 @@ class SamplingOptions:
     max_turn_length: int | None = None
     # The rollout holds the experts that each token passed through.
     returns_routed_experts: bool = False
-    # The rollout holds the tokens among which each was drawn, and log-probs are of the distribution
-    # over these; not for a temperature of 0.
-    returns_kept_tokens: bool = False
-    # Virtual replicas, among which prompts are divided as among devices; 0 without any.
-    replicas: int = 0
 
 
 class RolloutEngine(Protocol):

@@ -42,7 +42,6 @@ def draw_next_tokens(
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
-            returns_kept=options.returns_kept_tokens,
             shards=sampling.VocabularyShards(axis),
             added_BxV=next(iter(added_BxV), None),
         )

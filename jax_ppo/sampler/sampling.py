@@ -64,12 +64,8 @@ class Draws(NamedTuple):
 
     tokens: jax.Array  # int32 [B]
     # float32 [B]: of softmax(logits / temperature) before filters and without what was added to the
-    # logits, or of softmax(logits) when greedy; with `kept`, of the distribution over the kept
-    # tokens.
+    # logits, or of softmax(logits) when greedy.
     logprobs: jax.Array
-    # uint8 [B, V / 8 rounded up]: bit v % 8 of byte v // 8 is 1 if token v could be drawn; `None`
-    # unless asked for.
-    kept: jax.Array | None = None
 
 
 def sample_keys(step_key: jax.Array, samples_B: jax.Array) -> jax.Array:
@@ -95,7 +91,6 @@ def sample_tokens(
     shards: VocabularyShards = WHOLE,
     added_BxV: jax.Array | None = None,
     min_p: float = 0.0,
-    returns_kept: bool = False,
 ) -> Draws:
     """Draw the next token of each row.
 
@@ -109,7 +104,6 @@ def sample_tokens(
       added_BxV: added to the logits before the draw, -inf for tokens that are not to be drawn;
         split as the logits are. `None`: nothing.
       min_p: static, in [0, 1], draw among those at least this fraction as likely as the likeliest.
-      returns_kept: static, return the tokens among which each row's was drawn.
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
@@ -120,9 +114,7 @@ def sample_tokens(
         return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards))
     if 0 < top_k < shards.total(logits_BxV.shape[-1]) or top_p < 1:
         filters = _Filters(temperature, top_k, top_p, min_p)
-        return _sample_filtered(
-            logits_BxV, uniforms_Bx2, filters, shards, added_BxV, returns_kept=returns_kept
-        )
+        return _sample_filtered(logits_BxV, uniforms_Bx2, filters, shards, added_BxV)
     logits_BxV = logits_BxV / temperature
     preferred_BxV = logits_BxV
     if added_BxV is not None:
@@ -130,9 +122,6 @@ def sample_tokens(
     weights_BxV = _unnormalized_probs(preferred_BxV, shards)
     kept_BxV = keep_min_p(weights_BxV, min_p)
     tokens_B, sums_B = draw_tokens(kept_BxV, uniforms_Bx2, shards)
-    if returns_kept:
-        logprobs_B = token_logprob(preferred_BxV, tokens_B, sums_B, shards)
-        return Draws(tokens_B, logprobs_B, _pack_kept(kept_BxV > 0, shards))
     # Without a filter the draw has summed the weights of these very logits.
     known_sums_B = sums_B if kept_BxV is weights_BxV and added_BxV is None else None
     return Draws(tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards))
@@ -163,8 +152,7 @@ def token_logprob(
     """Return log_softmax(logits / temperature)[token], float32 [B], without an array of them.
 
     `sums_B`, which `draw_tokens` returns, save one pass through the logits, the largest logits
-    another. If the sums are over a part of the tokens that includes the likeliest, log-probs are of
-    the distribution over it.
+    another.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
     drawn_B = shards.sum(_take_local(logits_BxV, index_B)) / temperature
@@ -194,11 +182,6 @@ def _take_tokens(
     return jnp.where((index_BxM >= 0) & (index_BxM < V), taken_BxM, -jnp.inf)
 
 
-def _pack_kept(is_kept_BxV: jax.Array, shards: VocabularyShards) -> jax.Array:
-    """Return `Draws.kept`."""
-    return jnp.packbits(shards.gather(is_kept_BxV), axis=-1, bitorder="little")
-
-
 class _Filters(NamedTuple):
     """The filters of logits, see `sample_tokens`."""
 
@@ -208,41 +191,28 @@ class _Filters(NamedTuple):
     min_p: float
 
 
-class _Filtered(NamedTuple):
-    """Tokens drawn for B rows: int32 [B]; the sums of the kept weights; the least kept logits."""
-
-    tokens: jax.Array
-    sums: jax.Array
-    least: jax.Array
-
-
 def _sample_filtered(
     logits_BxV: jax.Array,
     uniforms_Bx2: jax.Array,
     filters: _Filters,
     shards: VocabularyShards,
     added_BxV: jax.Array | None,
-    returns_kept: bool,
 ) -> Draws:
     """Do what `sample_tokens` does with top-k or top-p."""
     # Not divided by the temperature, which would make one more array to write and to read.
     preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
-    drawn, largest_B, sums_B = _draw_filtered(preferred_BxV, uniforms_Bx2, filters, shards)
+    tokens_B, largest_B, sums_B = _draw_filtered(preferred_BxV, uniforms_Bx2, filters, shards)
     logprob = functools.partial(
-        token_logprob, tokens_B=drawn.tokens, shards=shards, temperature=filters.temperature
+        token_logprob, tokens_B=tokens_B, shards=shards, temperature=filters.temperature
     )
-    if returns_kept:
-        logprobs_B = logprob(preferred_BxV, sums_B=drawn.sums, largest_B=largest_B)
-        kept_BxW = _pack_kept(preferred_BxV >= drawn.least[:, None], shards)
-        return Draws(drawn.tokens, logprobs_B, kept_BxW)
     if added_BxV is None:
-        return Draws(drawn.tokens, logprob(logits_BxV, sums_B=sums_B, largest_B=largest_B))
-    return Draws(drawn.tokens, logprob(logits_BxV))
+        return Draws(tokens_B, logprob(logits_BxV, sums_B=sums_B, largest_B=largest_B))
+    return Draws(tokens_B, logprob(logits_BxV))
 
 
 def _draw_filtered(
     logits_BxV: jax.Array, uniforms_Bx2: jax.Array, filters: _Filters, shards: VocabularyShards
-) -> tuple[_Filtered, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw one token per row among those that the filters keep.
 
     All logits are read twice: for the largest of each block of tokens, and for the sum of their
@@ -261,10 +231,10 @@ def _draw_filtered(
 
     def read_all(
         logits_RxV: jax.Array, uniforms_Rx2: jax.Array, largest_R: jax.Array, sums_R: jax.Array
-    ) -> _Filtered:
+    ) -> jax.Array:
         weights_RxV = weigh(logits_RxV, largest_R)
-        kept_RxV, least_R, _ = _keep(logits_RxV, weights_RxV, sums_R, filters, shards)
-        return _Filtered(*draw_tokens(kept_RxV, uniforms_Rx2, shards), least_R)
+        kept_RxV, _, _ = _keep(logits_RxV, weights_RxV, sums_R, filters, shards)
+        return draw_tokens(kept_RxV, uniforms_Rx2, shards)[0]
 
     # Of the k likeliest tokens each is in one of the k + 1 heaviest blocks. No other block has a
     # token that is likelier than the heaviest of the last of these.
@@ -287,7 +257,7 @@ def _draw_filtered(
     kept_BxM, least_B, read_B = _keep(top_BxM, weights_BxM, sums_B, filters, shards)
     # The same draw as by `draw_tokens`: first by the running sum over blocks, of all devices.
     kept_BxC = shards.gather(kept_BxM.reshape(tokens_BxCxW.shape).sum(-1))
-    chosen_B, kept_sums_B = _invert_cdf(kept_BxC, uniforms_Bx2[:, 0])
+    chosen_B, _ = _invert_cdf(kept_BxC, uniforms_Bx2[:, 0])
     first_B = shards.sum(_take_local(firsts_BxC, chosen_B - shards.start(count)))
     drawn_size = _draw_size(V)
     tokens_BxW = (first_B // drawn_size * drawn_size)[:, None] + jnp.arange(drawn_size)
@@ -295,22 +265,22 @@ def _draw_filtered(
     is_kept_BxW = block_BxW >= least_B[:, None]
     weights_BxW = shards.sum(jnp.where(is_kept_BxW, weigh(block_BxW, largest_B), 0))
     within_B, _ = _invert_cdf(weights_BxW, uniforms_Bx2[:, 1])
-    drawn = _Filtered(tokens_BxW[:, 0] + within_B, kept_sums_B, least_B)
+    drawn_B = tokens_BxW[:, 0] + within_B
 
     # An eighth of the rows at a time reads everything. What is drawn for a row does not depend on
     # the others.
-    def read_rows(state: tuple[_Filtered, jax.Array]) -> tuple[_Filtered, jax.Array]:
-        drawn, is_left_B = state
+    def read_rows(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        drawn_B, is_left_B = state
         (rows_R,) = jnp.nonzero(is_left_B, size=-(-B // 8), fill_value=B)
         of_all = (logits_BxV, uniforms_Bx2, largest_B, sums_B)
-        new = read_all(*(x.at[rows_R].get(mode="clip") for x in of_all))
-        drawn = jax.tree.map(lambda x, new: x.at[rows_R].set(new, mode="drop"), drawn, new)
-        return drawn, is_left_B.at[rows_R].set(False, mode="drop")
+        new_R = read_all(*(x.at[rows_R].get(mode="clip") for x in of_all))
+        drawn_B = drawn_B.at[rows_R].set(new_R, mode="drop")
+        return drawn_B, is_left_B.at[rows_R].set(False, mode="drop")
 
     is_left_B = shards.max(heaviest_BxC.min(-1)) >= read_B
-    state = (drawn, is_left_B)
-    drawn, _ = jax.lax.while_loop(lambda state: state[1].any(), read_rows, state)
-    return drawn, largest_B, sums_B
+    state = (drawn_B, is_left_B)
+    drawn_B, _ = jax.lax.while_loop(lambda state: state[1].any(), read_rows, state)
+    return drawn_B, largest_B, sums_B
 
 
 def _keep(

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import empty_cache, empty_state, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries, routing_bytes
+from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
 from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
@@ -81,8 +80,6 @@ class DecodeState(NamedTuple):
     dialogues: Dialogues | None = None  # the dialogues' state; `None` without an environment
     # The experts that tokens have passed through; `None` unless they are asked for.
     routing: RoutingRecord | None = None
-    # uint8 [N, T, V / 8], the tokens among which each was drawn; `None` unless asked for.
-    kept: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +208,6 @@ def initial_state(job: DecodeJob) -> DecodeState:
         routing = empty_record(
             architecture, prompts=job.group, prompt_length=P, samples=N, length=P + T
         )
-    kept = None
-    if job.options.returns_kept_tokens:
-        kept = jnp.zeros((N, T, kept_tokens_width(architecture.vocab_size)), jnp.uint8)
     return DecodeState(
         slots=Slots(
             sample=jnp.full(B, N, jnp.int32),
@@ -231,26 +225,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
         stop_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
         routing=routing,
-        kept=kept,
     )
-
-
-def record_bytes(
-    architecture: Architecture, options: SamplingOptions, samples: int, prompt_length: int
-) -> int:
-    """Return the bytes of the routed experts and kept tokens of N samples, if they are recorded."""
-    T = options.max_response_length
-    size = 0
-    if options.returns_routed_experts:
-        size += routing_bytes(architecture, samples, prompt_length + T)
-    if options.returns_kept_tokens:
-        size += samples * T * kept_tokens_width(architecture.vocab_size)
-    return size
-
-
-def kept_tokens_width(vocab_size: int) -> int:
-    """Return the bytes of one bit for each token."""
-    return -(-vocab_size // 8)
 
 
 def slot_widths(width: int, tokens: int) -> tuple[int, ...]:

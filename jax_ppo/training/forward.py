@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
 from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
@@ -87,7 +87,6 @@ def target_logprobs(
         with_entropy=with_entropy,
         logit_softcap=cap,
         layout=UNEMBEDDING,
-        kept_GxNxW=_kept_by_device(rows),
         num_ids=model.architecture.num_ids,
     )
     shape = rows.mask.shape
@@ -123,13 +122,8 @@ def kl_over_vocabulary(
         temperature,
         logit_softcap=cap,
         layout=UNEMBEDDING,
-        kept_GxNxW=_kept_by_device(rows),
         num_ids=model.architecture.num_ids,
     ).reshape(rows.mask.shape)
-
-
-def _kept_by_device(rows: Rows) -> UInt8[Array, "G N W"] | None:
-    return None if rows.kept_tokens is None else split_by_device(rows.kept_tokens)
 
 
 def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L"]:

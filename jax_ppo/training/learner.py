@@ -12,7 +12,6 @@ micro-batches or over devices, so neither split changes the gradient.
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,7 +23,6 @@ from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Optim
 from jax_ppo.runtime import placement
-from jax_ppo.runtime.parallelism.replicas import add_trees, sum_over_replicas
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
@@ -244,37 +242,23 @@ class Learner:
         objective = self.objective
         weights = objective.weigh(batch)
 
-        def add_micro_batch(
-            packed: Packing, i: jax.Array, sums: tuple[Params, Metrics]
-        ) -> tuple[Params, Metrics]:
-            rows = gather_micro_batch(objective.sequences, packed, i)
+        def add_micro_batch(i: jax.Array, sums: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+            rows = gather_micro_batch(objective.sequences, batch.packing, i)
             gradients, metrics = add_gradient(
                 lambda params: objective.loss(params, rows, weights),
                 params,
                 sums[0],
                 None if key is None else jax.random.fold_in(key, i),
             )
-            return gradients, self._combine_metrics(sums[1], metrics)
+            combined = {
+                name: metric.combine(sums[1][name], metrics[name])
+                for name, metric in objective.metrics.items()
+            }
+            return gradients, combined
 
-        def sum_micro_batches(packed: Packing) -> tuple[Params, Metrics]:
-            zeros = zero_gradients(params, self.optim.gradient_dtype)
-            start = {name: jnp.float32(metric.start) for name, metric in objective.metrics.items()}
-            add = functools.partial(add_micro_batch, packed)
-            return jax.lax.fori_loop(0, batch.counts, add, (zeros, start))
-
-        if not batch.packing.replicas:
-            return sum_micro_batches(batch.packing)
-        return sum_over_replicas(
-            sum_micro_batches,
-            packing.parts_of_replicas(batch.packing),
-            lambda a, b: (add_trees(a[0], b[0]), self._combine_metrics(a[1], b[1])),
-        )
-
-    def _combine_metrics(self, ours: Metrics, theirs: Metrics) -> Metrics:
-        return {
-            name: metric.combine(ours[name], theirs[name])
-            for name, metric in self.objective.metrics.items()
-        }
+        zeros = zero_gradients(params, self.optim.gradient_dtype)
+        start = {name: jnp.float32(metric.start) for name, metric in objective.metrics.items()}
+        return jax.lax.fori_loop(0, batch.counts, add_micro_batch, (zeros, start))
 
 
 def gather_micro_batch(sequences: Sequences, packed: Packing, i: jax.Array) -> Rows:

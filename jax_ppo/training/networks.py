@@ -223,14 +223,13 @@ class NetworkReader:
         _refuse_adapters(folder, f"config.{option}={config.teacher.path!r}")
         architecture = read_architecture(folder, self.needs_weights)
         # Log-probs of tokens need the same tokens; sums over the vocabulary need the same logits.
-        compares = config.teacher.loss_coef or config.rollout.exact_filters
         for field in ("vocab_size", "logit_softcap"):
             teachers, actors = (getattr(x, field) for x in (architecture, self.actor.architecture))
-            if compares and teachers != actors:
+            if config.teacher.loss_coef and teachers != actors:
                 raise UserError(
                     f"config.teacher.path={config.teacher.path!r}: its {field} is {teachers}; "
-                    f"expected the actor's {actors}, or config.teacher.loss_coef=0 and "
-                    "config.rollout.exact_filters=False, with which the tokenizer is enough"
+                    f"expected the actor's {actors}, or config.teacher.loss_coef=0, with which the "
+                    "tokenizer is enough"
                 )
         return self._build_decoder(architecture)
 

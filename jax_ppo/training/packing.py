@@ -6,14 +6,13 @@ therefore have one shape for all lengths and skip the empty ones.
 """
 
 import bisect
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jax_ppo.types import Packing, Sequences, pytree
 
@@ -183,16 +182,6 @@ def split_pairs(packed: Packing, first_lengths: Sequence[int] | np.ndarray) -> P
     )
 
 
-def parts_of_replicas(packed: Packing) -> Packing:
-    """Return the micro-batches of each virtual replica, [V, A, R / V, L], of [A, R, L]."""
-    V = packed.replicas
-
-    def divide(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(len(x), V, -1, x.shape[-1]), 1, 0)
-
-    return jax.tree.map(divide, dataclasses.replace(packed, replicas=0))
-
-
 @pytree
 class Rows:
     """A micro-batch in the form that models read. Each place predicts the token that follows it."""
@@ -210,9 +199,6 @@ class Rows:
     # The experts of each token that the sampler recorded, any in empty places; `None` if it
     # recorded none.
     routed_experts: UInt[Array, "R L layers k"] | None = None
-    # The tokens among which each target was drawn (`Rollout.kept_tokens`), any where `mask` is
-    # False; `None` if the sampler did not record them.
-    kept_tokens: UInt8[Array, "R L bytes"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -232,9 +218,6 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     if routed_experts is not None:
         # Those of the tokens that the places hold, not of the targets.
         routed_experts = routed_experts[samples, packing.position]
-    kept_tokens = sequences.kept_tokens
-    if kept_tokens is not None:
-        kept_tokens = kept_tokens[samples, steps]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
@@ -244,7 +227,6 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         steps=steps,
         mask=mask,
         routed_experts=routed_experts,
-        kept_tokens=kept_tokens,
     )
 
 

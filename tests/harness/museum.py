@@ -917,8 +917,8 @@ LOG_PROBS = [
         holds="every log-prob is taken at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
-        old="keep_tokens(logits, chunks.gather(kept, i)) / options.temperature",
-        new="keep_tokens(logits, chunks.gather(kept, i))",
+        old="logits / options.temperature",
+        new="logits",
     ),
     Exhibit(
         name="the_gradient_omits_the_temperature",
@@ -1747,22 +1747,8 @@ RULES_IN_A_RUN = [
         holds="a run with an inexact filter warns about it before it starts",
         test="tests/run/test_parts.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="train_notes",
-        old="rollout.truncates and not rollout.exact_filters",
+        old="rollout.truncates",
         new="False",
-    ),
-    Exhibit(
-        name="probabilities_over_tokens_that_could_not_be_drawn",
-        source=(
-            "arXiv:2512.02556 section 3.1 (keep sampling mask), verl#6240: with top-p below 1 "
-            "the ratio compared a truncated distribution with a full one"
-        ),
-        holds="with rollout.exact_filters, passes compute log-probs over the kept tokens alone",
-        test=(
-            "tests/ppo/test_exact_filters.py::test_a_run_learns_the_distribution_that_it_samples"
-        ),
-        where="gather_rows",
-        old="kept_tokens[samples, steps]",
-        new="kept_tokens[samples, steps] | 255",
     ),
     Exhibit(
         name="held_out_batches_share_their_draws",

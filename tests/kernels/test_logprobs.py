@@ -304,48 +304,6 @@ def test_wrong_shapes_are_refused():
         token_logprobs(hidden, jnp.ones((5, 4)), targets, 1.0, chunk_size=0)
 
 
-def test_tokens_that_were_not_kept_have_no_probability_and_no_gradient(rng):
-    hidden, unembedding, targets = inputs(rng, 2, 5, 4, 11)
-    is_kept = rng.random((2, 5, 11)) < 0.4
-    np.put_along_axis(is_kept, targets[..., None], True, -1)
-    is_kept[0, 0] = np.arange(11) == targets[0, 0]  # its own token alone
-    kept = np.packbits(is_kept, axis=-1, bitorder="little")
-    mask = np.ones((2, 5), bool)
-
-    @functools.partial(jax.jit, static_argnames="cap")
-    def ours(hidden, unembedding, cap):
-        logprobs, entropy = kernel.token_logprobs(
-            hidden, unembedding, targets, mask, 0.7, 3, logit_softcap=cap, kept_GxNxW=kept
-        )
-        return jnp.stack([logprobs, entropy])
-
-    @functools.partial(jax.jit, static_argnames="cap")
-    def definition(hidden, unembedding, cap):
-        logits = hidden @ unembedding.T
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-        # By sums over the kept tokens: no -inf that a derivative would turn into NaN.
-        weights = jnp.exp(logits / 0.7) * is_kept
-        p = weights / weights.sum(-1, keepdims=True)
-        logs = jnp.log(jnp.where(is_kept, p, 1.0))
-        picked = jnp.take_along_axis(logs, targets[..., None], -1)[..., 0]
-        return jnp.stack([picked, -jnp.sum(p * logs, -1)])
-
-    slope = rng.normal(size=(2, 2, 5)).astype(np.float32)
-    for cap in (None, 2.0):
-        np.testing.assert_allclose(
-            ours(hidden, unembedding, cap), definition(hidden, unembedding, cap), atol=1e-5
-        )
-        gradients, expected = (
-            jax.jit(jax.grad(lambda h, w, f=f, cap=cap: jnp.sum(slope * f(h, w, cap)), (0, 1)))(
-                hidden, unembedding
-            )
-            for f in (ours, definition)
-        )
-        for a, b in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
-    assert ours(hidden, unembedding, None)[:, 0, 0].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_ids_beyond_the_last_are_as_if_they_had_no_rows(cap, rng):
     hidden, unembedding, targets = inputs(rng, 2, 5, 4, 7)

@@ -231,34 +231,6 @@ def test_wrong_shapes_are_refused(wrong):
         kernel.full_kl(*(jnp.ones(shape) for shape in shapes.values()), 1.0)
 
 
-def test_tokens_that_were_not_kept_are_in_neither_distribution(rng):
-    arrays = inputs(rng, 2, 7, 4, 6, 11)
-    is_kept = rng.random((2, 7, 11)) < 0.5
-    is_kept[..., 3] = True
-    kept = np.packbits(is_kept, axis=-1, bitorder="little")
-    mask = np.ones((2, 7), bool)
-
-    def ours(*arrays):
-        return kernel.full_kl(*arrays, mask, 0.7, 3, kept_GxNxW=kept)
-
-    def definition(hidden, unembedding, ref_hidden, ref_unembedding):
-        p, q = (
-            jnp.exp(h @ w.T / 0.7) * is_kept
-            for h, w in ((hidden, unembedding), (ref_hidden, ref_unembedding))
-        )
-        p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
-        return jnp.sum(p * jnp.log(jnp.where(is_kept, p, 1) / jnp.where(is_kept, q, 1)), -1)
-
-    np.testing.assert_allclose(ours(*arrays), definition(*arrays), atol=1e-5)
-    slope = rng.normal(size=(2, 7))
-    gradients, expected = (
-        jax.grad(lambda *x, f=f: jnp.sum(slope * f(*x)), (0, 1))(*arrays)
-        for f in (ours, definition)
-    )
-    for a, b in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-
-
 def test_ids_beyond_the_last_are_in_neither_distribution(rng):
     hidden, unembedding, ref_hidden, ref_unembedding = inputs(rng, 2, 7, 4, 6, 11)
     mask, slope = np.ones((2, 7), bool), rng.normal(size=(2, 7))

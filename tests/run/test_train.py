@@ -736,29 +736,6 @@ def run_two_processes(arguments, logs, devices=1):
     )
 
 
-@pytest.mark.exhaustive
-def test_virtual_replicas_write_the_same_bits_on_any_number_of_devices(
-    files, tmp_path, monkeypatch
-):
-    """Also on one CPU, in two processes, and where a run of one CPU continues on four devices."""
-    monkeypatch.setenv("XLA_FLAGS", "")  # programs as users have them
-    overrides = ["--config.mesh.virtual_replicas=8", "--config.data.val_files="]
-    last = "--config.trainer.total_training_steps="
-    printed = run(files, tmp_path / "1", *overrides, f"{last}3", devices=None)
-    assert "virtual_replicas=8: the CPU counts as two devices" in printed
-    run(files, tmp_path / "8", *overrides, f"{last}3", devices=8)
-    run(files, tmp_path / "moved", *overrides, f"{last}2", devices=None)
-    run(files, tmp_path / "moved", *overrides, f"{last}3", devices=4)
-    arguments = command(files, tmp_path / "processes", *overrides, f"{last}3")[3:]
-    process = run_two_processes(arguments, tmp_path)
-    assert process.returncode == 0, process.stdout + process.stderr
-    one = tmp_path / "1"
-    for other in ("8", "moved", "processes"):
-        for role in ("actor", "critic"):
-            name = f"{role}/model.safetensors"
-            assert (one / name).read_bytes() == (tmp_path / other / name).read_bytes()
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     arguments = command(files, tmp_path)[3:]

@@ -82,31 +82,6 @@ def test_a_setting_in_the_environment_is_refused_in_one_line(tmp_path, value):
     assert result.stderr.startswith("error: JAX") and "jax_enable_x64" in result.stderr.lower()
 
 
-@pytest.mark.slow
-def test_a_cpu_counts_as_two_devices_unless_their_number_is_given_or_jax_has_started():
-    split = (
-        "from jax_ppo.runtime import backends; is_split = backends.split_cpu();"
-        "backends.start_backends(); import jax; print(is_split, jax.device_count())"
-    )
-    cases = {
-        "True 2": (split, {}),
-        "False 1": (split, {"JAX_NUM_CPU_DEVICES": "1"}),
-        "False 4": (split, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}),
-        "1\nFalse 1": (f"import jax; print(jax.device_count()); {split}", {}),
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,
-            stdout=subprocess.PIPE,
-        )
-        for program, variables in cases.values()
-    ]
-    assert [output.strip() for output, _ in finish_all(started)] == list(cases)
-
-
 def start_two_processes(address, *, prefix=(), platforms=("cpu", "cpu")):
     return [
         subprocess.Popen(

@@ -100,7 +100,7 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
         padded = np.zeros((1, 16 + T), np.int32)
         padded[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
         logits = actor.logits(padded)[:, len(prompt) + len(tokens) - 1]
-        token, logprob, _ = draw(logits, keys, len(tokens))
+        token, logprob = draw(logits, keys, len(tokens))
         tokens.append(int(token[0]))
         logprobs.append(float(logprob[0]))
         actions.append(True)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jax_ppo.runtime.meshes import REPLICA, ROWS, WEIGHTS, row_shards, weight_shards
+from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
 
@@ -97,7 +97,7 @@ def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
     compiler for the CPU would sum and send all columns.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or REPLICA in mesh.axis_names:
+    if mesh.empty:
         return gradient_GxVxD.sum(0).astype(dtype)
 
     def exchange(local_GxVxD: jax.Array) -> jax.Array:
