@@ -14,19 +14,18 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from jax_ppo.train import train as train
+
 if TYPE_CHECKING:
     from jax_ppo import kernels as kernels
     from jax_ppo.api import Policy as Policy
     from jax_ppo.api import load_policy as load_policy
     from jax_ppo.api import sample as sample
-    from jax_ppo.api import train as train
     from jax_ppo.config.loading import load_config as load_config
 
 __version__ = "0.2.0"
 __all__ = ["Policy", "__version__", "kernels", "load_config", "load_policy", "sample", "train"]
 
-# Once the submodule `jax_ppo.train` is imported, this name is bound to it; the module is callable.
-_SUBMODULES = ("kernels", "train")
 _ATTRIBUTES = {
     "Policy": "jax_ppo.api",
     "load_config": "jax_ppo.config.loading",
@@ -37,8 +36,8 @@ _ATTRIBUTES = {
 
 def __getattr__(name: str) -> Any:
     """Import an attribute of the public API on first use."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"jax_ppo.{name}")
+    if name == "kernels":
+        return importlib.import_module("jax_ppo.kernels")
     if name in _ATTRIBUTES:
         return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
     raise AttributeError(f"module 'jax_ppo' has no attribute {name!r}")

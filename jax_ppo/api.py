@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import command
-from jax_ppo.config import schema, validation
+from jax_ppo.config import schema
 from jax_ppo.data import prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.files import require_text
@@ -22,7 +21,6 @@ from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.run import ppo_training
 from jax_ppo.runtime import backends, meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -45,28 +43,6 @@ class Policy:
     tokenizer: Any
     mesh: jax.sharding.Mesh
     engine: RolloutEngine
-
-
-def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str, Any]:
-    """Train with PPO, as `python -m jax_ppo.train` does.
-
-    Args:
-      config: the options, from `load_config`.
-      workdir: folder or gs:// address for everything that the run writes; `None`:
-        output/EXPERIMENT_NAME. A run resumes from the newest checkpoint in it.
-
-    Returns:
-      The contents of WORKDIR/summary.json.
-
-    Raises:
-      UserError: options or input files are invalid; the message names the option.
-      KeyboardInterrupt: Ctrl-C stopped the run; during training, after the step was saved.
-      SystemExit: SIGTERM stopped the run in the same way; the code is 143.
-    """
-    validation.validate_config(config, "train")
-    workdir = workdir or Path("output") / config.experiment_name
-    with command.prepared_run(config, workdir) as (resolved, folder):
-        return ppo_training.train_ppo(resolved, folder)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:

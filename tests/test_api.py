@@ -1,6 +1,7 @@
 """The Python API of `~from jax_ppo import ...` with a small pretrained model."""
 
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -149,11 +150,10 @@ def test_importing_the_package_imports_nothing_heavy():
     assert result.stdout.split() == ["[]", "[]"], result.stderr
 
 
-def test_every_public_name_resolves_and_train_is_the_command_too():
+def test_every_public_name_resolves_and_train_stays_a_function():
     assert all(getattr(jax_ppo, name) is not None for name in jax_ppo.__all__)
-    import jax_ppo.train as command
-
-    assert jax_ppo.train is command and callable(command) and callable(command.main)
+    command = importlib.import_module("jax_ppo.train")  # as `python -m jax_ppo train` does
+    assert jax_ppo.train is command.train and callable(command.main)
     assert jax_ppo.kernels.losses
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         jax_ppo.tran  # noqa: B018

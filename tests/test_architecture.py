@@ -42,7 +42,7 @@ MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised", "demonstration"
 MAY_IMPORT["run"] = MAY_IMPORT["memory"] | {"memory", "reporting"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", "data"}
-MAY_IMPORT["train"] = {"config", "command", "api"}
+MAY_IMPORT["train"] = {"config", "command", "run"}
 MAY_IMPORT |= dict.fromkeys(("sft", "reward_model", "critic", "evaluate", "score"), {"command"})
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
@@ -126,7 +126,8 @@ def _imports(path, tree):
         package, _, rest = module.partition(".")
         other = rest.partition(".")[0]
         if package == "jax_ppo" and other and other != package_name:
-            if other in COMMANDS:
+            # The package binds the name of the function `train`.
+            if other in COMMANDS and path != "jax_ppo/__init__.py":
                 yield line, f"nobody imports {other}"
             elif package_name in MAY_IMPORT and other not in MAY_IMPORT[package_name]:
                 yield line, f"{package_name} must not import {other}"

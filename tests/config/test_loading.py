@@ -471,8 +471,8 @@ def test_a_file_that_is_not_python_names_the_command_that_translates(tmp_path, n
 
 def test_a_mistake_costs_no_heavy_import(config_file):
     code = (
-        "import sys\nfrom jax_ppo import train\n"
-        f"try: train.main(['train', '--config={config_file}', '--config.actor.clip_rato=1'])\n"
+        "import sys\nfrom jax_ppo.train import main\n"
+        f"try: main(['train', '--config={config_file}', '--config.actor.clip_rato=1'])\n"
         "except SystemExit as error: print(error)\n"
         "print(sorted({'jax', 'flax', 'transformers', 'orbax'} & set(sys.modules)))"
     )

@@ -8,12 +8,12 @@ import pytest
 import test_translated_examples as examples
 
 import tiny
-from jax_ppo import train
 from jax_ppo.config import command_line
 from jax_ppo.migrating.translation import translate
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.train import main
 from llama_folder import write_llama
 
 # The first example of verl's documentation.
@@ -100,5 +100,5 @@ def test_a_translated_command_trains(name, inputs, tmp_path, monkeypatch):
         "reward.model_path": inputs / "judge" if has_judge else "",
     }
     small_words = [f"--config.{option}={value}" for option, value in small.items()]
-    train.main(["train", *words[3:], *small_words, "--workdir=run"])
+    main(["train", *words[3:], *small_words, "--workdir=run"])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

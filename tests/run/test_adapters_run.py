@@ -70,10 +70,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 # Shows what is loaded, however fast that is.
 TRAIN = """
 import sys
-from jax_ppo import train
+from jax_ppo.train import main
 from jax_ppo.reporting import console
 console.LEAST_REPORTED_SECONDS = 0
-train.main(sys.argv)
+main(sys.argv)
 """
 
 

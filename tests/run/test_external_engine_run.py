@@ -18,12 +18,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import numpy as np
-from jax_ppo import api
+from jax_ppo import train
 from jax_ppo.config import loading
 from jax_ppo.sampler.engines import external
 
 external.MAX_DIFFERENCE = np.inf  # the server's log-probs are no model's
-api.train(loading.load_config(None, json.loads(sys.argv[2])), sys.argv[1])
+train(loading.load_config(None, json.loads(sys.argv[2])), sys.argv[1])
 """
 # At the third step's rewards, the second step's checkpoint is the newest one.
 KILLING_REWARD = """
