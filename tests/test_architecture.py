@@ -428,7 +428,7 @@ def test_a_public_name_means_one_thing():
     [
         (
             "jax_ppo/kernels/losses.py",
-            "import math\nimport jax.numpy as jnp\nfrom jax_ppo.kernels import masked",
+            "import math\nimport jax.numpy as jnp\nfrom jax_ppo.kernels import masked_statistics",
         ),
         ("jax_ppo/config/loading.py", "def devices():\n    import jax\n    return jax.devices()"),
         (

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels.losses import Clip, MiniBatchTokens, PolicyBatch, PolicyLoss, clipped_surrogate
-from jax_ppo.kernels.masked import masked_mean, zero_outside
+from jax_ppo.kernels.masked_statistics import masked_mean, zero_outside
 
 SHARE = 2e-4  # of a mini-batch's tokens that is left out, rounded down, but at least one token
 LEAST, LARGEST = 1.0, 5.0  # covariance of the tokens that may be left out

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, log_ratios_and_advantages
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked_statistics import zero_outside
 from jax_ppo.kernels.policy_losses import unclipped_result
 
 

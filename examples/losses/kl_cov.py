@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_ppo.kernels.kl import absolute
 from jax_ppo.kernels.losses import Clip, MiniBatchTokens, PolicyBatch, PolicyLoss
-from jax_ppo.kernels.masked import masked_mean, zero_outside
+from jax_ppo.kernels.masked_statistics import masked_mean, zero_outside
 from jax_ppo.kernels.policy_losses import importance
 
 SHARE = 2e-4  # of a mini-batch's tokens that is penalized, rounded down, but at least one token

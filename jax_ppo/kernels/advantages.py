@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Shaped
 
-from jax_ppo.kernels.masked import ROUNDING, assert_one_shape, zero_outside
+from jax_ppo.kernels.masked_statistics import ROUNDING, assert_one_shape, zero_outside
 
 
 def gae(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
-from jax_ppo.kernels.masked import (
+from jax_ppo.kernels.masked_statistics import (
     assert_one_shape,
     masked_max,
     masked_mean,

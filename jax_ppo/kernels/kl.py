@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jax_ppo.kernels.masked import assert_one_shape, zero_outside
+from jax_ppo.kernels.masked_statistics import assert_one_shape, zero_outside
 from jax_ppo.registries import KL_ESTIMATORS
 
 # The estimators that are functions of the sampled token's log-ratio.

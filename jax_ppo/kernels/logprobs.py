@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Integer, Shaped
 
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked_statistics import zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
     ChunkOptions,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
-from jax_ppo.kernels.masked import assert_one_shape, zero_outside
+from jax_ppo.kernels.masked_statistics import assert_one_shape, zero_outside
 
 Scale = float | Float[Array, ""] | None  # see `loss_weights`
 SequenceSum = Callable[[jax.Array], jax.Array]  # see `LossInputs`

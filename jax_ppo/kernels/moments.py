@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jax_ppo.kernels.masked import ROUNDING, is_constant, masked_max, masked_mean, masked_variance
+from jax_ppo.kernels.masked_statistics import (
+    ROUNDING,
+    is_constant,
+    masked_max,
+    masked_mean,
+    masked_variance,
+)
 
 
 class Moments(NamedTuple):

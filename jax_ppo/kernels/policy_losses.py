@@ -35,7 +35,7 @@ from jax_ppo.kernels.losses import (
     clipped_surrogate,
     log_ratios_and_advantages,
 )
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.masked_statistics import zero_outside
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:

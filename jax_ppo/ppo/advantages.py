@@ -23,7 +23,7 @@ from jaxtyping import Array, Float32
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import masked
+from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.advantages import equalize_groups, length_adaptive_lam
 from jax_ppo.kernels.moments import Moments

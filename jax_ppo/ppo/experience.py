@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Algorithm, KLControl
-from jax_ppo.kernels import importance, masked
+from jax_ppo.kernels import importance
+from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.moments import Moments, update_moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.errors import UserError
-from jax_ppo.kernels.masked import ROUNDING
+from jax_ppo.kernels.masked_statistics import ROUNDING
 from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
 from jax_ppo.ppo.step_parts import (
     ProgramInputs,

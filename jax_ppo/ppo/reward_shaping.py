@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import kl, masked, shaping
+from jax_ppo.kernels import kl, shaping
+from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import KL_CONTROLLERS

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.masked import ROUNDING, masked_mean, starts_of_turns
+from jax_ppo.kernels.masked_statistics import ROUNDING, masked_mean, starts_of_turns
 from jax_ppo.types import NOTHING, Rollout
 
 _HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32

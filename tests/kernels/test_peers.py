@@ -22,11 +22,11 @@ from jax_ppo.kernels import (
     kl,
     logprobs,
     losses,
-    masked,
     preferences,
     shaping,
     vocabulary_kl,
 )
+from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip
 from jax_ppo.registries import AGGREGATIONS
 from padded_loss import padded_loss

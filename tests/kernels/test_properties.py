@@ -21,10 +21,10 @@ from jax_ppo.kernels import (
     kl,
     logprobs,
     losses,
-    masked,
     moments,
     vocabulary_kl,
 )
+from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
 from jax_ppo.training import packing

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.kernels import masked as kernel
+from jax_ppo.kernels import masked_statistics as kernel
 
 masked_sum = jax.jit(kernel.masked_sum, static_argnames="axis")
 masked_mean = jax.jit(kernel.masked_mean, static_argnames="axis")
