@@ -17,11 +17,11 @@ EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
 
 @pytest.mark.exhaustive
 def test_a_disturbed_run_equals_an_undisturbed_one(tmp_path):
-    with chaos.Chaos(tmp_path / "chaos", seed=0) as disturber:
-        # A run may end before its fault on a fast machine, but not each of several runs.
-        for number in range(5):
-            if not disturber.faults:
-                disturber.disturb_run("ppo", number, max_faults=3)
+    disturber = chaos.Chaos(tmp_path / "chaos", seed=0)
+    # A run may end before its fault on a fast machine, but not each of several runs.
+    for number in range(5):
+        if not disturber.faults:
+            disturber.disturb_run("ppo", number, max_faults=3)
     assert disturber.faults and not disturber.failures
 
 

@@ -7,8 +7,6 @@ figure of training_metrics.csv except times, all evaluations and the training ex
 must equal an undisturbed run's. After a difference the work directory is kept, and the exit
 code is 1.
 
-Most processes are forked by a server that has imported everything (`chaos_server`). The undisturbed
-runs, each start that is disturbed while it starts, and a tenth of the others are new interpreters.
 The faults of a run follow from the seed and its number, the instant also from the load of the
 machine: `--run NUMBER` disturbs one run again.
 
@@ -37,8 +35,7 @@ from pathlib import Path
 
 import chaos_environment
 from chaos_compare import Failure, Reference, compare_runs, validate_examples
-from chaos_process import ENVIRONMENT, STARTING, Hang, Processes
-from chaos_server import ForkServer
+from chaos_process import STARTING, Hang, Processes
 from chaos_variants import VARIANTS, Variant, write_inputs
 from jax_ppo.runtime.faults import LOST_EXIT_CODE
 from waiting import keep_port
@@ -86,7 +83,7 @@ class Fault:
 
 
 class Chaos:
-    """Disturbs runs and counts faults; use it as a context, which ends its server.
+    """Disturbs runs and counts faults.
 
     Attributes:
       faults: all faults so far.
@@ -109,16 +106,9 @@ class Chaos:
         self._references: dict[str, Reference] = {}
         self._reference_locks = collections.defaultdict(threading.Lock)
         write_inputs(folder / "inputs")
-        self._server = ForkServer(folder, ENVIRONMENT)
         self._has_disks = can_mount(folder)
         if not self._has_disks:
             print("note: no file system can be mounted here; no disk is full", flush=True)
-
-    def __enter__(self) -> "Chaos":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.close()
 
     def disturb_run(self, name: str, number: int, max_faults: int = MAX_FAULTS) -> None:
         """Disturb a run until it is complete, and compare it.
@@ -175,7 +165,7 @@ class Chaos:
     def _run_undisturbed(self, name: str) -> Reference:
         workdir = self._folder / f"undisturbed_{name.replace(' ', '_')}"
         with serving(VARIANTS[name], self._folder / f"{workdir.name}.episodes", None) as url:
-            processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, None, url)
+            processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, url)
             codes = processes.wait()
             processes.kill()
         if any(codes):
@@ -198,17 +188,9 @@ class Chaos:
         Returns:
           Whether the run is complete, and whether it was disturbed.
         """
-        is_new_interpreter = False
         if rng is not None:
             kind, phase, occurrence = self._draw_fault(name, workdir, rng)
-            is_new_interpreter = rng.random() < 0.1 or phase == STARTING
-        processes = Processes(
-            VARIANTS[name],
-            self._folder / "inputs",
-            workdir,
-            server=None if is_new_interpreter else self._server,
-            environment_url=environment_url,
-        )
+        processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, environment_url)
         fault = None
         try:
             if rng is not None and processes.wait_for_phase(phase, occurrence):
@@ -433,10 +415,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="jax_ppo_chaos_"))
     failures: list[int] = []
     try:
-        with (
-            Chaos(folder, arguments.seed, kinds) as chaos,
-            concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool,
-        ):
+        chaos = Chaos(folder, arguments.seed, kinds)
+        with concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool:
             failures = chaos.failures
             workers = [
                 pool.submit(disturb_runs, chaos, numbers, names, arguments.faults)

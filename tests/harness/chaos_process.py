@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import quick_compilation
-from chaos_server import ForkServer, WarmProcess
 from chaos_variants import Variant
 from waiting import keep_port
 
@@ -28,7 +27,6 @@ STARTING = "starting"
 # Like the tests: compiling quickly matters more than running quickly.
 quick_compilation.set_flags(print)
 EXAMPLES = re.compile(r"step (\d+) of examples ([\d ]+)")
-# Of every process, also of the server that forks them.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "1",
@@ -57,7 +55,6 @@ class Processes:
         variant: Variant,
         inputs: Path,
         workdir: Path,
-        server: ForkServer | None,
         environment_url: str = "",
     ) -> None:
         """Start the processes.
@@ -66,7 +63,6 @@ class Processes:
           variant: the kind of run.
           inputs: the folder of `chaos_variants.write_inputs`.
           workdir: the run's work directory.
-          server: forks the processes; `None` starts interpreters.
           environment_url: of the run's environment server, if it has one.
         """
         config = inputs / ("ppo.py" if variant.command == "train" else "supervised.py")
@@ -92,14 +88,10 @@ class Processes:
         self._queue: queue.Queue[tuple[int, str | None]] = queue.Queue()
         self._open_outputs = variant.processes
         self._filler = workdir.parent / "filler"
-        self._processes: list[subprocess.Popen[str] | WarmProcess] = []
+        self._processes: list[subprocess.Popen[str]] = []
         for number in range(variant.processes):
             own_environment = environment | _process_id(variant, number)
-            if server is None:
-                process = _start_interpreter(arguments, own_environment)
-            else:
-                process = server.start(arguments, own_environment, ROOT)
-            self._processes.append(process)
+            self._processes.append(_start_interpreter(arguments, own_environment))
         for number in range(variant.processes):
             threading.Thread(target=self._read, args=(number,), daemon=True).start()
 
