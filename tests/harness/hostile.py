@@ -2,11 +2,12 @@
 
     python tests/harness/hostile.py --inputs 10000 --seed 0
 
-An input is one thing that a person or a model supplies: an option, a field of a model's
-config.json, a row of data, a reward function's result. It is accepted, and then the outcome is what
-an independent computation says; or refused by a `UserError` of one line that names it. Neither may
-take longer than two seconds, show a traceback, write outside the input's folder or leave a process
-behind. Each kind of input runs in one child process, which is killed if it hangs.
+An input is one thing that a person or a model supplies: an option, a file of a model, an answer of
+an environment. (Tests list what is small enough: fields of config.json, rows of data, results of
+reward functions, replies of judges.) It is accepted, and then the outcome is what an independent
+computation says; or refused by a `UserError` of one line that names it. Neither may take longer
+than two seconds, show a traceback, write outside the input's folder or leave a process behind. Each
+kind of input runs in one child process, which is killed if it hangs.
 
 The inputs follow from `--seed` alone. A failure prints the kind and the number of its input:
 `--kind KIND --only NUMBER` repeats it.
@@ -15,7 +16,6 @@ The inputs follow from `--seed` alone. A failure prints the kind and the number 
 import argparse
 import collections
 import contextlib
-import email.message
 import io
 import json
 import math
@@ -51,47 +51,15 @@ class Wrong(Exception):
 
 TEXTS = (
     *("", " ", "a", "true", "None", "nan", "-0", "1e400", "0x10", "١٢", "1_000", "½", "é\u0301"),
-    *(
-        "../x",
-        "/etc/passwd",
-        "~nouser/x",
-        "C:\\x",
-        "gs://b/x",
-        "hf:a/b",
-        "a" * 5000,
-        "\x00",
-        "\ufeff",
-    ),
-    *(
-        "\x1b[31mred\x1b[0m",
-        "\r\n",
-        "\u202e",
-        "\ud800",
-        "%s %d {x}",
-        "$(touch pwned)",
-        "'; --",
-        "🤖" * 9,
-    ),
-    *("__class__", "os:system", "module:function", "<|endoftext|>", "{{ 7 * 7 }}", "{% for %}"),
+    *("../x", "/etc/passwd", "~nouser/x", "C:\\x", "gs://b/x", "hf:a/b", "a" * 5000, "\x00"),
+    *("\ufeff", "\x1b[31mred\x1b[0m", "\r\n", "\u202e", "\ud800", "%s %d {x}", "$(touch pwned)"),
+    *("'; --", "🤖" * 9, "__class__", "os:system", "module:function", "<|endoftext|>"),
+    *("{{ 7 * 7 }}", "{% for %}"),
 )
 NUMBERS = (
     *(0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**63, -(2**63), 10**40, 10**4400),
-    *(
-        0.0,
-        -0.0,
-        0.5,
-        1.0,
-        1.5,
-        -2.5,
-        1e-45,
-        1e-9,
-        1e38,
-        1e39,
-        1e308,
-        math.nan,
-        math.inf,
-        -math.inf,
-    ),
+    *(0.0, -0.0, 0.5, 1.0, 1.5, -2.5, 1e-45, 1e-9, 1e38, 1e39, 1e308),
+    *(math.nan, math.inf, -math.inf),
 )
 
 
@@ -352,68 +320,6 @@ LLAMA = {
 }
 
 
-def model_config(r: random.Random, folder: Path) -> None:
-    """One field of a decoder's config.json."""
-    from jax_ppo.models.architecture import Architecture
-    from jax_ppo.models.hf.families import FAMILIES
-    from jax_ppo.models.hf.load import read_architecture
-
-    kind = r.choice(("llama", *FAMILIES))
-    family = FAMILIES[kind]
-    config: dict[str, Any] = {
-        family.field_names.get(name, name): value
-        for name, value in LLAMA.items()
-        if name not in family.absent
-    }
-    config["model_type"] = kind
-    if family.learned_positions:
-        del config["rope_parameters"]
-    where: dict[str, Any] = config
-    if r.random() < 0.2:
-        where = config["rope_parameters"] = dict(LLAMA["rope_parameters"])
-    extra = (
-        "rope_scaling",
-        "sliding_window",
-        "quantization_config",
-        "is_causal",
-        "num_experts",
-        "x",
-        "_note",
-    )
-    field = r.choice((*where, *extra))
-    unchanged = architecture_or_refusal(config)
-    where[field] = any_value(r)
-    if field == "_note" and architecture_or_refusal(config) != unchanged:
-        raise Wrong(f"a note of transformers is read: {where[field]!r:.300}")
-    (folder / "config.json").write_text(to_json(config))
-    write_safetensors(folder / "model.safetensors", llama_tensors())
-    with naming("config.json", str(folder)):
-        architecture = read_architecture(folder)
-    if not isinstance(architecture, Architecture):
-        raise Wrong(f"{field}={where[field]!r} made {architecture!r}")
-    # Whoever accepts these fields must have understood them.
-    own = {
-        "hidden_size": architecture.hidden_size,
-        "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_heads,
-        "vocab_size": architecture.vocab_size,
-    }
-    own = {family.field_names.get(name, name): size for name, size in own.items()}
-    if field in own and own[field] != where[field]:
-        raise Wrong(f"{field}={where[field]!r} was read as {own[field]!r}")
-
-
-def architecture_or_refusal(config: dict[str, Any]) -> Any:
-    """Return what a config.json describes, or the message that refuses it."""
-    from jax_ppo.errors import UserError
-    from jax_ppo.models.hf.config import from_hf_config
-
-    try:
-        return from_hf_config(config)
-    except UserError as error:
-        return str(error)
-
-
 def adapter_config(r: random.Random, folder: Path) -> None:
     """One field of a PEFT adapter_config.json."""
     from jax_ppo.models.hf.config import from_hf_config
@@ -531,113 +437,6 @@ def safetensors_header(r: random.Random, folder: Path) -> None:
         load_llama(folder)
 
 
-def safetensors_index(r: random.Random, folder: Path) -> None:
-    """The index of weights in shards."""
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    tensors = llama_tensors()
-    names = list(tensors)
-    shards = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
-    index: dict[str, Any] = {"metadata": {"total_size": 1}, "weight_map": {}}
-    for shard, own in shards.items():
-        write_safetensors(folder / shard, {name: tensors[name] for name in own})
-        index["weight_map"] |= dict.fromkeys(own, shard)
-    match r.randrange(5):
-        case 0:
-            index["weight_map"] = any_value(r)
-        case 1:
-            index["weight_map"][r.choice(names)] = any_value(r)
-        case 2:
-            index["weight_map"][r.choice(TEXTS)] = r.choice(list(shards))
-        case 3:
-            (folder / r.choice(list(shards))).unlink()
-        case _:
-            index = any_value(r)
-    path = folder / "model.safetensors.index.json"
-    text = to_json(index).encode(errors="surrogatepass")
-    path.write_bytes(any_bytes(r, text) if r.random() < 0.2 else text)
-    with naming(str(folder), "model", "tensor"):
-        load_llama(folder)
-
-
-VERL_ROW = {
-    "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "2+2?"}],
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {"index": 0, "answer": "four"},
-}
-GSM8K_ROW = {"question": "How many?", "answer": "Two.\n#### 2"}
-
-
-def hostile_row(r: random.Random) -> dict[str, Any]:
-    """Return a row of data with one thing changed."""
-    row: dict[str, Any] = json.loads(json.dumps(r.choice((VERL_ROW, GSM8K_ROW))))
-    field = r.choice(list(row))
-    match r.randrange(4):
-        case 0:
-            del row[field]
-        case 1 if "prompt" in row:
-            row["prompt"][0][r.choice(("role", "content", "x"))] = any_value(r)
-        case 2 if "prompt" in row:
-            row["reward_model"][r.choice(("style", "ground_truth", "x"))] = any_value(r)
-        case _:
-            row[field] = any_value(r)
-    return row
-
-
-def examine_examples(examples: list[Any]) -> None:
-    for example in examples:
-        prompt = example.prompt
-        if not isinstance(prompt, str):
-            for message in prompt:
-                if not (isinstance(message["role"], str) and isinstance(message["content"], str)):
-                    raise Wrong(f"the prompt {prompt!r:.200} was accepted")
-
-
-def jsonl_rows(r: random.Random, folder: Path) -> None:
-    """Rows of JSON lines."""
-    from jax_ppo.data.sources import read_examples
-
-    path = folder / r.choice(("data.jsonl", "data.jsonl", "data.json", "data.jsonl.gz"))
-    rows = [hostile_row(r) for _ in range(r.randrange(1, 4))]
-    data = "\n".join(map(to_json, rows)).encode(errors="surrogatepass")
-    if r.random() < 0.4:
-        data = any_bytes(r, data)
-    if path.suffix == ".gz":
-        import gzip
-
-        data = gzip.compress(data)
-        if r.random() < 0.5:
-            data = any_bytes(r, data)
-    path.write_bytes(data)
-    slices = ("[:2]", "[1:99999999999999999999]", "[x:]", "[:-1]")
-    spec = f"{path}{r.choice(slices) if r.random() < 0.2 else ''}"
-    with naming("data", str(folder)):
-        examples = read_examples(spec)
-    examine_examples(examples)
-
-
-def parquet_rows(r: random.Random, folder: Path) -> None:
-    """Columns of a Parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from jax_ppo.data.sources import read_examples
-
-    path = folder / "data.parquet"
-    row = json.loads(json.dumps(r.choice((VERL_ROW, GSM8K_ROW))))
-    values = (None, 1, 2**40, 1.5, math.nan, "", "x", b"\xff", [1], [[1]], {"a": 1}, {"role": "x"})
-    row[r.choice([*row, "x"])] = r.choice(values)
-    try:
-        pq.write_table(pa.Table.from_pylist([row, row]), path)
-    except (pa.ArrowException, OverflowError):
-        return
-    if r.random() < 0.3:
-        path.write_bytes(any_bytes(r, path.read_bytes()))
-    with naming("data", str(folder)):
-        examples = read_examples(str(path))
-    examine_examples(examples)
-
-
 def data_sources(r: random.Random, folder: Path) -> None:
     """Specifications of data sources."""
     from jax_ppo.data.sources import read_examples
@@ -712,131 +511,6 @@ def tokenizer_files(r: random.Random, folder: Path) -> None:
     with naming(str(folder)):
         tokenizer = load_tokenizer(str(folder))
     tokenizer.encode("2+2?")
-
-
-def reward_results(r: random.Random, folder: Path) -> None:
-    """Results of a reward function, and its errors."""
-    import numpy as np
-
-    from jax_ppo.config.schema import Reward
-    from jax_ppo.rewards.batch import score_batch
-    from jax_ppo.rewards.reward_functions import resolve_reward_function
-    from jax_ppo.types import Example
-
-    value = any_value(r)
-    extras = {"score": any_value(r), r.choice(TEXTS): any_value(r), "correct": any_value(r)}
-    results = (
-        value,
-        np.float32(2.5),
-        np.array([1.0, 2.0]),
-        extras,
-        b"1",
-        object(),
-        (1, 2),
-        lambda: 1,
-    )
-    errors = (ValueError, SystemExit, KeyboardInterrupt, RecursionError, StopIteration, MemoryError)
-    result, error = r.choice(results), r.choice(errors)
-    fails = r.random() < 0.3 and error is not KeyboardInterrupt
-
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
-    ) -> Any:
-        extra_info.clear()
-        if solution_str == "good":
-            return 1.0
-        if fails:
-            raise error(r.choice(TEXTS))
-        return result
-
-    module = sys.modules["__main__"]
-    module.hostile_reward = compute_score  # type: ignore[attr-defined]
-    function = resolve_reward_function(Reward(function="__main__:hostile_reward"))
-    example = Example(
-        prompt="2+2?", data_source="x", ground_truth="4", extra_info={"index": [1, 2]}
-    )
-    scored = score_batch(function, [example] * 3, ["good", r.choice(TEXTS) or "x", "good"], -7.0)
-    if scored.scores[0] != 1 or scored.scores[2] != 1 or not np.isfinite(scored.scores).all():
-        raise Wrong(f"a bad sample changed its neighbours: {scored.scores}")
-    if scored.failures != int(scored.scores[1] == -7.0) and scored.failures:
-        raise Wrong(f"{scored.failures} failures, but scores {scored.scores}")
-    if example.extra_info != {"index": [1, 2]}:
-        raise Wrong("a reward function changed extra_info for others")
-    one_line(scored.first_failure, lines=False)
-
-
-# What a judge writes, and the score that it means; None if it means none.
-JUDGEMENTS = (
-    *(("3", 3), ("-2.5", -2.5), ("Score: 1e-3", 1e-3), ("I say 1,234.5", 1234.5), (".5", 0.5)),
-    *(('{"score": 4}', 4), ('{"score": 4, "of": 10}', 4), ('"5"', 5), ("true", 1), ("**8**/", 8)),
-    *(('```json\n{"score": 4, "of": 10}\n```', 4), ("```\n-1\n```\n", -1), ("\u22123", -3)),
-    *(("on a scale of 1-5", 5), ("GPT-4", 4), ("score=-3", -3), ("<b>2</b>", 2), ("7.", 7)),
-    *(("", None), ("no", None), ("NaN", None), ("-Infinity", None), ("1e400", None), ("٣", 3)),
-    *(('{"score": "4"}', None), ('{"x": 4}', None), ('{"score": [4]}', None), ("9" * 5000, None)),
-    *(('{"score": null}', None), ("[" * 100_000, None), ("1,000,000 " * 10_000, 1e6)),
-)
-
-
-def judge_replies(r: random.Random, folder: Path) -> None:
-    """Replies of the server behind `reward.url`, without a connection."""
-    import unittest.mock
-
-    import numpy as np
-
-    from jax_ppo.config.schema import Reward
-    from jax_ppo.rewards.batch import score_batch
-    from jax_ppo.rewards.judge import Judge
-    from jax_ppo.types import Example
-
-    def chat(content: Any) -> Any:
-        return {"choices": [{"message": {"role": "assistant", "content": content}}]}
-
-    model = r.choice(("", "judge"))
-    expected: Any = ...  # not known
-    if model and r.random() < 0.6:
-        text, expected = r.choice(JUDGEMENTS)
-        body = to_json(chat(text)).encode()
-    elif model and r.random() < 0.5:
-        content = any_value(r)
-        body = to_json(chat(content)).encode(errors="surrogatepass")
-        expected = ... if isinstance(content, str) else None
-    else:
-        value = r.choice((any_value(r), {"score": any_value(r), r.choice(TEXTS): any_value(r)}))
-        score = value["score"] if isinstance(value, dict) and "score" in value else value
-        body = to_json(value).encode(errors="surrogatepass")
-        # Python reads no lists this deep and no integers this long, wherever they are.
-        written = to_json(value)
-        is_read = "[" * 900 not in written and "0" * 400 not in written
-        is_score = isinstance(score, int | float) and abs(score) < 3e38 and is_read
-        expected = float(score) if is_score and not model else None
-    if r.random() < 0.2:
-        body, expected = any_bytes(r, body), ...
-    good = json.dumps(chat("1") if model else 1).encode()
-
-    class Reply(io.BytesIO):
-        headers, length = email.message.Message(), 0
-
-    class Connection:
-        def open(self, message: Any, timeout: float) -> Reply:
-            return Reply(body if b"hostile" in message.data else good)
-
-    options = Reward(url="http://judge/", url_model=model, url_prompt="{response}", url_retries=0)
-    judge = Judge.from_options(options)
-    assert judge
-    example = Example(prompt="2+2?", data_source="x", ground_truth="4", extra_info={})
-    with unittest.mock.patch("urllib.request.build_opener", lambda *_: Connection()):
-        texts = ["good", f"hostile {r.choice(TEXTS)}", "good"]
-        scored = score_batch(judge.reward_function(), [example] * 3, texts, -7.0)
-    if scored.scores[0] != 1 or scored.scores[2] != 1 or not np.isfinite(scored.scores).all():
-        raise Wrong(f"a bad reply changed its neighbours: {scored.scores}")
-    if scored.failures != int(scored.failed[1]):
-        raise Wrong(f"{scored.failures} failures, but failed {scored.failed}")
-    if expected is None and not scored.failed[1]:
-        raise Wrong(f"{body!r:.200} means no score, but became {scored.scores[1]}")
-    if expected not in (None, ...):
-        if scored.failed[1] or scored.scores[1] != np.float32(expected):
-            raise Wrong(f"{body!r:.200} means {expected}, but became {scored.scores[1]}")
-    one_line(scored.first_failure, lines=False)
 
 
 _ENVIRONMENTS: dict[int, Any] = {}
@@ -938,84 +612,16 @@ def is_environment_answer(result: Any) -> bool:
     return isinstance(has_ended, bool | np.bool_) or has_ended in (0, 1)
 
 
-def responses(r: random.Random, folder: Path) -> None:
-    """Responses with control characters, as the console and the sample table print them."""
-    from jax_ppo.reporting.console import format_sample_table
-    from jax_ppo.rewards.rules import score_gsm8k
-
-    text = "".join(
-        chr(
-            r.choice(
-                (0x1B, 0x9B, 7, 8, 13, 0x202E, 0x200D, 0x1F600, 0xD800, r.randrange(1, 0x3000))
-            )
-        )
-        for _ in range(r.randrange(200))
-    )
-    text += r.choice(("", "#### 4", "\\boxed{4}", "####" + "9" * 5000, "#### 1,2,3", "#### -"))
-    row = {"prompt": text[::-1], "response": text, "score": 0.0, "correct": None}
-    table = format_sample_table([row] * 2, width=r.choice((40, 100, 10**4)))
-    one_line(table, lines=False)
-    if score_gsm8k(text, "4", "flexible").score not in (0.0, 1.0):
-        raise Wrong(f"the score of {text!r:.200} is neither 0 nor 1")
-
-
-def plugins(r: random.Random, folder: Path) -> None:
-    """`module:function` of a user's function."""
-    from jax_ppo.config.plugins import load_plugin
-
-    bodies = (
-        *(
-            "def f(a, b): return 1",
-            "def f(): return 1",
-            "def g(a, b): return 1",
-            "f = 3",
-            "def f(:",
-        ),
-        *("import sys; sys.exit()", "raise SystemExit(3)", "1/0", "import nothing_of_this_name"),
-        *(
-            "raise KeyError('\\x1b[31m')",
-            "def f(a, *, b): return 1",
-            "class f: pass",
-            "\x00",
-            "é = 1",
-        ),
-        *(
-            "def f(*args, **kwargs): return 1",
-            "async def f(a, b): return 1",
-            "raise Exception('a\\nb')",
-        ),
-    )
-    (folder / "plugin.py").write_text(r.choice(bodies))
-    where = r.choice(
-        (folder / "plugin.py", folder / "plugin.py", folder / "none.py", "os", "x.y", "")
-    )
-    function = f"{where}:{r.choice(('f', 'f', 'g', '', 'f.g', 'é', 'a b'))}"
-    if r.random() < 0.1:
-        function = r.choice(TEXTS)
-    with naming("config.reward.function"):
-        plugin = load_plugin(function, "reward.function", ("a", "b"), r.random() < 0.5)
-    if not callable(plugin):
-        raise Wrong(f"{function!r} was accepted")
-
-
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "option values": option_values,
     "option names": option_names,
     "peers' options": peer_options,
-    "config.json": model_config,
     "adapter_config.json": adapter_config,
     "safetensors": safetensors_header,
-    "safetensors index": safetensors_index,
-    "JSON lines": jsonl_rows,
-    "Parquet": parquet_rows,
     "data sources": data_sources,
     "chat templates": chat_templates,
     "tokenizer files": tokenizer_files,
-    "reward results": reward_results,
-    "judge replies": judge_replies,
     "environments": environments,
-    "responses": responses,
-    "plugins": plugins,
 }
 
 
@@ -1081,7 +687,7 @@ def judge(kind: str, number: int, seed: int, outside: Path) -> tuple[str, str]:
             outcome, why = FAILED, f"{type(error).__name__}: {error!s:.300}"
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    if "Traceback" in output.getvalue() and kind != "reward results":
+    if "Traceback" in output.getvalue():
         outcome, why = FAILED, f"printed a traceback: {output.getvalue():.300}"
     if sorted(outside.iterdir()) != before:
         outcome, why = FAILED, "wrote outside its folder"

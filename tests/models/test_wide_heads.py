@@ -185,21 +185,6 @@ def test_an_engine_samples_the_same_on_several_devices_and_as_a_pass_over_the_wh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_the_gradient_reaches_every_layer(remat):
-    architecture = dataclasses.replace(ARCHITECTURE, per_layer_size=4)
-    params = tiny.random_params(architecture, 0, 0, "lm")
-    gradients = tiny.hidden_state_gradients(Transformer(architecture, remat=remat), params)
-    layers = gradients["layers"]
-    for stack in ("attention", "local_attention", "shared_attention", "local_shared_attention"):
-        assert (np.abs(layers[stack]["q_proj"]["kernel"]).max((1, 2)) > 0).all()
-    # The last keys before the shared ones have a gradient of each layer that reads them.
-    assert (np.abs(layers["local_attention"]["k_proj"]["kernel"]).max((1, 2)) > 0).all()
-    assert "k_proj" not in layers["shared_attention"] and "v_proj" not in layers["attention"]
-    assert not np.any(layers["layer_scalar"])
-
-
-@pytest.mark.slow
 def test_adapters_are_pefts(tmp_path):
     model = reference.save(tmp_path / "base", "gemma4_text", **GEMMA_4)
     architecture, params = reference.load(tmp_path / "base")
