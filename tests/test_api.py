@@ -113,11 +113,7 @@ def test_mistakes_in_sampling_are_named(policy, prompts, options, message):
 
 
 @pytest.mark.parametrize(
-    ("create", "message"),
-    [
-        ([], "load_policy: path"),
-        (["checkpoints"], "exported no model"),
-    ],
+    ("create", "message"), [([], "load_policy: path"), (["checkpoints"], "exported no model")]
 )
 def test_a_folder_without_a_model_is_named(create, message, tmp_path):
     for name in create:

@@ -299,11 +299,7 @@ def test_every_file_that_may_split_arrays_does(path):
             "sampler must not import ppo",
         ),
         ("jax_ppo/reporting/sinks.py", "from jax_ppo import ppo", "reporting must not import ppo"),
-        (
-            "jax_ppo/supervised/step.py",
-            "from jax_ppo import ppo",
-            "supervised must not import ppo",
-        ),
+        ("jax_ppo/supervised/step.py", "from jax_ppo import ppo", "supervised must not import ppo"),
         (
             "jax_ppo/data/prompts.py",
             "import jax.numpy as jnp",

@@ -344,12 +344,7 @@ def test_a_mixture_resumes_at_any_position():
 
 
 def test_an_unshuffled_mixture_takes_turns():
-    assert take_prompts(mixed((2, 2), (1.0, 1.0), shuffle=False), 2) == [
-        "0:0",
-        "1:0",
-        "0:1",
-        "1:1",
-    ]
+    assert take_prompts(mixed((2, 2), (1.0, 1.0), shuffle=False), 2) == ["0:0", "1:0", "0:1", "1:1"]
 
 
 def test_a_source_without_rows_or_share_is_refused():

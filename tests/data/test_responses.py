@@ -47,10 +47,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
             {"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"},
             "hh.jsonl:1: .* do not begin with the same dialogue",
         ),
-        (
-            {"chosen": "A", "rejected": ["B"]},
-            "hh.jsonl:1: each message of rejected must",
-        ),
+        ({"chosen": "A", "rejected": ["B"]}, "hh.jsonl:1: each message of rejected must"),
     ],
 )
 def test_what_is_no_pair_is_told(tmp_path, row, message):

@@ -58,11 +58,7 @@ def test_prompts_and_demonstrations(row, prompt, response):
     [
         ({"prompt": "Once", "chosen": "yes", "rejected": "no"}, "Once"),
         (
-            {
-                "prompt": [user("Hi")],
-                "chosen": [assistant("yes")],
-                "rejected": [assistant("no")],
-            },
+            {"prompt": [user("Hi")], "chosen": [assistant("yes")], "rejected": [assistant("no")]},
             (user("Hi"),),
         ),
         (
@@ -137,10 +133,7 @@ def test_a_chosen_column_of_answers_wins_over_gsm8ks_form():
         ({"prompt": 3}, "here: prompt must be text or a list of messages, got 3"),
         ({"messages": "text"}, "here: messages must be a list of messages"),
         ({"messages": [assistant("Ho")]}, "no prompt before it"),
-        (
-            {"instruction": None},
-            r"the columns instruction \(no value\); expected a prompt",
-        ),
+        ({"instruction": None}, r"the columns instruction \(no value\); expected a prompt"),
         ({"prompt": "p", "completion": [user("x")]}, "one message of the assistant"),
         ({"prompt": "p", "chosen": "yes", "rejected": None}, "must both be set"),
         (
@@ -214,11 +207,7 @@ def test_a_csv_file_holds_texts(tmp_path):
         ("a.csv", "", "has no rows"),
         ("a.csv", "prompt;answer\nx;y\n", "expected commas between columns, found ';'"),
         ("a.json", '{"prompt": "x"}\n{"prompt": "y"}', "an object per line is named .jsonl"),
-        (
-            "a.jsonl",
-            '{"Prompt": "x", "prompt": "y"}',
-            "a.jsonl:1: two columns .* name prompt",
-        ),
+        ("a.jsonl", '{"Prompt": "x", "prompt": "y"}', "a.jsonl:1: two columns .* name prompt"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):

@@ -74,11 +74,7 @@ EXPANSIONS = {
     "actor/{name}": {"actor/NAME"},  # a policy loss of the user's
     "advantages/{key}": {"advantages/NAME"},
     "critic/{name}": set(),  # read, not made
-    "environment/{name}": {
-        "environment/NAME",
-        "environment/failed",
-        "eval/environment/NAME",
-    },
+    "environment/{name}": {"environment/NAME", "environment/failed", "eval/environment/NAME"},
     "eval/{name}": evaluation_figures()
     | {f"eval/{name}" for name in {*LANGUAGE.names, *PREFERENCE.names}},
     "reward/{name}": {"reward/NAME", "reward/rule_failures", "reward/model_inputs_cut"},

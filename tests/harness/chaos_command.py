@@ -30,10 +30,7 @@ PHASES = {
         "jax_ppo.ppo.programs:compile_ahead",
         "jax_ppo.run.supervised_loop:compile_ahead",
     ),
-    "sampling": (
-        "jax_ppo.ppo.step:sample_batch",
-        "jax_ppo.ppo.step:sample_partial_batch",
-    ),
+    "sampling": ("jax_ppo.ppo.step:sample_batch", "jax_ppo.ppo.step:sample_partial_batch"),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
     "evaluating": (

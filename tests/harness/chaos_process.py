@@ -51,11 +51,7 @@ class Processes:
     """
 
     def __init__(
-        self,
-        variant: Variant,
-        inputs: Path,
-        workdir: Path,
-        environment_url: str = "",
+        self, variant: Variant, inputs: Path, workdir: Path, environment_url: str = ""
     ) -> None:
         """Start the processes.
 

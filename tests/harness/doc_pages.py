@@ -5,9 +5,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")],
-)
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Pages whose Python is run.
 RECIPES = [
     ROOT / "docs" / "python-api.md",

@@ -249,13 +249,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
     )
     rewards = placement.place(rewards, sharding.rows(mesh))
     return estimate_experience(
-        config,
-        state.control,
-        sequences,
-        rollout.logprobs,
-        outputs,
-        rewards,
-        step_rewards,
+        config, state.control, sequences, rollout.logprobs, outputs, rewards, step_rewards
     )
 
 

@@ -106,10 +106,7 @@ def compare_advantages(case: dict[str, jax.Array]) -> Iterator[Comparison]:
     without = ("verl: GRPO without the division",)
     yield Comparison(without, lambda x: to_tokens(grpo(x)), "scores")
     yield Comparison(("tunix: GRPO: advantages",), lambda x: grpo(x, by_std=True), "scores")
-    without = (
-        "tunix: Dr. GRPO: advantages",
-        "trl: GRPOTrainer: advantages, scale_rewards none",
-    )
+    without = ("tunix: Dr. GRPO: advantages", "trl: GRPOTrainer: advantages, scale_rewards none")
     yield Comparison(without, grpo, "scores")
     loo = ("verl: RLOO", "verl: RLOO, vectorised")
     yield Comparison(loo, lambda x: to_tokens(rloo(x)), "scores")

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 from jax.typing import ArrayLike
 
-from jax_ppo.kernels.losses import (
-    Clip,
-    PolicyBatch,
-    PolicyLoss,
-    SequenceSum,
-    padded_batch,
-    row_sum,
-)
+from jax_ppo.kernels.losses import Clip, PolicyBatch, PolicyLoss, SequenceSum, padded_batch, row_sum
 from jax_ppo.registries import POLICY_LOSSES, inputs_named
 from padded_loss import padded_loss
 
@@ -188,9 +181,7 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
 
     result, (slope, *_) = run(name, logprobs, old, advantages, mask)
     packed, (packed_slope, *_) = run(
-        name,
-        *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)),
-        pack=packed_batch,
+        name, *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)), pack=packed_batch
     )
     for x, y in zip((*result, slope), (*packed, packed_slope), strict=True):
         np.testing.assert_allclose(

@@ -12,8 +12,7 @@ from stand_ins import LAUNCH, TRICKY, script
 from waiting import HANG_SECONDS, wait_until
 
 needs_git_checkout = pytest.mark.skipif(
-    not (LAUNCH.parent / ".git").exists() or not shutil.which("git"),
-    reason="needs a git checkout",
+    not (LAUNCH.parent / ".git").exists() or not shutil.which("git"), reason="needs a git checkout"
 )
 
 # Accepts what gcloud 528 documents for each subcommand. The states of the queued resource are read

@@ -22,11 +22,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.delta_net import convolve, last_inputs
 from jax_ppo.models.hf.config import from_hf_config
-from jax_ppo.models.hf.load import (
-    describe_unread_parts,
-    load_checkpoint,
-    read_architecture,
-)
+from jax_ppo.models.hf.load import describe_unread_parts, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import quantize_kernels
@@ -149,10 +145,7 @@ def test_int8_leaves_rates_and_decays_as_they_are(actor):
 @pytest.mark.parametrize("pattern", [(True, False, True), (True, True, False) * 4])
 @pytest.mark.parametrize(
     "remat",
-    [
-        pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.exhaustive)],
 )
 def test_the_gradient_reaches_every_layer(pattern, remat):
     """In a loop over periods too, whose layers have parts of three stacks."""

@@ -536,11 +536,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     few = reference.fields(family, few)
     full = transformers.CONFIG_MAPPING[family](**few).to_dict()
     # Those belong to the tokenizer and must not be guessed.
-    special = (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
     assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
 
 
@@ -664,12 +660,7 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         )
         temperature, cap = heads.product_scaling(architecture, TEMPERATURE)
         logprobs, entropy = token_logprobs(
-            hidden,
-            heads.output_embedding(params),
-            targets,
-            mask,
-            temperature,
-            logit_softcap=cap,
+            hidden, heads.output_embedding(params), targets, mask, temperature, logit_softcap=cap
         )
         loss = jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy**2)
         return loss, (heads.compute_logits(architecture, params, hidden), logprobs, entropy)
@@ -877,10 +868,7 @@ def test_every_parameter_has_its_place(checkpoint):
     architecture, params = checkpoint[2:]
     for tree, rules in (
         (params, sharding.TRAIN_RULES),
-        (
-            unroll_params(params, partial_stacks=architecture.partial_stacks),
-            sharding.DECODE_RULES,
-        ),
+        (unroll_params(params, partial_stacks=architecture.partial_stacks), sharding.DECODE_RULES),
     ):
         sharding.tree_shardings(tiny.make_mesh(), tree, rules)
     own = heads.param_shapes(Transformer(architecture), "lm")

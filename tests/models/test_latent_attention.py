@@ -22,9 +22,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.experts import limit_to_groups, select_experts
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.load import describe_unread_parts
-from jax_ppo.models.hf.peft import (
-    peft_obstacle,
-)
+from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
@@ -171,10 +169,7 @@ def test_the_sampler_computes_what_a_pass_over_the_whole_text_does(with_adapters
 
 @pytest.mark.parametrize(
     "quantized",
-    [
-        pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"data": 1, "fsdp": 1, "expert": 2}])
 def test_an_engine_samples_the_same_on_several_devices(shape, quantized):
@@ -218,10 +213,7 @@ def test_the_correction_is_never_rounded(tmp_path):
     params = random_params()
     exact = params["layers"]["mlp"]["correction_bias"]
     flat = unroll_params(params, partial_stacks=ARCHITECTURE.partial_stacks)
-    for decoded in (
-        round_parameters(flat, jnp.bfloat16),
-        quantize_kernels(flat, jnp.bfloat16),
-    ):
+    for decoded in (round_parameters(flat, jnp.bfloat16), quantize_kernels(flat, jnp.bfloat16)):
         np.testing.assert_array_equal(decoded["layer_2"]["mlp"]["correction_bias"], exact[1])
         assert decoded["layer_2"]["mlp"]["router"]["kernel"].dtype == jnp.bfloat16
     export_checkpoint(params, ARCHITECTURE, tmp_path / "out", dtype="bfloat16")

@@ -221,11 +221,7 @@ def test_there_and_back(head, tmp_path):
     )
     kernel = loaded["layers"]["mlp"]["down_proj"]
     # [2, 32, 2] over model 2.
-    assert kernel["lora_a"].addressable_shards[0].data.shape == (
-        2,
-        16,
-        2,
-    )
+    assert kernel["lora_a"].addressable_shards[0].data.shape == (2, 16, 2)
     assert kernel["lora_b"].addressable_shards[0].data.shape == (2, 2, 8)  # [2, 2, 16] over fsdp 2
     if head == "scalar":
         names = load_file(tmp_path / "out/adapter_model.safetensors")

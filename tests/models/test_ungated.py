@@ -15,12 +15,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
-from jax_ppo.models.hf.peft import (
-    load_adapters,
-    peft_obstacle,
-    read_adapter_config,
-    save_adapters,
-)
+from jax_ppo.models.hf.peft import load_adapters, peft_obstacle, read_adapter_config, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.tensors import Fused, TensorMapping
 from jax_ppo.models.layers import LayerNorm

@@ -131,12 +131,7 @@ def gradients(config, mesh, rows):
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
         batch = jax.tree.map(lambda x: x[0], tiny.pack_batches(config, mesh, rollout, ALL, rows))
         arguments = (experience, batch)
-        actor_gradient, _ = tiny.actor_gradients(
-            config,
-            learned[0],
-            state.reference,
-            *arguments,
-        )
+        actor_gradient, _ = tiny.actor_gradients(config, learned[0], state.reference, *arguments)
         critic_gradient, _ = tiny.critic_gradients(config, learned[1], state.reference, *arguments)
     return jax.tree.map(np.asarray, [actor_gradient, critic_gradient])
 

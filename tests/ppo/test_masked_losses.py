@@ -231,10 +231,7 @@ def critic_reference(params, expected_rollout: Reference):
         losses.append(jnp.maximum(unclipped_loss, clipped_loss))
         clipped.append(clipped_loss > unclipped_loss)
     loss = jnp.concatenate(losses).mean()
-    return loss, {
-        "critic/loss": loss,
-        "critic/clip_fraction": jnp.concatenate(clipped).mean(),
-    }
+    return loss, {"critic/loss": loss, "critic/clip_fraction": jnp.concatenate(clipped).mean()}
 
 
 def assert_equal_metrics(ours, expected):

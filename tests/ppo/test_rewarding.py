@@ -101,10 +101,7 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     assert (
         first.result()
         == second.result()
-        == (
-            3,
-            {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0},
-        )
+        == (3, {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0})
     )
 
 

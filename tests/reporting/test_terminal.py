@@ -53,10 +53,7 @@ def run_in_terminal(arguments, columns, cwd):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "columns",
-    [80, 200],
-)
+@pytest.mark.parametrize("columns", [80, 200])
 def test_nothing_tears_the_lines_of_a_run(columns, tmp_path, request):
     screen = run_in_terminal(command(tmp_path / "run"), columns, request.config.rootpath)
     rows = [row.rstrip() for row in screen.display]

@@ -16,11 +16,7 @@ def make_dataset(names):
 
 def test_rows_are_numbered_throughout():
     training, held_out, environment = build_environment(
-        Calculator,
-        MultiTurn(),
-        None,
-        make_dataset("abc"),
-        make_dataset("de"),
+        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de")
     )
     assert (training.first_row, held_out.first_row) == (0, 3)
     examples = environment._examples

@@ -47,12 +47,7 @@ def report_steps(workdir, steps, progress=None, flops=None, **changes):
     progress = progress or Progress()
     with reporter.Reporter(run, workdir, progress, Compilations()) as writer:
         for step, metrics in enumerate(steps):
-            writer.report_later(
-                step,
-                jax.tree.map(np.float32, HEALTHY | metrics),
-                rewarded,
-                flops,
-            )
+            writer.report_later(step, jax.tree.map(np.float32, HEALTHY | metrics), rewarded, flops)
             writer.write_pending_report()
 
 

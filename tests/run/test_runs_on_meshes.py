@@ -14,14 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("arguments", "meshes"),
-    [
-        (("--few",), 3),
-        ((), 11),
-    ],
-    ids=["few", "all"],
-)
+@pytest.mark.parametrize(("arguments", "meshes"), [(("--few",), 3), ((), 11)], ids=["few", "all"])
 def test_the_mesh_changes_nothing_beyond_the_rounding_of_float64(
     arguments: tuple[str, ...], meshes: int
 ) -> None:

@@ -171,10 +171,7 @@ def test_preferences_are_learned_at_the_token_where_the_exported_model_is_read()
 
 def test_losses_by_hand_where_nothing_is_known():
     """A model of zeros gives all 32 tokens, and both responses, the same probability."""
-    for objective, expected in (
-        (LANGUAGE, math.log(32)),
-        (PREFERENCE, math.log(2)),
-    ):
+    for objective, expected in ((LANGUAGE, math.log(32)), (PREFERENCE, math.log(2))):
         sequences, params = make_sequences(objective)
         _, means = gradients(objective, sequences, jax.tree.map(jnp.zeros_like, params))
         assert float(means["loss"]) == pytest.approx(expected, rel=1e-6)

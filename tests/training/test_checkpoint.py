@@ -244,10 +244,7 @@ for step in range(1, 1000):
 
 @pytest.mark.parametrize(
     "pause",
-    [
-        pytest.param(0.0, marks=pytest.mark.exhaustive),
-        pytest.param(0.02, marks=pytest.mark.slow),
-    ],
+    [pytest.param(0.0, marks=pytest.mark.exhaustive), pytest.param(0.02, marks=pytest.mark.slow)],
 )
 def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
     child = subprocess.Popen(

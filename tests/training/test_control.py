@@ -10,11 +10,7 @@ from jax_ppo.training.control import first_control, resumed_control
 
 
 @pytest.mark.parametrize(
-    ("options", "coefficient"),
-    [
-        ({"type": "adaptive"}, 0.75),
-        ({"type": "fixed"}, 0.5),
-    ],
+    ("options", "coefficient"), [({"type": "adaptive"}, 0.75), ({"type": "fixed"}, 0.5)]
 )
 def test_only_an_adapted_coefficient_survives_a_resume(options, coefficient):
     names = {f"algorithm__kl_ctrl__{name}": value for name, value in options.items()}

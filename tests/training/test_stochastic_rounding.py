@@ -16,11 +16,7 @@ from jax_ppo.training.networks import Folders
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import StateBuilder, trained_trees
-from jax_ppo.training.stochastic_rounding import (
-    add_gradients,
-    round_stochastically,
-    zero_gradients,
-)
+from jax_ppo.training.stochastic_rounding import add_gradients, round_stochastically, zero_gradients
 
 KEY = jax.random.key(3)
 

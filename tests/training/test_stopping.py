@@ -26,10 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_signal_asks_for_an_end_at_the_next_step(tmp_path):
-    with (
-        signals.handle_stop_signals(ends_process=False),
-        Checkpointer(tmp_path) as checkpoints,
-    ):
+    with signals.handle_stop_signals(ends_process=False), Checkpointer(tmp_path) as checkpoints:
         request = StopRequest()
         assert not request.should_stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
