@@ -1,8 +1,8 @@
 """The bug museum: published bugs of reinforcement learning for language models, and their guards.
 
-An exhibit consists of a published bug, what must hold in this project instead, the test that guards
-it, and the edit of a source file that introduces the bug. test_museum.py applies each edit to a
-copy of the project and checks that the test fails.
+An exhibit consists of a published bug, the test that guards against it, whose name says what holds
+instead, and the edit of a source file that introduces the bug. test_museum.py applies each edit to
+a copy of the project and checks that the test fails.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ class Exhibit:
       source: where it was published: an issue or pull request (without the owner if only one such
         library exists), a paper, or a version in which it was reproduced. MUTATION for a change of
         this project that its tests once did not catch.
-      holds: what is true in this project.
       test: pytest id of the test that guards it.
       where: the end of the dotted name of the definition that the bug is put in: a function, class
         or variable.
@@ -27,7 +26,6 @@ class Exhibit:
 
     name: str
     source: str
-    holds: str
     test: str
     where: str
     old: str
@@ -55,10 +53,6 @@ END_OF_RESPONSE = [
             "tunix 0.1.7: the sampler strips the EOS, so no gradient ever reaches the decision to "
             "stop; verl: an empty response has its last token at index -1"
         ),
-        holds=(
-            "the EOS is a token of the response, counted in its length and with its log-prob; no "
-            "response is empty"
-        ),
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.lengths.at[written_B].set(drawn_B, mode='drop')",
@@ -70,7 +64,6 @@ END_OF_RESPONSE = [
             "tunix 0.1.7: mask = (ids != pad) with pad = EOS; trl#1623, verl#535: the model never "
             "learns to stop"
         ),
-        holds="the last token of a response is trained on like the others",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="sequences.lengths[samples]",
@@ -79,7 +72,6 @@ END_OF_RESPONSE = [
     Exhibit(
         name="lengths_are_counted_from_pad_ids",
         source="trl#5303, trl#1482: if pad is the EOS, `ids != pad` takes real tokens for padding",
-        holds="the samples are the same with pad == EOS and pad != EOS",
         test=f"{TEST_GENERATE}::test_pad_may_be_eos",
         where="build_job",
         old="jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1)",
@@ -91,7 +83,6 @@ END_OF_RESPONSE = [
     Exhibit(
         name="a_response_without_an_eos_is_not_flagged",
         source="verl#3805: without an EOS the mask continued over the padding",
-        holds="a response cut off at the maximum length has that length and is flagged `truncated`",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="generate_responses",
         old="~state.finished",
@@ -103,7 +94,6 @@ END_OF_RESPONSE = [
             "trl#7039: responses that ended with another EOS of generation_config.json were "
             "counted as truncated"
         ),
-        holds="every end-of-sequence token finishes a response",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.finished.at[slots.sample].set(finishes_B, mode='drop')",
@@ -115,7 +105,6 @@ END_OF_RESPONSE = [
     Exhibit(
         name="only_the_first_of_several_eos_ends_a_response",
         source="vllm#4180, textgen#5885: Llama 3 continues after <|eot_id|>",
-        holds="generation stops at any EOS",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="finishes_responses",
         old="options.eos_ids",
@@ -124,7 +113,6 @@ END_OF_RESPONSE = [
     Exhibit(
         name="eos_ids_in_generation_config_are_not_read",
         source="vllm#4182: Llama 3 lists its second EOS only in generation_config.json",
-        holds="the EOS ids of both files are used",
         test=(
             "tests/models/hf/test_hf_logits.py::test_every_end_of_sequence_is_known_the_configs_first"
         ),
@@ -135,7 +123,6 @@ END_OF_RESPONSE = [
     Exhibit(
         name="sampling_continues_after_the_eos",
         source="trl#2387: PPOTrainer samples every response to the maximum length",
-        holds="a response ends with its EOS, and the loop ends with the last response",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
         old="finishes_B | (drawn_B == job.limit_of(sample_B))",
@@ -146,7 +133,6 @@ END_OF_RESPONSE = [
         source=(
             "tunix 0.1.7: a different set of EOS ids runs the program compiled for the previous one"
         ),
-        holds="everything that a program is compiled for is part of its identity",
         test=f"{TEST_GENERATE}::test_options_are_the_identity_of_a_program",
         where="SamplingOptions",
         old="eos_ids: tuple[int, ...] = ()",
@@ -161,7 +147,6 @@ SAMPLING_AND_CACHE = [
             "trl#4159, vime#64: vLLM returned log-probs of the logits before division by the "
             "temperature"
         ),
-        holds="the sampler's log-probs are of softmax(logits / temperature)",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
         old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
@@ -170,7 +155,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="log_probs_instead_of_logits_divided_by_the_temperature",
         source="prime-rl#697: `logprobs /= temperature`",
-        holds="the temperature divides the logits, and the result is normalized",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
         old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
@@ -182,10 +166,6 @@ SAMPLING_AND_CACHE = [
             "trl#6789, verl#6240, vime#69: the sampler's log-probs are taken after top-k and "
             "top-p, the trainer's are not"
         ),
-        holds=(
-            "both sides take log-probs before the filters, and the run warns that the filters "
-            "make it off-policy"
-        ),
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
         where="_sample_filtered",
         old="logprob(logits_BxV, sums_B=sums_B, largest_B=largest_B)",
@@ -194,7 +174,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="top_p_drops_the_token_that_crosses_it",
         source="rasbt/reasoning-from-scratch#164, Biohub/esm#360: `cumsum <= p` keeps less than p",
-        holds="the most likely tokens that together have probability of at least p are kept",
         test=f"{TEST_SAMPLING}::test_top_p_by_hand",
         where="_keep_heaviest",
         old="bits_BxM >= least_B[:, None]",
@@ -206,7 +185,6 @@ SAMPLING_AND_CACHE = [
             "mlx-lm#388: the order of the filters changes the distribution, and top_p treated the "
             "remaining sum as 1"
         ),
-        holds="temperature, then top-k, then top-p of what top-k kept, as in transformers",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="_keep",
         old="shards.sum(top_BxM.sum(-1))",
@@ -218,7 +196,6 @@ SAMPLING_AND_CACHE = [
             "pytorch#4858, transformers#23088: multinomial picks filtered tokens where its "
             "cumulative sum rounds"
         ),
-        holds="a token of weight 0 is never drawn",
         test=f"{TEST_SAMPLING}::test_running_sums_that_round_never_pick_weight_0",
         where="_invert_cdf",
         old="(sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)",
@@ -227,7 +204,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="one_key_for_all_samples",
         source="tunix 0.1.7: a constant sampling key, so all responses to a prompt are the same",
-        holds="the same prompt twice in one step gets different responses",
         test=f"{TEST_GENERATE}::test_samples_depend_on_key_and_index",
         where="sample_keys",
         old="jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, samples_B)",
@@ -239,7 +215,6 @@ SAMPLING_AND_CACHE = [
             "verl#5179, vllm#11953, Megatron-LM#5983: all data-parallel replicas started from the "
             "same seed"
         ),
-        holds="eight devices draw the same samples as one device",
         test="tests/sampler/test_sharded.py::test_eight_devices_draw_the_samples_of_one",
         where="generate_responses",
         old="sampling.sample_keys(key, indices_N)",
@@ -248,7 +223,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="positions_count_the_padding",
         source="OpenRLHF#217, trlx#509: rotary positions started at the padded width",
-        holds="log-probs do not depend on the width that prompts are padded to",
         test=f"{TEST_GENERATE}::test_one_program_a_bucket_and_the_same_samples_from_each",
         where="decode_step",
         old="job.originals.lengths[sample_B // options.n]",
@@ -257,7 +231,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="one_position_for_the_whole_batch",
         source="unsloth#3795, unsloth#3803: one position for all rows of a left-padded batch",
-        holds="each row decodes at its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
         old="jnp.where(busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0)",
@@ -272,7 +245,6 @@ SAMPLING_AND_CACHE = [
             "tt-inference-server#4557: the position of a slot was not reset when a new request "
             "took it"
         ),
-        holds="a slot that takes the next sample starts from the beginning",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
         old="put(slots.drawn, job.start_of(sample_g))",
@@ -284,7 +256,6 @@ SAMPLING_AND_CACHE = [
         source=(
             "sparkinfer#289: every sequence was decoded with the cache that slot 0 happened to hold"
         ),
-        holds="a slot gets the keys and values of its own sample's prompt",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
         old="prompt_g - (state.prefilled - job.group)",
@@ -293,7 +264,6 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="responses_are_paired_with_the_wrong_prompts",
         source="R1-V#67, VLM-R1#129, trl#3098: P1 P2 P1 P2 on one side, P1 P1 P2 P2 on the other",
-        holds="sample b answers prompt b // n everywhere",
         test=f"{TEST_GENERATE}::test_the_contract",
         where="generate_responses",
         old="jnp.repeat(x, options.n, axis=0)",
@@ -305,7 +275,6 @@ SAMPLING_AND_CACHE = [
             "exllamav2#200, mlx-lm#1736: the cache content behind shorter prompts of a batch "
             "changes their results"
         ),
-        holds="a row reads the cache only up to its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="readable_columns",
         old="columns_B[:, None]",
@@ -317,7 +286,6 @@ MODELS = [
     Exhibit(
         name="packed_samples_see_each_other",
         source="trl#784, trl#3526: packing without an attention mask between the samples of a row",
-        holds="a packed sample has the same hidden states as it has alone",
         test="tests/models/test_decoder.py::test_packed_sequences_do_not_see_each_other",
         where="visible_keys",
         old="visible &= own_segments[:, :, None] == key_segments[:, None]",
@@ -329,7 +297,6 @@ MODELS = [
             "trl#6843, axolotl#3608: with context parallelism, packed samples attend to all "
             "earlier ones of the row; the loss was 1.83 times as high"
         ),
-        holds="the devices of a row attend inside its samples, as one device does",
         test="tests/models/test_attention_over_parts.py"
         "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
         where="_masked_part",
@@ -339,7 +306,6 @@ MODELS = [
     Exhibit(
         name="positions_continue_through_a_packed_row",
         source="OpenRLHF#377: packed rows with positions 0 ... 8 instead of 0 ... 4, 0 ... 3",
-        holds="each sample of a row counts its positions from 0",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
         old="np.arange(lengths_B[b])",
@@ -350,7 +316,6 @@ MODELS = [
         source=(
             "onnx#7274, axlearn#842: query heads 0 1 2 3 read key heads 0 1 0 1 instead of 0 0 1 1"
         ),
-        holds="query head h reads key head h // (query heads per key head)",
         test="tests/models/test_attention.py::test_xla_is_the_definition",
         where="attend_block_of_queries",
         old=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, K, -1, d).transpose(0, 2, 3, 1, 4)"),
@@ -362,7 +327,6 @@ MODELS = [
             "lablup/mlxcel#928: a three-way split of Pythia's query_key_value, as of GPT-2's, has "
             "the right shapes and scrambles attention without an error"
         ),
-        holds="Pythia's tensor has query, key and value of one head after another",
         test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
         where="_attention",
         old="a.num_heads if FAMILIES[a.family].fused_by_head else 1",
@@ -371,7 +335,6 @@ MODELS = [
     Exhibit(
         name="key_heads_are_tiled_when_decoding",
         source="axlearn#842: the cached path mapped heads differently from the whole-sequence path",
-        holds="attention with the cache equals attention over the whole sequence",
         test="tests/models/test_cache.py::test_it_is_that_of_the_last_token",
         where="cache_scores",
         old="(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, K, -1, d)",
@@ -385,7 +348,6 @@ MODELS = [
         source=(
             "mlxcel#1355, felafax#59: rope_scaling was parsed, but the plain frequencies were used"
         ),
-        holds="every kind of rotary embedding has the frequencies of transformers",
         test=(
             "tests/models/test_rope.py::test_frequencies_and_logits_are_those_of_transformers[llama3]"
         ),
@@ -396,7 +358,6 @@ MODELS = [
     Exhibit(
         name="the_other_spelling_of_rope_type_is_ignored",
         source="mlxcel#1355: the reader expected `type`, but the file had `rope_type`",
-        holds="both spellings are read",
         test="tests/models/test_rope.py::test_transformers_4_spellings",
         where="_OneRope._read_kind",
         old="entries.string('rope_type', older)",
@@ -405,7 +366,6 @@ MODELS = [
     Exhibit(
         name="rotary_angles_in_bfloat16",
         source="transformers#29285, modded-nanogpt#39: cos and sin rounded to 8 bits",
-        holds="rotary embeddings are applied in float32",
         test="tests/models/test_rope.py::test_a_pair_is_turned_by_its_angle",
         where="rotation_tables",
         old="table * factors.astype(np.float32)",
@@ -417,7 +377,6 @@ MODELS = [
             "TransformerEngine#1132, transformers#33133: a mismatch with the original model in "
             "bfloat16"
         ),
-        holds="a norm rounds to the computation dtype before it is scaled, as in transformers",
         test="tests/models/hf/test_hf_logits.py::test_the_norm_rounds_where_transformers_does",
         where="RMSNorm.__call__",
         old="scale * wide.astype(x.dtype)",
@@ -426,7 +385,6 @@ MODELS = [
     Exhibit(
         name="head_dim_is_computed_and_not_read",
         source="lmdeploy#2761, candle#2358: head_dim of Mistral Nemo is not hidden_size / heads",
-        holds="head_dim is taken from config.json if it is present",
         test=(
             "tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, "
             "wide heads]"
@@ -438,7 +396,6 @@ MODELS = [
     Exhibit(
         name="logits_in_bfloat16",
         source="Megatron-LM#7182: sampling and log_softmax in the dtype of the logits",
-        holds="logits are float32, whatever the dtype of the hidden states",
         test="tests/models/test_decoder.py::test_heads",
         where="compute_logits",
         old="jnp.einsum('...d,vd->...v', hidden, weight, preferred_element_type=jnp.float32)",
@@ -447,7 +404,6 @@ MODELS = [
     Exhibit(
         name="an_untied_head_is_tied",
         source="transformers#42612: lm_head.weight was overwritten by the input embedding",
-        holds="a checkpoint's own head is used if it has one",
         test="tests/models/test_decoder.py::test_heads",
         where="output_embedding",
         old="params.get('lm_head', params['embed'])",
@@ -459,7 +415,6 @@ MODELS = [
             "verl's quickstart log: first values from -14 to 9.5, a value loss of 15, a gradient "
             "norm of 1023"
         ),
-        holds="a new critic predicts 0 everywhere",
         test="tests/models/test_decoder.py::test_heads",
         where="init_params",
         old="jnp.zeros((architecture.hidden_size, 1), jnp.float32)",
@@ -471,7 +426,6 @@ MODELS = [
             "bumblebee#364: parameters of a mismatched shape were ignored, and the model produced "
             "nonsense"
         ),
-        holds="a tensor of the wrong shape is named and rejected",
         test="tests/models/hf/test_hf_errors.py::test_another_shape",
         where="validate_tensors",
         old="checkpoint.shape(name) != row.hf_shape",
@@ -483,7 +437,6 @@ EXPORT = [
     Exhibit(
         name="a_checkpoint_without_hugging_face_weights",
         source="verl#770: no Hugging Face weights in a checkpoint",
-        holds="an export loads in transformers with the same logits",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="export_checkpoint",
         old="write_weights(Path(folder), rows, arrays, dtype, max_shard_bytes)",
@@ -495,7 +448,6 @@ EXPORT = [
             "Automodel#2571, LLaVA-NeXT#315: config.json and the weights disagree on whether the "
             "head is tied"
         ),
-        holds="config.json of an export matches its weights",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="to_hf_config",
         old="a.tied",
@@ -504,7 +456,6 @@ EXPORT = [
     Exhibit(
         name="a_transposed_tensor_is_written_in_memory_order",
         source="safetensors#825: Fortran-ordered arrays are read back as garbage",
-        holds="files hold arrays in their logical order",
         test="tests/models/hf/test_hf_errors.py::test_written_files_are_as_the_arrays_look",
         where="write_safetensors",
         old="np.ascontiguousarray(array).view(np.uint8).data",
@@ -513,7 +464,6 @@ EXPORT = [
     Exhibit(
         name="eos_ids_are_lost_on_export",
         source="unsloth#384: the saved model had one of two EOS ids and generated endlessly",
-        holds="generation_config.json of an export lists every EOS id",
         test=(
             "tests/models/hf/test_save.py::test_generation_defaults_come_along_but_the_ends_are_the_architectures"
         ),
@@ -527,7 +477,6 @@ DATA = [
     Exhibit(
         name="truncation_is_read_and_never_applied",
         source="verl: data.truncation has no effect",
-        holds="an overlong prompt is truncated as configured",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
         where="encode_prompts",
         old="ids = _truncate(ids, limit, encoding.truncation, location)",
@@ -536,7 +485,6 @@ DATA = [
     Exhibit(
         name="truncation_error_raises_no_error",
         source="verl: data.truncation has no effect, not even `error`",
-        holds="an overlong prompt is rejected by default, with its row and length",
         test=f"{TEST_PROMPTS}::test_truncation_error_names_row_length_and_option",
         where="_truncate",
         old=(
@@ -556,7 +504,6 @@ DATA = [
         source=(
             "verl#7013, tunix#2288, tunix#2290: a resumed run started again from the first batch"
         ),
-        holds="a saved position continues with the batch that would have come next",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__init__",
         old="self.position = position",
@@ -568,7 +515,6 @@ DATA = [
             "accelerate#2823, accelerate#4071, ms-swift#10050: the epoch number was lost, and its "
             "order with it"
         ),
-        holds="the order of an epoch follows from the seed and the epoch, also in a resumed run",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches._epoch_order",
         old="self._ordered_epoch != epoch",
@@ -580,7 +526,6 @@ DATA = [
             "lm-human-preference-details (JAX): the shuffle key is made from the seed at every "
             "update"
         ),
-        holds="each epoch has its own order",
         test=f"{TEST_PROMPTS}::test_an_epoch_gives_each_row_once_in_a_fresh_order",
         where="PromptBatches._epoch_order",
         old="[self.seed, epoch]",
@@ -589,7 +534,6 @@ DATA = [
     Exhibit(
         name="a_resumed_run_ends_with_its_epoch",
         source="verl#5725: a resumed run ended silently at the end of the epoch",
-        holds="a resumed run performs as many steps as an uninterrupted one",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__next__",
         old="epoch = self.epoch",
@@ -601,7 +545,6 @@ DATA = [
             "pytorch-a2c-ppo-acktr-gail#192, vamb#425: drop_last leaves no batch at all, without "
             "a warning"
         ),
-        holds="it is rejected, with both numbers",
         test=f"{TEST_PROMPTS}::test_fewer_rows_than_a_batch_are_refused",
         where="PromptBatches.__init__",
         old="1 <= batch_size <= len(dataset)",
@@ -610,7 +553,6 @@ DATA = [
     Exhibit(
         name="evaluation_drops_its_last_batch",
         source="Autoformer#104, PatchTST#129, NeMo-RL#1029: drop_last in validation",
-        holds="every held-out row is evaluated",
         test=f"{TEST_PROMPTS}::test_evaluation_counts_each_row_once",
         where="evaluation_batches",
         old="range(0, len(dataset), batch_size)",
@@ -622,7 +564,6 @@ DATA = [
             "composer#2218, pytorch/examples#1063: samplers repeat rows to fill a batch, and "
             "metrics count them twice"
         ),
-        holds="averages are over the real rows",
         test="tests/run/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
         where="evaluate",
         old="n * batch.count",
@@ -634,7 +575,6 @@ DATA = [
             "open-r1#462, trl#1114, alignment-handbook#127: a rendered chat template is tokenized "
             "with special tokens"
         ),
-        holds="the text of a chat template gets no special tokens besides its own",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
         old="return (text, False)",
@@ -643,7 +583,6 @@ DATA = [
     Exhibit(
         name="no_bos",
         source="unsloth#10312: base models of Gemma without the BOS that they were trained with",
-        holds="plain text gets the special tokens that its tokenizer adds",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="encode_text",
         old="tokenizer.encode(text, add_special_tokens=special, verbose=False)",
@@ -655,7 +594,6 @@ DATA = [
             "vllm#7491, trlx#287: with add_eos_token the prompt ends with the EOS, and the "
             "response is empty"
         ),
-        holds="a prompt does not end with an EOS that its tokenizer added",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="encode_text",
         old="if not text_ends_in_eos:\n    ids.pop()",
@@ -664,7 +602,6 @@ DATA = [
     Exhibit(
         name="a_chat_prompt_without_the_assistants_turn",
         source="llama_index#15239: apply_chat_template without add_generation_prompt",
-        holds="a chat prompt ends where the assistant's turn begins",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
         old="{kind: True}",
@@ -673,7 +610,6 @@ DATA = [
     Exhibit(
         name="a_begun_answer_is_closed",
         source="transformers' templates close every message without continue_final_message",
-        holds="a chat that ends with the assistant's message is continued within it",
         test=f"{TEST_TOKENIZER}::test_a_chat_that_ends_with_the_assistant_is_continued",
         where="render_prompt",
         old='"continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"',
@@ -685,7 +621,6 @@ DATA = [
             "tinker-cookbook#333 (declined for this reason): trust_remote_code=True for all "
             "tokenizers"
         ),
-        holds="no code from a model folder is executed",
         test=f"{TEST_TOKENIZER}::test_code_of_a_repository_is_not_run",
         where="load_tokenizer",
         old="AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)",
@@ -694,7 +629,6 @@ DATA = [
     Exhibit(
         name="the_sign_of_a_gold_answer_is_lost",
         source="proeval#19: `#### -3` was read as 3",
-        holds="ground truths keep their signs",
         test="tests/data/test_sources.py::test_rows_of_gsm8ks_form",
         where="_read_answer",
         old="answer.rpartition('####')[2].strip()",
@@ -709,7 +643,6 @@ REWARDS = [
             "verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` and `#### 42.00` "
             "score 0"
         ),
-        holds="`flexible` takes the last number, in whatever format it is written",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="extract_gsm8k",
         old="last_number(tail)",
@@ -718,7 +651,6 @@ REWARDS = [
     Exhibit(
         name="the_flexible_method_is_unreachable",
         source="verl#7789: the option never reached the function",
-        holds="`strict` and `flexible` are both reachable",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="score_gsm8k",
         old="extract_gsm8k(text, method)",
@@ -727,7 +659,6 @@ REWARDS = [
     Exhibit(
         name="a_comma_is_taken_for_the_answer",
         source="helm#4337, omlx#3484: `72, in total` resulted in an empty answer",
-        holds="a number starts and ends with a digit",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="_INTEGER",
         old=(
@@ -739,7 +670,6 @@ REWARDS = [
     Exhibit(
         name="the_sign_of_an_answer_is_lost",
         source="open-instruct#1530: a wrong sign was rewarded",
-        holds="-3 is not 3",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="_written",
         old="sign + _GROUPING.sub('', text)",
@@ -748,7 +678,6 @@ REWARDS = [
     Exhibit(
         name="numbers_are_compared_as_text",
         source="lm-evaluation-harness#3254: 29.00 against 29",
-        holds="answers are compared as exact numbers",
         test=f"{TEST_RULES}::test_numbers_are_compared_as_numbers",
         where="score_gsm8k",
         old="number == parse_number(ground_truth)",
@@ -760,7 +689,6 @@ REWARDS = [
             "verifiers#1336, ai-agent-book#699: an intermediate `answer:` was taken for the final "
             "one"
         ),
-        holds="the last answer counts",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
         old="leading_number(answers[-1])",
@@ -769,7 +697,6 @@ REWARDS = [
     Exhibit(
         name="the_models_output_is_evaluated",
         source="CVE-2026-6878 (verl): a grader called eval on a response",
-        holds="text written by a model is never evaluated as code",
         test=f"{TEST_RULES}::test_nothing_that_a_model_wrote_is_evaluated",
         where="score_gsm8k",
         old="parse_number(answer)",
@@ -783,7 +710,6 @@ PACKED_ROWS = [
         source=(
             "trl#44, trlx#248, prime-rl#1525: logits and targets were misaligned by one position"
         ),
-        holds="each position predicts the next token",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="jnp.minimum(packing.position + 1, last)",
@@ -795,10 +721,6 @@ PACKED_ROWS = [
             "trl#1781, trlx#509: the response mask was applied to log-probs that start one "
             "position earlier"
         ),
-        holds=(
-            "mask and log-probs are aligned: the last prompt token predicts the first response "
-            "token"
-        ),
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="packing.position + 1 - sequences.prompt_lengths[samples]",
@@ -807,7 +729,6 @@ PACKED_ROWS = [
     Exhibit(
         name="prompts_are_trained_on",
         source="trl#334: the loss ran over query and response",
-        holds="only response tokens are trained on",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="filled & (steps >= 0)",
@@ -816,7 +737,6 @@ PACKED_ROWS = [
     Exhibit(
         name="balancing_moves_samples_between_mini_batches",
         source="verl: balancing by length reorders samples across mini-batches",
-        holds="the rows of a mini-batch hold its own samples, each exactly once and complete",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
         old="group[members]",
@@ -828,7 +748,6 @@ PACKED_ROWS = [
             "open-instruct#1271: packed rows beyond a multiple of the number of workers were "
             "dropped"
         ),
-        holds="the last micro-batch counts, however few rows it holds",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
         old="-(-len(rows) // R)",
@@ -840,7 +759,6 @@ PACKED_ROWS = [
             "pytorch/torchtitan#1723: the mask is built for the batch and not split with it; "
             "KempnerForge#204: stages get no segments at all"
         ),
-        holds="a stage reads the positions and segments of the micro-batch that it works on",
         test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
         where="run_stages",
         old="jnp.clip(t - stage, 0, M - 1)",
@@ -852,7 +770,6 @@ REDUCTIONS = [
     Exhibit(
         name="padding_counts_in_the_mean_of_advantages",
         source="SkyRL#1305: masked variance about an unmasked mean",
-        holds="whitening uses response tokens only",
         test=f"{TEST_MASKED}::test_whiten_by_hand",
         where="whiten",
         old="masked_mean(x, mask)",
@@ -864,7 +781,6 @@ REDUCTIONS = [
             "tunix; stable-baselines3#270, DeepAnalyze#116: the standard deviation of one element "
             "is NaN"
         ),
-        holds="a single token is whitened to 0",
         test=f"{TEST_MASKED}::test_whitening_one_token_gives_zero",
         where="masked_variance",
         old="masked_mean(jnp.square(deviation), mask, axis)",
@@ -878,7 +794,6 @@ REDUCTIONS = [
         source=(
             "trl#6121, tunix#2310: a `where` after the arithmetic lets 0 * NaN into the gradient"
         ),
-        holds="masked positions may hold NaN and inf: they affect neither value nor gradient",
         test=f"{TEST_MASKED}::test_garbage_under_the_mask_reaches_neither_value_nor_gradient",
         where="zero_outside",
         old="jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",
@@ -887,7 +802,6 @@ REDUCTIONS = [
     Exhibit(
         name="a_fully_masked_batch_results_in_nan",
         source="trl: all responses of a batch were truncated and masked out; grpo: 0 / 0",
-        holds="the loss is 0 and the gradient is 0",
         test=f"{TEST_MASKED}::test_empty_mask_gives_zero_and_no_gradient",
         where="_mean",
         old="jnp.maximum(count, 1)",
@@ -899,7 +813,6 @@ REDUCTIONS = [
             "RLinf#1564: [B] * [B, 1] broadcast to [B, B], and the entropy bonus was B times too "
             "large"
         ),
-        holds="shapes that would broadcast are rejected",
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
@@ -914,7 +827,6 @@ LOG_PROBS = [
     Exhibit(
         name="a_scoring_pass_without_the_temperature",
         source="trl#3029, verl#6280, unsloth-zoo#832, tunix: one of the passes ran at T = 1",
-        holds="every log-prob is taken at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
         old="logits / options.temperature",
@@ -923,7 +835,6 @@ LOG_PROBS = [
     Exhibit(
         name="the_gradient_omits_the_temperature",
         source="unsloth-zoo#832: for T != 1 the size of the policy gradient differed from TRL's",
-        holds="the closed-form gradient equals that of the definition at any temperature",
         test=f"{TEST_LOGPROBS}::test_gradient_is_that_of_the_definition",
         where="_backward",
         old="slope / options.temperature",
@@ -932,7 +843,6 @@ LOG_PROBS = [
     Exhibit(
         name="negative_entropy",
         source="trl#6121: an entropy below 0",
-        holds="the entropy is at least 0, also for peaked distributions",
         test=f"{TEST_LOGPROBS}::test_entropy_is_never_negative_nor_logprob_positive",
         where="_forward",
         old="jnp.maximum(entropy, 0)",
@@ -944,7 +854,6 @@ LOG_PROBS = [
             "Liger-Kernel#830, #512, #827: the gradient of the head was accumulated over chunks "
             "in bfloat16"
         ),
-        holds="gradients are summed in float32",
         test=f"{TEST_LOGPROBS}::test_gradient_of_the_master_is_summed_in_float32",
         where="hidden_and_weight_grad",
         old="weight_sum + weight_grad",
@@ -953,7 +862,6 @@ LOG_PROBS = [
     Exhibit(
         name="returned_log_probs_are_not_masked",
         source="SkyRL#1782, trl#7024: values under the padding reached the advantages",
-        holds="log-probs and entropies are 0 outside the response",
         test=f"{TEST_LOGPROBS}::test_what_the_mask_hides_does_not_matter",
         where="_forward",
         old="zero_outside(chunks.scatter(x), mask)",
@@ -968,7 +876,6 @@ REWARD_AND_KL = [
             "trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: the reward was added to the pad "
             "token after the EOS"
         ),
-        holds="the score is placed on the last generated token",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="shape_rewards",
         old="last_actions(masks.actions)",
@@ -979,9 +886,6 @@ REWARD_AND_KL = [
         source=(
             "trl#2778, trl#6800, trl#937, reward-bench#154: a model padded on one side was read "
             "on the other"
-        ),
-        holds=(
-            "the reward-model score is read at the last token of the sequence, as without padding"
         ),
         test=f"{TEST_UPDATE}::test_reward_model_scores_stand_on_the_last_token",
         where="score_positions",
@@ -994,7 +898,6 @@ REWARD_AND_KL = [
             "OpenRLHF#217, trlx#509: with padding between prompt and response, the scored text is "
             "not the sampled one"
         ),
-        holds="prompt and response are joined without a gap",
         test=f"{TEST_UPDATE}::test_joining_leaves_no_gap",
         where="join_sequences",
         old="column - prompts",
@@ -1003,7 +906,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_missing_eos_penalty_replaces_the_score",
         source="trl#2012: PPO and RLOO replaced the score by the penalty, OnlineDPO subtracted it",
-        holds="penalties are subtracted from the score",
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
         old=(
@@ -1018,7 +920,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_missing_eos_penalty_is_never_applied",
         source="trl#5338: it looked for an EOS where the stop token had been replaced by padding",
-        holds="the sampler reports which responses were truncated, and those are penalized",
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
         old="reward.missing_eos_penalty * truncated_B",
@@ -1027,7 +928,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_kl_is_averaged_over_padding",
         source="rlhf-book#216: approx_kl.mean() over padding, and the KL of padding in the returns",
-        holds="the KL is averaged over response tokens only",
         test=f"{TEST_EXPERIENCE}::test_the_whole_kl_is_taken_where_it_is_given",
         where="add_kl_penalty",
         old="masked.masked_mean(kl_tokens, actions)",
@@ -1038,7 +938,6 @@ REWARD_AND_KL = [
         source=(
             "trl#1161, trl#1180: k1 was reported and checked for warnings, whatever the estimator"
         ),
-        holds="the reported KL is that of the configured estimator",
         test=f"{TEST_EXPERIENCE}::test_the_kl_is_estimated_as_asked",
         where="reward_shaping.reference_kl",
         old="algorithm.kl_penalty",
@@ -1050,7 +949,6 @@ REWARD_AND_KL = [
             "trl#3043, twinkle#112: GKD's two KL divergences were exchanged: the student was "
             "trained by the other direction than the one asked for"
         ),
-        holds="rewards follow KL(actor || teacher), which the actor can lower by its choices",
         test="tests/ppo/test_teacher.py::test_its_rewards_follow_the_reverse_kl",
         where="add_teacher_rewards",
         old="kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, 'k1')",
@@ -1059,7 +957,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_teachers_logits_are_those_of_another_token",
         source="ms-swift#8436: the logits of the teacher were not shifted against the labels",
-        holds="teacher and actor are compared at the token that was sampled",
         test=(
             "tests/ppo/test_teacher.py::"
             "test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature"
@@ -1074,10 +971,6 @@ REWARD_AND_KL = [
             "tunix at T = 0.9: policy log-probs at T = 1, the reference's at T, so the KL of a "
             "policy to itself is not 0"
         ),
-        holds=(
-            "the KL is exactly 0 while actor and reference are equal, at any temperature, for "
-            "every estimator"
-        ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_compute_rows",
         old="logprobs(ref_net, reference, ref_hidden)",
@@ -1086,7 +979,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_controller_always_adapts",
         source="trl#18: adap_kl_ctrl was read and not used",
-        holds="a fixed coefficient does not change",
         test=f"{TEST_EXPERIENCE}::test_the_coefficient_of_the_next_step",
         where="next_control",
         old="KL_CONTROLLERS[options.type]",
@@ -1095,7 +987,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_kl_target_in_other_units",
         source="OpenAI's target of 6 is a sum over a response, verl's of 0.1 is a mean per token",
-        holds="the unit of the target is an option, and the controller measures in it",
         test=f"{TEST_EXPERIENCE}::test_the_coefficient_of_the_next_step",
         where="next_control",
         old="options.target_unit == 'token'",
@@ -1107,7 +998,6 @@ REWARD_AND_KL = [
             "the CS336 notes: clamp(log p - log ref, min=0) penalizes tokens made MORE likely "
             "than the reference"
         ),
-        holds="the clamped estimator matches its docstring",
         test="tests/kernels/test_kl.py::test_clamped_holds_back_only_tokens_made_more_likely",
         where="clamped",
         old="return jax.nn.relu(log_ratio)",
@@ -1116,10 +1006,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="k3_in_the_loss_has_another_kls_gradient",
         source="arXiv 2510.01555, arXiv 2512.21852: an unbiased estimate is not an unbiased loss",
-        holds=(
-            "k3+ has the value of k3 and the gradient of k2; docstrings state the bias of each, "
-            "and tests enumerate it"
-        ),
         test="tests/kernels/test_kl.py::test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2",
         where="k3_plus",
         old="jax.lax.stop_gradient(k3(log_ratio)) + (square - jax.lax.stop_gradient(square))",
@@ -1128,7 +1014,6 @@ REWARD_AND_KL = [
     Exhibit(
         name="k3_overflows",
         source="verl clamps low_var_kl at +-20 for this reason; trl#7120",
-        holds="log-ratios are clamped before exp",
         test="tests/kernels/test_kl.py::test_k3_of_a_huge_log_ratio_is_clamped_and_flat",
         where="k3",
         old=(
@@ -1146,10 +1031,6 @@ ADVANTAGES = [
             "stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: the mask of the end was "
             "one step late"
         ),
-        holds=(
-            "after the last token comes 0 or the value to bootstrap from, wherever in the row "
-            "that token is"
-        ),
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
         old=(
@@ -1162,7 +1043,6 @@ ADVANTAGES = [
         source=(
             "ROLL#447, rlhf-book#216: the critic's values of masked tokens reached the real ones"
         ),
-        holds="padding may hold anything",
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
         old="zero_outside(values_T, mask_T)",
@@ -1171,7 +1051,6 @@ ADVANTAGES = [
     Exhibit(
         name="rewards_are_shifted_by_one",
         source="spinningup#50: each reward was stored with the following step",
-        holds="r_t is the reward for emitting token t",
         test="tests/kernels/test_advantages.py::test_by_hand",
         where="gae",
         old="(rewards_T, values_T, gamma_T, mask_T.astype(bool))",
@@ -1180,7 +1059,6 @@ ADVANTAGES = [
     Exhibit(
         name="returns_without_advantages",
         source="cleanrl#337: returns were computed from a buffer of advantages that was still 0",
-        holds="returns are raw advantages plus values",
         test="tests/kernels/test_advantages.py::test_by_hand",
         where="gae",
         old="advantages_T + values_T",
@@ -1189,7 +1067,6 @@ ADVANTAGES = [
     Exhibit(
         name="returns_from_whitened_advantages",
         source="the CS336 notes: the critic was trained on whitened advantages plus values",
-        holds="returns are computed before whitening",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="generalized_advantages",
         old="advantages, returns = gae(actor_lams)",
@@ -1204,7 +1081,6 @@ ADVANTAGES = [
             "tunix: advantages were whitened within each service batch; miles#3229: within each "
             "slice of a sequence"
         ),
-        holds="whitening is over the whole rollout",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
         old="masked.whiten(estimates.advantages, masks.loss, size=estimates.size)",
@@ -1216,7 +1092,6 @@ ADVANTAGES = [
             "RoboVerse#814, rlevo#342: the value after an end was counted, so that ending was "
             "rewarded"
         ),
-        holds="only a truncated response is bootstrapped",
         test=f"{TEST_EXPERIENCE}::test_only_a_truncated_response_is_bootstrapped",
         where="critic_values",
         old="sequences.truncated & bootstraps",
@@ -1228,7 +1103,6 @@ ADVANTAGES = [
             "grpo-flat#2: mean and standard deviation over the batch instead of over the "
             "responses to one prompt"
         ),
-        holds="the responses to a prompt are compared only with each other",
         test="tests/kernels/test_advantages.py::test_groups_by_hand",
         where="_differences_in_groups",
         old="scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)",
@@ -1240,7 +1114,6 @@ ADVANTAGES = [
             "DeepAnalyze#116: with num_generations=1 the standard deviation is NaN, and so is the "
             "loss"
         ),
-        holds="groups of one are rejected",
         test="tests/kernels/test_advantages.py::test_what_is_no_group_is_refused",
         where="_differences_in_groups",
         old="n > 1 and scores_B.shape[0] % n == 0",
@@ -1252,7 +1125,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_first_ratio_is_not_1",
         source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
-        holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="_compute_rows",
         old="logprobs(net, actor, hidden, with_entropy=options.entropy)",
@@ -1263,7 +1135,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_ratio_is_always_1",
         source="torchforge#571: logprobs - logprobs.detach()",
-        holds="from the second mini-batch on, the ratio differs from 1",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="policy_loss_inputs",
         old="options.is_on_policy",
@@ -1272,7 +1143,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="old_policy_and_reference_are_mixed_up",
         source="the CS336 notes: the old policy's log-probs are named ref_logprobs",
-        holds="the ratio is relative to the old policy, the KL to the reference",
         test=(
             "tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference"
         ),
@@ -1283,7 +1153,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_clip_range_begins_at_epsilon",
         source="RL2#21: the ratio was clipped to [epsilon, 1 + epsilon]",
-        holds="the ratio is clipped to [1 - epsilon, 1 + epsilon]",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="1.0 - clip.low",
@@ -1292,7 +1161,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_ratio_overflows",
         source="trl#7120: exp of a log-ratio in the hundreds",
-        holds="the log-ratio is clamped before exp, and clamping is visible in the result",
         test="tests/kernels/test_policy_losses.py::test_log_ratios_that_would_overflow",
         where="log_ratios_and_advantages",
         old="jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)",
@@ -1304,7 +1172,6 @@ LOSSES_AND_RATIO = [
             "implementation-matters#1, baselines#765: the paper has a minimum where the code has "
             "the maximum"
         ),
-        holds="the clipped value loss is the larger of the two",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
@@ -1316,7 +1183,6 @@ LOSSES_AND_RATIO = [
             "tensorflow/agents#352: the critic recomputed the old values during training, and "
             "nothing was ever clipped"
         ),
-        holds="values are clipped around the rollout's values",
         test=(
             "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
         ),
@@ -1329,7 +1195,6 @@ LOSSES_AND_RATIO = [
         source=(
             "stable-baselines3#417, spinningup#137: mean(old - new) is negative half of the time"
         ),
-        holds="the KL used for early stopping is never negative",
         test="tests/ppo/test_objectives.py::test_the_approximate_kl_is_never_negative",
         where="_policy_metrics",
         old="jnp.expm1(policy.log_ratio) - policy.log_ratio",
@@ -1341,7 +1206,6 @@ LOSSES_AND_RATIO = [
             "arcee-ai/NeMo-RL#24: IcePop's mask was applied to the loss per token and silently "
             "ignored by the loss per sequence"
         ),
-        holds="importance weights multiply the loss of each token, however it is averaged",
         test=(
             "tests/ppo/test_masked_losses.py::"
             "test_packed_losses_equal_those_computed_token_by_token"
@@ -1353,7 +1217,6 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="importance_weights_have_a_gradient",
         source="verl#4105, unsloth-zoo#343: weights for the sampler's mismatch were not detached",
-        holds="importance weights are constants",
         test="tests/kernels/test_importance.py::test_no_gradient_and_no_overflow",
         where="importance_weights",
         old="jax.lax.stop_gradient(zero_outside(weights, mask))",
@@ -1365,7 +1228,6 @@ LOSSES_AND_RATIO = [
             "verl#6377, reproduced in 0.9.1: rollout_rs=token_k1 with the bounds 0.6_1.4 rejects "
             "by -log(pi / mu), so that a ratio of 1.5 is kept and one of 0.65 is not"
         ),
-        holds="a token is kept if pi / mu is within the bounds",
         test="tests/kernels/test_importance.py::test_by_hand",
         where="importance_weights",
         old="(weights >= lower) & (weights <= upper)",
@@ -1380,7 +1242,6 @@ UPDATES = [
             "verl#5625, gradient accumulation of Unsloth and transformers in October 2024, "
             "nanochat#59, prime-rl#2358"
         ),
-        holds="gradients do not depend on micro-batches, packing or devices",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
@@ -1396,7 +1257,6 @@ UPDATES = [
             "prime-rl#2358, Arctic-Platform#119: each rank divided by its own token count before "
             "gradients were averaged"
         ),
-        holds="every token of a mini-batch has the same weight, whichever device it is on",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
@@ -1414,7 +1274,6 @@ UPDATES = [
             "verl#7829: KL-Cov selected the tokens of the largest covariance in each micro-batch, "
             "so that the micro-batch size changed the update"
         ),
-        holds="a loss that selects tokens gets those of the whole mini-batch",
         test="tests/ppo/test_update.py::test_a_loss_sees_the_tokens_of_the_whole_mini_batch",
         where="policy_loss_inputs",
         old="experience.action_mask & members_B[:, None]",
@@ -1429,7 +1288,6 @@ UPDATES = [
             "NVIDIA-NeMo/Automodel#3359: each model-provided loss of MoE routers entered every "
             "micro-batch's backward pass without the normalization of accumulation"
         ),
-        holds="the weight of a sequence's router loss is fixed by the whole mini-batch",
         test=(
             "tests/ppo/test_router_loss.py::"
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
@@ -1444,7 +1302,6 @@ UPDATES = [
             "NovaSky-AI/SkyRL#1908, vllm#37094: recorded experts were padded or cut to other "
             "tokens than those that had passed through them"
         ),
-        holds="column i of the record is the token at position i, prompt tokens included",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
@@ -1459,7 +1316,6 @@ UPDATES = [
             "THUDM/slime#1145, vllm#37094: the record began with the response, or was missing for "
             "some requests"
         ),
-        holds="prompts are recorded by their prefill, for each of their samples",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
@@ -1474,7 +1330,6 @@ UPDATES = [
             "ISEEKYAN/Megatron-LM#79: weights were taken from probabilities that are zero outside "
             "of the router's own selection, and with them their gradient"
         ),
-        holds="the weights of replayed experts are a softmax over them, with its gradient",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them"
@@ -1493,7 +1348,6 @@ UPDATES = [
             "RLinf#1564, verl#4711: bonus and metrics were scaled by the number or size of "
             "micro-batches"
         ),
-        holds="the entropy bonus uses the weights of the loss",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="ActorObjective.loss",
         old="jnp.sum(token_weights.loss * entropy_RxL)",
@@ -1502,7 +1356,6 @@ UPDATES = [
     Exhibit(
         name="the_value_loss_is_averaged_per_micro_batch",
         source="verl#5625, verl#7110: the actor's loss was fixed, the critic's was not",
-        holds="the critic's gradient does not depend on micro-batches either",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="weighted_value_loss",
         old="options.value_loss_coef * jnp.sum(weights.loss * value.loss)",
@@ -1514,7 +1367,6 @@ UPDATES = [
             "transformers#1563, lingua#59: clip_grad_norm_ after every backward pass of an "
             "accumulation"
         ),
-        holds="the gradient of the whole mini-batch is clipped",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="add_gradients",
         old="jax.tree.map(jnp.add, widen(gradient_sum), gradients)",
@@ -1526,7 +1378,6 @@ UPDATES = [
             "trl#6369: mask_truncated_completions removed tokens from the sum but not from the "
             "count"
         ),
-        holds="masked tokens are excluded from both the sum and its divisor",
         test=f"{TEST_UPDATE}::test_masked_responses_teach_nothing",
         where="count_learned_tokens",
         old="batch.members & experience.sample_mask",
@@ -1538,7 +1389,6 @@ UPDATES = [
             "tunix: each epoch repeats the same mini-batch back to back; "
             "lm-human-preference-details (JAX): one shuffle key"
         ),
-        holds="every epoch of every step divides the whole rollout into new mini-batches",
         test="tests/run/test_parts.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPacker._mini_batches",
         old="[self.seed, step, epoch]",
@@ -1547,7 +1397,6 @@ UPDATES = [
     Exhibit(
         name="one_key_for_all_steps",
         source="tunix 0.1.7: the sampling key does not change from step to step",
-        holds="each combination of seed, stream and step has its own key",
         test="tests/run/test_parts.py::test_keys_differ_by_seed_stream_and_step",
         where="sample_key",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)",
@@ -1556,7 +1405,6 @@ UPDATES = [
     Exhibit(
         name="critic_warmup_is_one_step_short",
         source="verl: critic_warmup of N results in N - 1 steps",
-        holds="for exactly N steps the actor does not change by a single bit",
         test=f"{TEST_UPDATE}::test_critic_warmup_is_exactly_n_steps",
         where="update_actor",
         old="step >= warmup",
@@ -1568,7 +1416,6 @@ UPDATES = [
             "NeMo-RL#3821: loaded with finetune=True, a pretrained critic would have its trunk, "
             "and a random head"
         ),
-        holds="PPO starts with the values of the critic that critic.path names",
         test="tests/run/test_critic_alone.py::test_ppo_starts_with_the_values_of_the_critic",
         where="critic_head",
         old="bool(options.path) and folder is not None and holds_critic(folder)",
@@ -1577,7 +1424,6 @@ UPDATES = [
     Exhibit(
         name="muon_trains_the_heads",
         source="DeepSpeed#7641: Muon was applied to the embedding and to lm_head",
-        holds="Muon takes the matrices of layers, AdamW embeddings, heads, routers and vectors",
         test=(
             "tests/training/test_optimizer.py::"
             "test_muon_takes_orthogonal_steps_in_matrices_and_adamws_elsewhere"
@@ -1592,7 +1438,6 @@ UPDATES = [
             "verl#3674, torchtune#2010, bert#1293: the warm-up starts with a step that changes "
             "nothing"
         ),
-        holds="the first step of a warm-up of N steps has the rate lr / N, the last one lr",
         test=f"{TEST_UPDATE}::test_learning_rate_by_hand",
         where="learning_rate",
         old="options.lr * (step + 1)",
@@ -1601,7 +1446,6 @@ UPDATES = [
     Exhibit(
         name="weight_decay_applies_to_norms",
         source="transformers#35927, Fast-LLM#542: the scales of RMSNorm were decayed",
-        holds="weight decay applies to matrices only",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
         where="_is_matrix",
         old="path[-1].key in DECAYED_LEAVES",
@@ -1610,7 +1454,6 @@ UPDATES = [
     Exhibit(
         name="weight_decay_goes_through_adam",
         source="arXiv 1711.05101: L2 regularization in Adam is not weight decay",
-        holds="decay is proportional to the weight, whatever the history of the gradient",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
         where="make_optimizer",
         old=(
@@ -1625,7 +1468,6 @@ UPDATES = [
     Exhibit(
         name="a_nan_gradient_is_applied",
         source='verl#747: NaN, then "!!!!" forever',
-        holds="a non-finite update is skipped, counted and named",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
         old="is_finite & update_enabled",
@@ -1634,7 +1476,6 @@ UPDATES = [
     Exhibit(
         name="a_skipped_update_changes_the_optimizer_state",
         source="flaxchat#6: gradients were zeroed, but counts and moments advanced",
-        holds="a skipped update leaves the optimizer state unchanged too",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
         old="select(new_opt_state, opt_state)",
@@ -1643,7 +1484,6 @@ UPDATES = [
     Exhibit(
         name="the_controllers_coefficient_is_lost_on_resume",
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
-        holds="all state that changes from step to step is saved in the checkpoint and restored",
         test=("tests/training/test_control.py::test_only_an_adapted_coefficient_survives_a_resume"),
         where="resumed_control",
         old="KL_CONTROLLERS[kl_options.type].adapts",
@@ -1655,7 +1495,6 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="a_plain_function_is_not_accepted_as_reward",
         source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
-        holds="any function, from a module or a file, can be the reward",
         test="tests/rewards/test_reward_functions.py::test_a_function_of_a_file",
         where="resolve_reward_function",
         old=(
@@ -1670,7 +1509,6 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="rewards_are_truncated_to_integers",
         source="tunix 0.1.7: 0.49 becomes 0",
-        holds="rewards are float32 from end to end",
         test="tests/rewards/test_reward_functions.py::test_scores_are_float32_end_to_end",
         where="score_batch",
         old="np.array([result.score for result in results], np.float32)",
@@ -1681,10 +1519,6 @@ RULES_IN_A_RUN = [
         source=(
             "verl#6673, trl#5281, AReaL#1426: an error in one sample aborted the batch or the "
             "driver"
-        ),
-        holds=(
-            "the error is reported, the sample gets the configured fallback score, and failures "
-            "are counted"
         ),
         test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="score_sample",
@@ -1710,7 +1544,6 @@ RULES_IN_A_RUN = [
         source=(
             "trl#5773, trl#5775: a reward of NaN turned mean, standard deviation and loss into NaN"
         ),
-        holds="a non-finite score is a failure of its own sample only",
         test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="validate_result",
         old="not abs(result.score) <= LARGEST_SCORE",
@@ -1719,7 +1552,6 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="rules_see_special_tokens",
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
-        holds="rules receive text without special tokens",
         test=(
             "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
@@ -1733,7 +1565,6 @@ RULES_IN_A_RUN = [
             "VLM-R1#129, R1-V#146: with n responses per prompt, solutions were shifted against "
             "responses"
         ),
-        holds="response b is scored for example b // n",
         test=(
             "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
@@ -1744,7 +1575,6 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="no_warning_that_filters_make_the_run_off_policy",
         source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
-        holds="a run with an inexact filter warns about it before it starts",
         test="tests/run/test_parts.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="train_notes",
         old="rollout.truncates",
@@ -1755,7 +1585,6 @@ RULES_IN_A_RUN = [
         source=(
             "Megatron-LM#5983, vllm#11953: batches that started from one seed drew the same samples"
         ),
-        holds="every held-out sample has its own random address",
         test=(
             "tests/run/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
         ),
@@ -1772,7 +1601,6 @@ CLIPS_AND_OTHER_LOSSES = [
             "takuseno/ppo#3: min(ratio, clipped ratio) * A, so that bad tokens were almost never "
             "clipped"
         ),
-        holds="min(ratio * A, clipped ratio * A), whatever the sign of A",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
@@ -1781,7 +1609,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="the_dual_clip_applies_to_good_tokens",
         source="tianshou#433: with a positive advantage, the loss became -c A",
-        holds="the dual clip applies to negative advantages only",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)",
@@ -1790,7 +1617,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="the_loss_of_bad_tokens_is_unbounded",
         source="verl#783, ray#37334: a ratio of thousands times a negative advantage",
-        holds="the dual clip bounds the loss of a bad token that became more likely",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="clip.dual is not None",
@@ -1799,7 +1625,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="every_ratio_outside_the_range_counts_as_clipped",
         source="trl#3175: clip fractions ignored the sign of the advantage",
-        holds="a token counts as clipped if it has no gradient",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="clipped_loss > unclipped_loss",
@@ -1810,7 +1635,6 @@ CLIPS_AND_OTHER_LOSSES = [
         source=(
             "RLinf#1529: the clipped value was compared with the range that it had been clipped to"
         ),
-        holds="a value counts as clipped if it has no gradient",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
         old="clipped_loss > unclipped_loss",
@@ -1825,7 +1649,6 @@ CLIPS_AND_OTHER_LOSSES = [
             "trl#3138, open-instruct#636: Dr. GRPO requires a constant; a divisor that depends on "
             "the batch keeps the length bias"
         ),
-        holds="the normalizer of seq-mean-token-sum-norm is the same at every step",
         test="tests/kernels/test_losses.py::test_loss_weights_by_hand",
         where="seq_mean_token_sum_norm",
         old="samples * scale",
@@ -1834,7 +1657,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="masked_tokens_leak_into_the_sequences_ratio",
         source="Soup#723: the means of GSPO included padding",
-        holds="the ratio of a response uses its own tokens only",
         test="tests/kernels/test_policy_losses.py::test_against_loops_with_garbage_under_the_mask",
         where="log_ratios_and_advantages",
         old=(
@@ -1846,7 +1668,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="gspo_per_token",
         source="Soup#723: a loss named GSPO had one ratio per token",
-        holds="GSPO has one ratio, clipped or not, for all tokens of a response",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="gspo",
         old="_mean_over_response(log_ratio, batch, sequence_sum)",
@@ -1855,7 +1676,6 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="the_ratio_of_sums_of_log_probs",
         source="hands-on-modern-rl#75: exp of a difference of sums; GSPO uses means",
-        holds="the ratio of a response does not grow with its length",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="_mean_over_response",
         old=(
@@ -1872,7 +1692,6 @@ STOPS = [
             "ManiSkill#830, cleanrl#520: the check was in one of two loops, so the next epoch "
             "continued"
         ),
-        holds="past the target, no further update uses this rollout",
         test=f"{TEST_UPDATE}::test_after_the_stop_nothing_is_learned",
         where="Learner.scan_mini_batches",
         old="within_limit &= is_within",
@@ -1881,7 +1700,6 @@ STOPS = [
     Exhibit(
         name="the_step_past_the_kl_target_is_taken",
         source="firedup#3, stable-baselines3#419: the KL was checked after the gradient step",
-        holds="a mini-batch whose KL exceeds the target does not change the policy",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
         where="Learner.take_optimizer_step",
         old="update_enabled & is_within",
@@ -1890,7 +1708,6 @@ STOPS = [
     Exhibit(
         name="steps_that_were_not_taken_are_counted",
         source="stable-baselines3#1229: n_updates increased by all epochs, stopped or not",
-        holds="actor/steps_taken counts the steps that changed the actor",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
         where="Learner.scan_mini_batches",
         old="jnp.sum(taken_U)",
@@ -1899,7 +1716,6 @@ STOPS = [
     Exhibit(
         name="an_entropy_collapse_is_not_reported",
         source="verl#5953: the entropy fell to nearly 0 without a warning",
-        holds="the entropy is logged, and a fall below the threshold is reported once",
         test="tests/run/test_report.py::test_a_collapse_is_said_once_and_counted_also_after_a_resume",
         where="_diagnose_entropy",
         old="entropy < limit",
@@ -1908,10 +1724,6 @@ STOPS = [
     Exhibit(
         name="a_run_of_nan_updates_continues",
         source="verl#747: a run whose every update is NaN trains for days",
-        holds=(
-            "a run stops after the configured number of consecutive skipped updates, with the "
-            "reason"
-        ),
         test="tests/run/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
         where="Journal._count_skipped_update",
         old="self._skipped_in_a_row += 1",
@@ -1923,7 +1735,6 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="a_batch_counts_as_one_number",
         source="cleanrl#18: RunningMeanStd was updated with a batch_count of 1",
-        holds="moments do not depend on how the numbers were divided into batches",
         test="tests/kernels/test_moments.py::test_by_hand",
         where="update_moments",
         old="jnp.sum(mask.astype(bool))",
@@ -1935,7 +1746,6 @@ MOMENTS_AND_SHAPING = [
             "baselines#266: the first batches of rewards spiked, divided by a standard deviation "
             "near 0"
         ),
-        holds="without spread, nothing is scaled",
         test="tests/kernels/test_shaping.py::test_without_spread_scores_stay_what_they_are",
         where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)",
@@ -1947,7 +1757,6 @@ MOMENTS_AND_SHAPING = [
             "marlbenchmark/on-policy#12: values were not denormalized before advantages were "
             "computed"
         ),
-        holds="advantages are in units of reward, whether or not the critic's outputs are",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="critic_values",
         old="values = mean + std * values",
@@ -1959,7 +1768,6 @@ MOMENTS_AND_SHAPING = [
             "Mava#811: values in the critic's units were clipped around old values in units of "
             "reward"
         ),
-        holds="old values are stored in the units of the critic's output",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="estimate_experience",
         old="outputs.values",
@@ -1971,7 +1779,6 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="targets_use_the_old_moments",
         source="rlax#111: the PopArt example normalized with the moments from before the update",
-        holds="returns are normalized with moments that include them",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="normalize_returns",
         old="running_moments.normalize_by_moments(returns, updated, size)",
@@ -1983,7 +1790,6 @@ MOMENTS_AND_SHAPING = [
             "verl#3855: from max_response_length to max_response_length + buffer, which no "
             "response reaches"
         ),
-        holds="the soft penalty grows over the last `buffer` tokens that a response can have",
         test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="longest - buffer",
@@ -1995,7 +1801,6 @@ MOMENTS_AND_SHAPING = [
             "tunix 0.1.7: DAPO's reward_shaping counts characters, and the penalty of a response "
             "longer than the limit has no bound"
         ),
-        holds="the penalty of a response as long as allowed is the largest one",
         test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="jnp.clip(over / buffer, 0.0, 1.0)",
@@ -2004,7 +1809,6 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="a_buffer_longer_than_a_response",
         source="verl#2107: an expected length below 0 penalized every response",
-        holds="such a buffer is rejected before the run",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="LOSS_RULES",
         old="value > c.data.max_response_length",
@@ -2016,9 +1820,6 @@ MOMENTS_AND_SHAPING = [
             "verl#7581: RLOO with rollout.n = 1 learned nothing, or from raw scores, without a "
             "warning"
         ),
-        holds=(
-            "an estimator that compares responses requires two per prompt, checked before the run"
-        ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="COMPARISON_RULES",
         old="value == c.responses_per_prompt == 1 and _estimator(c.algorithm).needs_groups",
@@ -2029,7 +1830,6 @@ MOMENTS_AND_SHAPING = [
         source=(
             "LightRFT#53: rewards of steps were placed on the token after the last one of the step"
         ),
-        holds="a step is rewarded at the token that completes its text",
         test="tests/rewards/test_reward_functions.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
         where="assign_step_rewards",
         old="bisect.bisect_left",
@@ -2041,7 +1841,6 @@ RUNS = [
     Exhibit(
         name="the_best_checkpoint_is_forgotten_by_a_restart",
         source="transformers#11748, transformers#15089: the best checkpoint was deleted",
-        holds="the best checkpoint is kept, also across restarts",
         test=f"{TEST_CHECKPOINT}::TestKeeping::test_the_last_and_the_best_stay_through_a_restart",
         where="Checkpointer.__init__",
         old=(
@@ -2058,7 +1857,6 @@ RUNS = [
     Exhibit(
         name="a_nan_metric_is_the_best",
         source="pytorch-lightning#2636, ray#23820: comparisons with a NaN metric are all false",
-        holds="a checkpoint with a non-finite metric is never the best",
         test=f"{TEST_CHECKPOINT}::TestKeeping::test_a_figure_that_is_not_finite_never_wins",
         where="Checkpointer.save",
         old="value is not None and math.isfinite(value)",
@@ -2070,7 +1868,6 @@ RUNS = [
             "stable-baselines3#225: values and returns were exchanged in explained_variance, 1 - "
             "Var[y - prediction] / Var[y]"
         ),
-        holds="an evaluation divides the errors' variance by that of the returns",
         test="tests/run/test_critic_quality.py::test_figures_by_hand",
         where="_describe_tokens",
         old="errors.var() / returns.var(dtype=np.float64)",
@@ -2082,7 +1879,6 @@ RUNS = [
             "dreamerv3-torch#38, ART#72, tinker-feedback#127: the moments of Adam restart from 0 "
             "after a resume"
         ),
-        holds="a checkpoint restores every tree that was saved",
         test=f"{TEST_CHECKPOINT}::test_what_was_saved_comes_back",
         where="Checkpointer.save",
         old="tree is not None",
@@ -2091,7 +1887,6 @@ RUNS = [
     Exhibit(
         name="steps_after_the_checkpoint_are_recorded_twice",
         source="wandb#1040: rows of a killed run next to rows of the resumed one",
-        holds="the record is the same after an interruption as without one",
         test=f"{TEST_METRICS}::TestCurveFile::test_an_interruption_leaves_no_trace",
         where="CurveFile.__init__",
         old="[row for row in read_metrics_csv(path) if int(row['step']) <= steps_done]",
@@ -2100,7 +1895,6 @@ RUNS = [
     Exhibit(
         name="tensorboard_shows_steps_twice",
         source="Speech#4541, wandb#859: curves of a resumed run fold back",
-        holds="each step is shown once",
         test=f"{TEST_METRICS}::TestTensorBoard::test_tensorboard_shows_each_step_once",
         where="MetricsLog._open_tensorboard",
         old="first_step + 1 if first_step else 0",
@@ -2109,7 +1903,6 @@ RUNS = [
     Exhibit(
         name="wandb_drops_the_steps_of_a_resumed_run",
         source="tango#152, wandb#4482: `Step must only increase in log calls`",
-        holds="the step is one of the metrics, and may decrease",
         test="tests/reporting/test_trackers.py::"
         "test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
         where="open_wandb",
@@ -2119,7 +1912,6 @@ RUNS = [
     Exhibit(
         name="a_resumed_run_is_a_new_one_to_wandb",
         source="tango#152, wandb#859: a resumed run gets a new id",
-        holds="a resumed run keeps its id",
         test="tests/reporting/test_trackers.py::"
         "test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
         where="open_wandb",
@@ -2133,7 +1925,6 @@ SURVIVORS = [
     Exhibit(
         name="a_resumed_run_accepts_another_model",
         source=MUTATION,
-        holds="a checkpoint's weights are refused if an option of the model has changed",
         test="tests/training/test_resume.py::test_no_option_of_the_model_may_change",
         where="Config",
         old="section(Model, fixed_on_resume=True)",
@@ -2142,7 +1933,6 @@ SURVIVORS = [
     Exhibit(
         name="evaluated_accuracy_counts_rows_without_a_right_answer",
         source=MUTATION,
-        holds="the accuracy of an evaluation is of the rows whose rule defines correctness",
         test="tests/run/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="evaluation.evaluate",
         old="defined_correct.mean()",
@@ -2151,7 +1941,6 @@ SURVIVORS = [
     Exhibit(
         name="training_accuracy_counts_rows_without_a_right_answer",
         source=MUTATION,
-        holds="the accuracy of a step is of the rows whose rule defines correctness",
         test="tests/run/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="measure_sampling",
         old="masked_mean(correct_B, is_known_B)",
@@ -2160,7 +1949,6 @@ SURVIVORS = [
     Exhibit(
         name="the_cosine_schedule_ends_at_zero",
         source=MUTATION,
-        holds="linear and cosine end at lr x min_lr_ratio",
         test="tests/training/test_optimizer.py::test_a_schedule_ends_at_its_floor_and_stays_there",
         where="cosine_rate",
         old="optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio)",
@@ -2169,7 +1957,6 @@ SURVIVORS = [
     Exhibit(
         name="a_normalized_value_is_bootstrapped_from",
         source=MUTATION,
-        holds="a value is in units of reward before a return is computed from it",
         test=f"{TEST_EXPERIENCE}::test_the_value_bootstrapped_from_is_in_units_of_reward",
         where="critic_values",
         old="mean + std * final_values",
@@ -2178,7 +1965,6 @@ SURVIVORS = [
     Exhibit(
         name="masked_responses_enter_the_moments_of_returns",
         source=MUTATION,
-        holds="the moments of returns are of the tokens that are trained on",
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
         old="running_moments.update_moments(moments, returns, learned_values(masks), size)",
@@ -2187,7 +1973,6 @@ SURVIVORS = [
     Exhibit(
         name="the_critics_lambda_defaults_to_one",
         source=MUTATION,
-        holds="without critic_lam the critic's returns have the actor's lambda",
         test=f"{TEST_EXPERIENCE}::test_the_critics_lambda_is_the_actors_unless_set",
         where="generalized_advantages",
         old="actor_lams = critic_lams = lams",
@@ -2196,7 +1981,6 @@ SURVIVORS = [
     Exhibit(
         name="a_pair_is_kept_if_one_side_fits",
         source=MUTATION,
-        holds="a pair is dropped if either of its responses is too long",
         test="tests/data/test_responses.py::test_a_pair_is_dropped_if_one_side_is_too_long",
         where="_encode_fitting_responses",
         old="max(map(len, encoded)) <= max_response_length",
@@ -2205,7 +1989,6 @@ SURVIVORS = [
     Exhibit(
         name="the_sum_of_a_response_is_its_largest_token",
         source=MUTATION,
-        holds="sequence-level ratios and losses use the sum over all tokens of a response",
         test=f"{TEST_PACKING}::test_sums_over_a_response_stand_at_each_of_its_tokens",
         where="sample_sums",
         old="jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)",
@@ -2214,7 +1997,6 @@ SURVIVORS = [
     Exhibit(
         name="nothing_is_due_after_the_last_step",
         source=MUTATION,
-        holds="evaluation and checkpoint are due after the last step, whatever their frequency",
         test="tests/training/test_resume.py::test_everything_is_due_after_the_last_step",
         where="is_due",
         old="is_multiple or completed_steps == total_steps",
@@ -2223,7 +2005,6 @@ SURVIVORS = [
     Exhibit(
         name="moments_overflow",
         source=MUTATION,
-        holds="a batch of numbers whose squares overflow does not enter running moments",
         test="tests/kernels/test_moments.py::test_a_batch_whose_moments_overflow_is_ignored",
         where="update_moments",
         old="jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)",
@@ -2238,7 +2019,6 @@ DIALOGUES = [
             "trl#4975: one path of the loss took the mask of the whole completion, so that the "
             "tokens of tools were learned"
         ),
-        holds="the action mask of a dialogue is False on the tokens of observations",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="record_dialogues",
         old="dialogues.is_action",
@@ -2247,7 +2027,6 @@ DIALOGUES = [
     Exhibit(
         name="the_mask_of_the_environment_is_inverted",
         source="RAGEN#71: the gradient went to the states and not to the actions",
-        holds="the action mask of a dialogue is True on the tokens that the policy drew",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="end_turns",
         old="dialogues.is_action.at[written_B, before.drawn].set(~is_observed_B, mode='drop')",
@@ -2259,7 +2038,6 @@ DIALOGUES = [
             "verl#7278: REINFORCE++ lost the rewards that come after an observation; miles#1827: "
             "GAE decayed them across it"
         ),
-        holds="advantages and returns cross the tokens of an observation unchanged",
         test="tests/run/test_two_turns.py::test_reward_to_go_counts_what_a_turn_can_still_change",
         where="gae",
         old=(
@@ -2273,7 +2051,6 @@ DIALOGUES = [
             "RAGEN's bi-level GAE (ragen/trainer/core_algos.py) took the tokens with a reward for "
             "the ends of turns, so that a turn that earned 0 was joined to the next"
         ),
-        holds="turns are those of the dialogue, whatever they earn",
         test=f"{TEST_EXPERIENCE}::test_turns_and_their_tokens_in_dialogues",
         where="bi_level_gae",
         old="ends_T = _ends_of_turns(mask_T, starts_T)",
@@ -2282,7 +2059,6 @@ DIALOGUES = [
     Exhibit(
         name="turns_without_an_answer_are_one",
         source=MUTATION,
-        holds="an empty observation divides two turns",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="record_dialogues",
         old="dialogues.starts",
@@ -2294,7 +2070,6 @@ DIALOGUES = [
             "RAGEN's bi-level GAE read the critic where a turn ends, after it has seen the turn; "
             "corrected in VAGEN (vagen/algorithms/turn_level_gae)"
         ),
-        holds="the baseline of a turn is the value of the state in which it begins",
         test="tests/kernels/test_advantages.py::test_turns_by_hand",
         where="turn_gae",
         old="gae(earned_T, values_T, starts_T, gamma, lam, bootstrap_value)",
@@ -2306,7 +2081,6 @@ DIALOGUES = [
     Exhibit(
         name="the_kl_counts_observations",
         source="Search-R1#21: the reported KL included the tokens of search results",
-        holds="the KL to the reference is averaged over the policy's own tokens",
         test="tests/run/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",
         where="add_kl_penalty",
         old="masked.masked_mean(kl_tokens, actions)",
@@ -2315,7 +2089,6 @@ DIALOGUES = [
     Exhibit(
         name="every_stage_works_on_the_micro_batch_of_the_first",
         source=MUTATION,
-        holds="in tick t stage s has the rows of micro-batch t - s",
         test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
         where="run_stages",
         old="t - stage",
@@ -2327,7 +2100,6 @@ DIALOGUES = [
             "verl#3720: the line break that the template writes after the end of a turn stood "
             "between turns in training, and not in the rollout"
         ),
-        holds="all that the chat template writes between two turns stands between them",
         test=(
             "tests/environments/test_tool_calls.py::"
             "test_results_come_back_as_the_template_writes_them"
