@@ -11,6 +11,7 @@ PPO, supervised fine-tuning, reward models and critics share it. `Training` decl
 between them: what is loaded, what a step does, what an evaluation measures, what is exported.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -283,38 +284,23 @@ def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]
     Raises:
       Exception: what the compiler raised, at the end of the context.
     """
-    errors: list[Exception] = []
     stop = threading.Event()
-    is_over = threading.Event()
-    end = object()
 
     def compile_all() -> None:
-        try:
-            with jax.set_mesh(mesh):
-                while not stop.is_set() and next(programs, end) is not end:
-                    pass
-        except Exception as error:
-            errors.append(error)
-        finally:
-            is_over.set()
+        with jax.set_mesh(mesh):
+            for _ in programs:
+                if stop.is_set():
+                    return
 
     # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
-    thread = threading.Thread(target=compile_all, name="precompilation")
-    thread.start()
-    try:
-        yield
-    except BaseException:
-        stop.set()
-        is_over.wait()
-        raise
-    try:
-        # Not `join`: if a signal interrupts it, Python 3.11 considers the thread finished, exits
-        # while it is still compiling, and aborts with "terminate called".
-        is_over.wait()
-    finally:
-        stop.set()
-    if errors:
-        raise errors[0]
+    with concurrent.futures.ThreadPoolExecutor(1, "precompilation") as pool:
+        compiling = pool.submit(compile_all)
+        try:
+            yield
+            compiling.result()
+        except BaseException:
+            stop.set()
+            raise
 
 
 class EvaluationFailed(UserError):

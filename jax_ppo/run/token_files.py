@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.config.schema import Score
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.response_rows import ResponseRow
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
@@ -52,7 +51,6 @@ class Scores:
 
 
 def write_results(
-    score: Score,
     options: dict[str, Any],
     workdir: Path,
     tokenizer: Any,
@@ -65,14 +63,15 @@ def write_results(
     texts = [
         decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
     ]
-    path = workdir / f"tokens.{score.format}"
-    if score.format == "jsonl":
+    score = options["score"]
+    path = workdir / f"tokens.{score['format']}"
+    if score["format"] == "jsonl":
         write_json_lines(path, _token_rows(rows, texts, scores.figures))
     else:
         _write_parquet(path, rows, texts, scores.figures)
     shown = enumerate(zip(rows[:SHOWN_RESPONSES], texts, strict=False))
     records = [_describe_row(tokenizer, *row, scores, number) for number, row in shown]
-    status = f"{counted(len(rows), 'response')} of {score.file}, {len(records)} shown"
+    status = f"{counted(len(rows), 'response')} of {score['file']}, {len(records)} shown"
     html_report.write_scores_page(
         workdir / "report.html", options, status, summary["notes"], records
     )

@@ -85,7 +85,6 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     if distributed.is_main():
         with heartbeat.activity("writing tokens"):
             write_results(
-                config.score,
                 dataclasses.asdict(config),
                 workdir,
                 run.tokenizer,
@@ -190,62 +189,87 @@ def _estimate(
     failures: int,
 ) -> Scores:
     """Return the scores of the rows, with advantages over all of them at once."""
-    options = run.step_options
-    lengths = np.array([len(row.response_ids) for row in rows], np.int32)
-    width = int(lengths.max())
-    actions, starts = np.zeros((2, len(rows), width), bool)
-    for row, *masks in zip(rows, actions, starts, strict=True):
-        for target, mask in zip(masks, (row.action_mask, row.turn_starts), strict=True):
-            target[: len(mask)] = mask
-    outputs: ForwardOutputs = jax.tree.map(
-        lambda x: x if x.ndim == 1 else x[:, :width], found["outputs"]
+    sequences = _join_rows(rows)
+    actions = sequences.action_mask
+    # The responses of other batches may be longer than the longest row.
+    outputs, steps = jax.tree.map(
+        lambda x: x if x.ndim == 1 else x[:, : actions.shape[1]], (found["outputs"], found["steps"])
     )
-    order = _group_rows(run.config.algorithm.adv_estimator, run.config.responses_per_prompt, rows)
-    figures = {name: np.full(actions.shape, np.nan, np.float32) for name in FIGURES}
-
-    def write(name: str, values: Any, numbers: np.ndarray | slice = slice(None)) -> None:
-        if values is not None:
-            chosen = placement.to_host(values) if isinstance(values, jax.Array) else values
-            figures[name][numbers] = np.where(actions[numbers], chosen, np.nan)
-
-    write("logprob", outputs.old_logprobs)
-    write("entropy", outputs.entropy)
-    write("ref_logprob", outputs.ref_logprobs)
-    write("value", outputs.values)
+    columns = {
+        "logprob": outputs.old_logprobs,
+        "entropy": outputs.entropy,
+        "ref_logprob": outputs.ref_logprobs,
+        "value": outputs.values,
+    }
     if outputs.ref_logprobs is not None:
         placed = placement.place((outputs, actions), sharding.batch_rows(run.mesh, len(rows)))
-        write("kl", _reference_kl(options.experience.algorithm, *placed))
-    if len(order):
-        place = functools.partial(
-            placement.place, sharding=sharding.batch_rows(run.mesh, len(order))
+        columns["kl"] = placement.to_host(
+            _reference_kl(run.step_options.experience.algorithm, *placed)
         )
-        on_mesh = jax.tree.map(lambda x: place(x[order]), outputs)
-        sequences = Sequences(
-            tokens=place(np.zeros((len(order), 1), np.int32)),  # not read
-            prompt_lengths=place(np.ones(len(order), np.int32)),
-            lengths=place(lengths[order]),
-            truncated=place(np.array([rows[number].truncated for number in order])),
-            action_mask=place(actions[order]),
-            turn_starts=place(starts[order]),
-        )
-        steps = found["steps"]
-        experience, _ = estimate_experience(
-            options.experience,
-            state.control,
-            sequences,
-            on_mesh.old_logprobs,
-            on_mesh,
-            place(found["rewards"][order]),
-            None if steps is None else place(steps[order, :width]),
-        )
-        write("reward", experience.rewards, order)
-        write("advantage", experience.advantages, order)
-        write("return", experience.returns, order)
+    figures = {name: np.full(actions.shape, np.nan, np.float32) for name in FIGURES}
+    for name, values in columns.items():
+        if values is not None:
+            figures[name] = np.where(actions, values, figures[name])
+    order = _group_rows(run.config.algorithm.adv_estimator, run.config.responses_per_prompt, rows)
     rewards = found["rewards"]
-    if found["steps"] is not None:
-        rewards = rewards + found["steps"].sum(1)
+    if len(order):
+        chosen = jax.tree.map(lambda x: x[order], (sequences, outputs, rewards, steps))
+        for name, values in _estimate_advantages(run, state, *chosen).items():
+            figures[name][order] = np.where(actions[order], values, np.nan)
+    if steps is not None:
+        rewards = rewards + steps.sum(1)
     incomplete = len(rows) - len(order)
     return Scores(figures, rewards, with_nan(found["correct"]), answers, failures, incomplete)
+
+
+def _join_rows(rows: Sequence[ResponseRow]) -> Sequences:
+    """Return what an estimator reads of the rows: lengths, masks, but not the tokens."""
+    lengths = np.array([len(row.response_ids) for row in rows], np.int32)
+    actions, starts = np.zeros((2, len(rows), lengths.max()), bool)
+    for number, row in enumerate(rows):
+        actions[number, : lengths[number]] = row.action_mask
+        starts[number, : lengths[number]] = row.turn_starts
+    return Sequences(
+        tokens=np.zeros((len(rows), 1), np.int32),  # not read
+        prompt_lengths=np.ones(len(rows), np.int32),
+        lengths=lengths,
+        truncated=np.array([row.truncated for row in rows]),
+        action_mask=actions,
+        turn_starts=starts,
+    )
+
+
+def _estimate_advantages(
+    run: PPORun,
+    state: TrainState,
+    sequences: Sequences,
+    outputs: ForwardOutputs,
+    rewards_N: np.ndarray,
+    steps_NxT: np.ndarray | None,
+) -> dict[str, np.ndarray]:
+    """Return the figures that an estimator gives tokens of whole groups of responses."""
+    layout = sharding.batch_rows(run.mesh, len(rewards_N))
+    sequences, outputs, rewards, steps = placement.place(
+        (sequences, outputs, rewards_N, steps_NxT), layout
+    )
+    assert outputs.old_logprobs is not None, "they have been computed"
+    experience, _ = estimate_experience(
+        run.step_options.experience,
+        state.control,
+        sequences,
+        outputs.old_logprobs,
+        outputs,
+        rewards,
+        steps,
+    )
+    figures = {
+        "reward": experience.rewards,
+        "advantage": experience.advantages,
+        "return": experience.returns,
+    }
+    return {
+        name: placement.to_host(values) for name, values in figures.items() if values is not None
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm",))
