@@ -9,14 +9,14 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.run import ppo_training
+from jax_ppo.run import first_rewards
 from jax_ppo.training.control import first_control
 from jax_ppo.training.state import TrainState
 
 
 def measure(monkeypatch, failures):
     """Return the moments of two batches of the rewards 1 to 8; `failures` of each failed."""
-    monkeypatch.setattr(ppo_training, "response_rewards", lambda *arguments: arguments[-1].scores)
+    monkeypatch.setattr(first_rewards, "response_rewards", lambda *arguments: arguments[-1].scores)
     rewards = RuleRewards(
         scores=jnp.arange(1.0, 9.0),
         steps=None,
@@ -46,7 +46,7 @@ def measure(monkeypatch, failures):
         optimizers={},
         control=first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
     )
-    return ppo_training.measure_first_rewards(run, state).control.moments["rewards"]
+    return first_rewards.measure_first_rewards(run, state).control.moments["rewards"]
 
 
 def test_rewards_of_whole_batches_count(monkeypatch, capsys):
