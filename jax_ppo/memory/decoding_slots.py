@@ -15,7 +15,6 @@ from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import constrains_logits
 from jax_ppo.sampler.routing import routing_bytes
 from jax_ppo.sampler.slots import Cache, build_job, initial_state
 from jax_ppo.types import Prompts
@@ -57,7 +56,7 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
         queues = queue_cache_shapes(config.data, config.rollout, actor, rollout_mesh, options)
         cache = max(cache_bytes_per_device(caches, rollout_mesh) for caches in queues)
         # Drawing a token sorts or masks a second copy of the float32 logits.
-        arrays = 3 if constrains_logits(options) else 2
+        arrays = 3 if options.min_new_tokens else 2
         logits = arrays * slots * actor.architecture.vocab_size * 4
         # The vocabulary is split over `model`.
         return cache + logits // rollout_mesh.shape["model"]

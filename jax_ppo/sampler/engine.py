@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ppo.sampler.environment import Environment
+from jax_ppo.sampler.filters import Filters
 from jax_ppo.sampler.text_search import TextSearch
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -45,6 +46,11 @@ class SamplingOptions:
     max_turn_length: int | None = None
     # The rollout holds the experts that each token passed through.
     returns_routed_experts: bool = False
+
+    @property
+    def filters(self) -> Filters:
+        """Return how a token is drawn from its logits."""
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 class RolloutEngine(Protocol):

@@ -9,6 +9,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling, text_search
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.vocabulary_shards import VocabularyShards
 from jax_ppo.types import Params
 
 
@@ -27,46 +28,32 @@ def draw_next_tokens(
     """
     # Only one token per row, so these are logits [B, V], never [B, T, V].
     logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
-    arrays = [logits_BxV, sampling.token_uniforms(keys_B, drawn_B)]
-    added_BxV = constrain_logits(options, logits_BxV.shape[1], drawn_B)
-    if added_BxV is not None:
-        arrays.append(added_BxV)
+    uniforms_Bx2 = sampling.token_uniforms(keys_B, drawn_B)
 
     def sample(
-        logits_BxV: jax.Array, uniforms_Bx2: jax.Array, *added_BxV: jax.Array, axis: str | None
+        logits_BxV: jax.Array, uniforms_Bx2: jax.Array, *forbidden_BxV: jax.Array, axis: str | None
     ) -> sampling.Draws:
+        shards = VocabularyShards(axis)
         return sampling.sample_tokens(
-            logits_BxV,
-            uniforms_Bx2,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            shards=sampling.VocabularyShards(axis),
-            added_BxV=next(iter(added_BxV), None),
+            logits_BxV, uniforms_Bx2, options.filters, shards, *forbidden_BxV
         )
 
-    return split_vocabulary(sample)(*arrays)
+    forbidden_BxV = forbidden_ends(options, logits_BxV.shape[1], drawn_B)
+    others = () if forbidden_BxV is None else (forbidden_BxV,)
+    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2, *others)
 
 
-def constrains_logits(options: SamplingOptions) -> bool:
-    """Return whether `constrain_logits` makes an array."""
-    return options.min_new_tokens > 0
-
-
-def constrain_logits(
+def forbidden_ends(
     options: SamplingOptions, vocab_size: int, drawn_B: jax.Array
 ) -> jax.Array | None:
-    """Return what to add to the logits before a draw, float32 [B, V]; `None` if unconstrained.
+    """Return the EOS tokens that would end a response too early, bool [B, V]; `None` for none.
 
-    It changes what is drawn, not the log-probs that are recorded: those stay the policy's, as with
-    top-k. `drawn_B` counts the tokens of each response so far.
+    `drawn_B` counts the tokens of each response so far.
     """
-    if not constrains_logits(options):
+    if not options.min_new_tokens:
         return None
     is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
-    is_early_B = drawn_B < options.min_new_tokens
-    return jnp.where(is_early_B[:, None] & is_end_V, -jnp.inf, 0.0)
+    return (drawn_B < options.min_new_tokens)[:, None] & is_end_V
 
 
 def advance_stop_search(

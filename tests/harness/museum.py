@@ -149,16 +149,16 @@ SAMPLING_AND_CACHE = [
         ),
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
-        old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
-        new="token_logprob(logits_BxV * temperature, tokens_B)",
+        old="_token_logprobs(logits_BxV, tokens_B, filters, shards, known)",
+        new="_token_logprobs(logits_BxV * 0.7, tokens_B, filters, shards)",
     ),
     Exhibit(
         name="log_probs_instead_of_logits_divided_by_the_temperature",
         source="prime-rl#697: `logprobs /= temperature`",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
-        old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
-        new="token_logprob(logits_BxV * temperature, tokens_B) / temperature",
+        old="_token_logprobs(logits_BxV, tokens_B, filters, shards, known)",
+        new="_token_logprobs(logits_BxV * 0.7, tokens_B, filters, shards) / 0.7",
     ),
     Exhibit(
         name="top_p_renormalizes_only_the_samplers_log_probs",
@@ -167,9 +167,9 @@ SAMPLING_AND_CACHE = [
             "top-p, the trainer's are not"
         ),
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
-        where="_sample_filtered",
-        old="logprob(logits_BxV, sums_B=sums_B, largest_B=largest_B)",
-        new="logprob(logits_BxV, sums_B=drawn.sums, largest_B=largest_B)",
+        where="_draw_filtered",
+        old="shards.sum(weights_BxV.sum(-1))",
+        new="filters.keep(logits_BxV, weights_BxV, weights_BxV.sum(-1), shards).weights.sum(-1)",
     ),
     Exhibit(
         name="top_p_drops_the_token_that_crosses_it",
@@ -186,7 +186,7 @@ SAMPLING_AND_CACHE = [
             "remaining sum as 1"
         ),
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
-        where="_keep",
+        where="Filters.keep",
         old="shards.sum(top_BxM.sum(-1))",
         new="sums_B",
     ),
@@ -197,7 +197,7 @@ SAMPLING_AND_CACHE = [
             "cumulative sum rounds"
         ),
         test=f"{TEST_SAMPLING}::test_running_sums_that_round_never_pick_weight_0",
-        where="_invert_cdf",
+        where="invert_cdf",
         old="(sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)",
         new="sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]",
     ),

@@ -24,6 +24,7 @@ from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Turns, dialogue_seeds
+from jax_ppo.sampler.filters import Filters
 from jax_ppo.types import NOTHING, Example, Prompts
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
@@ -124,7 +125,7 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
 
 @jax.jit
 def draw(logits, keys, position):
-    return sampling.sample_tokens(logits, sampling.token_uniforms(keys, position), 1.0)
+    return sampling.sample_tokens(logits, sampling.token_uniforms(keys, position), Filters())
 
 
 def with_rows(prompts):

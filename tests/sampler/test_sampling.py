@@ -7,16 +7,21 @@ import pytest
 import scipy.stats
 
 import recorded
-from jax_ppo.sampler import sampling
+from jax_ppo.sampler import filters, inverse_cdf, sampling
+from jax_ppo.sampler.filters import Filters
 
 # jax.random.uniform stays below it, draw need not rely on that.
 LAST = np.nextafter(np.float32(1), np.float32(0))
-draw_tokens = jax.jit(lambda logits, uniforms: sampling.draw_tokens(weigh(logits), uniforms))
-sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
+draw_tokens = jax.jit(lambda logits, uniforms: inverse_cdf.draw_tokens(weigh(logits), uniforms))
+_sample = jax.jit(sampling.sample_tokens, static_argnums=2)
 keep_top_k, keep_top_p, keep_min_p = (
     jax.jit(f, static_argnums=1)
-    for f in (sampling.keep_top_k, sampling.keep_top_p, sampling.keep_min_p)
+    for f in (filters.keep_top_k, filters.keep_top_p, filters.keep_min_p)
 )
+
+
+def sample_tokens(logits, uniforms, *options):
+    return _sample(logits, uniforms, Filters(*options))
 
 
 def weigh(logits):
@@ -31,7 +36,7 @@ def draw_many(logits, draws, options=(1.0,)):
         sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5
     )
     return sampling.sample_tokens(
-        jnp.broadcast_to(logits, (draws, len(logits))), uniforms, *options
+        jnp.broadcast_to(logits, (draws, len(logits))), uniforms, Filters(*options)
     )[0]
 
 
@@ -95,7 +100,7 @@ def test_running_sums_that_round_never_pick_weight_0():
     weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
     row, before = np.nonzero(np.diff(sums) * (weights[:, 1:] == 0))
-    pick = jax.jit(sampling._invert_cdf)
+    pick = jax.jit(inverse_cdf.invert_cdf)
     for nudge in (0, 1, -1):
         uniforms = sums[row, before] / sums[row, -1]
         picked, _ = pick(weights[row], uniforms + nudge * np.spacing(uniforms))
@@ -208,7 +213,9 @@ def test_greedy_takes_the_first_of_the_likeliest_at_temperature_1():
 def test_plain_sampling_neither_sorts_nor_bisects():
     def has_a_loop_or_sort(*options):
         args = random_logits(2, 50), np.zeros((2, 2), np.float32)
-        text = str(jax.make_jaxpr(lambda *args: sampling.sample_tokens(*args, *options))(*args))
+        text = str(
+            jax.make_jaxpr(lambda *args: sampling.sample_tokens(*args, Filters(*options)))(*args)
+        )
         return any(name in text for name in (" sort[", " top_k[", " while[", " scan["))
 
     assert not has_a_loop_or_sort(0.7) and not has_a_loop_or_sort(0.7, 50, 1.0)
@@ -241,18 +248,17 @@ def test_filters_find_the_last_token_in_or_outside_of_the_heaviest_blocks():
     added[0, :20_000:100], added[0, :500:100] = 0, 3
     logits = np.concatenate([peaked, flat, tied, together, added])
     uniforms = np.random.default_rng(3).random((len(logits), 2)).astype(np.float32)
-    sample = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
     for k, p in ((37, 1.0), (37, 0.6), (0, 0.9)):
-        tokens, logprobs = sample(logits, uniforms, 1.0, k, p)
+        tokens, logprobs = sample_tokens(logits, uniforms, 1.0, k, p)
         # The draw is the one over the whole vocabulary.
         kept, weights = kept_by_sorting(logits, k, p), np.asarray(weigh(logits))
-        expected, _ = jax.jit(sampling.draw_tokens)(np.where(kept, weights, 0), uniforms)
+        expected, _ = jax.jit(inverse_cdf.draw_tokens)(np.where(kept, weights, 0), uniforms)
         np.testing.assert_array_equal(tokens, expected)
         rows = np.arange(len(logits))
         expected = np.log(weights[rows, tokens] / weights.sum(1, dtype=np.float64))
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
         # A row alone is drawn as among others, of which more than an eighth reads everything.
         for row in (0, 4):
-            alone = sample(logits[row : row + 1], uniforms[row : row + 1], 1.0, k, p)
+            alone = sample_tokens(logits[row : row + 1], uniforms[row : row + 1], 1.0, k, p)
             assert alone.tokens == tokens[row]
     assert (kept[4:8].sum(1) > 256).all() and (kept[:4].sum(1) < 256).any()

@@ -16,6 +16,8 @@ from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
+from jax_ppo.sampler.filters import Filters
+from jax_ppo.sampler.vocabulary_shards import VocabularyShards
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 SHAPE_AXES = ("data", "fsdp", "model")
@@ -130,11 +132,11 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
     # In the first rows the likeliest tokens are several, of which greedy takes the first.
     logits[:32, [3, 700, 4999]] += 1
     uniforms = rng.random((64, 2)).astype(np.float32)
-    whole = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
+    whole = jax.jit(sampling.sample_tokens, static_argnums=2)
 
     def split(logits, uniforms, axis):
-        shards = sampling.VocabularyShards(axis)
-        return sampling.sample_tokens(logits, uniforms, *options, shards=shards)
+        shards = VocabularyShards(axis)
+        return sampling.sample_tokens(logits, uniforms, Filters(*options), shards)
 
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
     layout = NamedSharding(mesh, PartitionSpec(meshes.ROWS, "model"))
@@ -143,7 +145,7 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
         arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
         compiled = program.lower(*arguments).compile()
         tokens, logprobs = compiled(*arguments)
-    expected_tokens, expected_logprobs = whole(logits, uniforms, *options)
+    expected_tokens, expected_logprobs = whole(logits, uniforms, Filters(*options))
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
     assert options != (0.0,) or (np.asarray(tokens)[:32] == 3).all()
@@ -160,8 +162,8 @@ def test_some_devices_search_all_of_their_tokens_while_others_need_not():
     logits, uniforms = scales * rng.normal(0, 1, (8, 33_000)), rng.random((8, 2))
 
     def draw(logits, uniforms, axis):
-        shards = sampling.VocabularyShards(axis)
-        return sampling.sample_tokens(logits, uniforms, 1.0, 15_000, 0.8, shards)
+        shards = VocabularyShards(axis)
+        return sampling.sample_tokens(logits, uniforms, Filters(1.0, 15_000, 0.8), shards)
 
     arguments = jnp.float32(logits), jnp.float32(uniforms)
     whole = jax.jit(functools.partial(draw, axis=None))(*arguments)
@@ -183,8 +185,8 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
         for temperature in (0.0, 1.0):
 
             def sample(logits, uniforms, axis, temperature=temperature):
-                shards = sampling.VocabularyShards(axis)
-                return sampling.sample_tokens(logits, uniforms, temperature, shards=shards)
+                shards = VocabularyShards(axis)
+                return sampling.sample_tokens(logits, uniforms, Filters(temperature), shards)
 
             program = jax.jit(split_vocabulary(sample))
             tokens, logprobs = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))

@@ -13,7 +13,7 @@ from jax_ppo.kernels.vocabulary_chunks import drop_ids
 from jax_ppo.sampler import sampling, text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
-from jax_ppo.sampler.next_token import advance_stop_search, constrain_logits, finishes_responses
+from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses, forbidden_ends
 
 
 class HuggingFaceEngine(ExternalEngine):
@@ -133,11 +133,8 @@ def _draw(
     draws = sampling.sample_tokens(
         logits_BxV,
         sampling.token_uniforms(keys_B, position),
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        added_BxV=constrain_logits(options, logits_BxV.shape[1], drawn_B),
-        min_p=options.min_p,
+        options.filters,
+        forbidden_BxV=forbidden_ends(options, logits_BxV.shape[1], drawn_B),
     )
     stop_B = advance_stop_search(options, stop_B, draws.tokens, drawn_B + 1)
     ends_B = finishes_responses(options, draws.tokens, stop_B)

@@ -1,0 +1,129 @@
+"""Top-k, top-p and min-p: the tokens among which one is drawn.
+
+Filters are applied in Hugging Face's order: temperature, then top-k, then top-p of what top-k left,
+then min-p. All keep every token that is as likely as the last one kept, so that nothing depends on
+the order of a sort (Hugging Face does so for top-k only).
+
+Tokens have weights: softmax(logits / temperature) without its division, so that the largest is 1.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.sampler.vocabulary_shards import WHOLE, VocabularyShards
+
+
+class Filters(NamedTuple):
+    """How the distribution that a token is drawn from differs from softmax(logits); static."""
+
+    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
+    top_k: int = -1  # draw among the k likeliest; if not positive, or V or more, among all
+    top_p: float = 1.0  # draw among the likeliest that together hold this probability, in (0, 1]
+    # Draw among those at least this fraction as likely as the likeliest, in [0, 1].
+    min_p: float = 0.0
+
+    def has_top(self, V: int) -> bool:
+        """Return whether top-k or top-p leaves out some of V tokens."""
+        return 0 < self.top_k < V or self.top_p < 1
+
+    def weigh(self, logits_BxM: jax.Array, largest_B: jax.Array) -> jax.Array:
+        """Return the tokens' weights; `largest_B` are the largest logits of the rows."""
+        return jnp.exp(logits_BxM / self.temperature - (largest_B / self.temperature)[:, None])
+
+    def keep(
+        self,
+        logits_BxM: jax.Array,
+        weights_BxM: jax.Array,
+        sums_B: jax.Array,
+        shards: VocabularyShards,
+    ) -> "Kept":
+        """Return which of M tokens of each row are kept; `sums_B` are sums over whole rows."""
+
+        def least_logit(kept_BxM: jax.Array) -> jax.Array:
+            return shards.min(jnp.where(kept_BxM > 0, logits_BxM, jnp.inf).min(-1))
+
+        top_BxM = keep_top_k(weights_BxM, self.top_k, shards)
+        if top_BxM is not weights_BxM:
+            sums_B = shards.sum(top_BxM.sum(-1))
+        kept_BxM = keep_top_p(top_BxM, self.top_p, shards, sums_B)
+        kept_BxM = keep_min_p(kept_BxM, self.min_p)
+        least_B = least_logit(kept_BxM)
+        # Top-p adds up all that top-k left, those equal to the k-th included.
+        is_summed = top_BxM is not weights_BxM and self.top_p < 1
+        return Kept(kept_BxM, least_B, least_logit(top_BxM) if is_summed else least_B)
+
+
+class Kept(NamedTuple):
+    """What filters keep of M tokens of each row."""
+
+    weights: jax.Array  # float32 [B, M], 0 for tokens that are left out
+    least: jax.Array  # float32 [B], the least logit of those that are kept
+    # float32 [B], the least logit on which the choice depends: the M tokens must include all from
+    # it on.
+    read: jax.Array
+
+
+def keep_top_k(weights_BxM: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
+    """Replace all weights by 0 but the k largest and those equal to the k-th."""
+    if not 0 < k < shards.total(weights_BxM.shape[-1]):
+        return weights_BxM
+    # Each token measures 1, so that k of them are kept.
+    return _keep_heaviest(weights_BxM, jnp.ones_like(weights_BxM), k, shards)
+
+
+def keep_top_p(
+    weights_BxM: jax.Array,
+    p: float,
+    shards: VocabularyShards = WHOLE,
+    sums_B: jax.Array | None = None,
+) -> jax.Array:
+    """Replace all weights by 0 but the largest, as few as together hold a share p of the sum.
+
+    Those equal to the last one kept are kept, too. `sums_B` are the sums if there are weights
+    besides these.
+    """
+    if p >= 1:
+        return weights_BxM
+    if sums_B is None:
+        sums_B = shards.sum(weights_BxM.sum(-1))
+    # Tokens measure their own weight.
+    return _keep_heaviest(weights_BxM, weights_BxM, p * sums_B, shards)
+
+
+def keep_min_p(weights_BxM: jax.Array, p: float) -> jax.Array:
+    """Replace the weights of tokens less than p times as likely as the likeliest by 0.
+
+    Nguyen et al. 2024, "Turning up the heat: min-p sampling", arXiv:2407.01082.
+    """
+    return weights_BxM if p <= 0 else jnp.where(weights_BxM >= p, weights_BxM, 0)
+
+
+def _keep_heaviest(
+    weights_BxM: jax.Array,
+    measures_BxM: jax.Array,
+    needed_B: jax.Array | int,
+    shards: VocabularyShards,
+) -> jax.Array:
+    """Replace all weights by 0 but the heaviest, as few as measure `needed` together.
+
+    Those equal to the least of them are kept, too, and all if all together measure less. The least
+    is found by bisection: non-negative floats have the order of their bits, so 30 sums over the row
+    find it exactly.
+    """
+    bits_BxM = jax.lax.bitcast_convert_type(weights_BxM, jnp.int32)
+
+    # The tokens from `low` on measure enough, those from `high` on do not.
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_B, high_B = bounds
+        middle_B = (low_B + high_B) >> 1
+        measured_B = jnp.where(bits_BxM >= middle_B[:, None], measures_BxM, 0).sum(-1)
+        enough_B = shards.sum(measured_B) >= needed_B
+        return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
+
+    low_B = jnp.zeros_like(bits_BxM[:, 0])
+    # The bits of 1, the largest weight, plus one: less than 2^30.
+    high_B = low_B + 0x3F800001
+    least_B, _ = jax.lax.fori_loop(0, 30, halve, (low_B, high_B))
+    return jnp.where(bits_BxM >= least_B[:, None], weights_BxM, 0)
