@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_families import QWEN_3_5, SHARED_EXPERT
 
 import hf_reference as reference
 import tiny
 from answering import Answering
+from family_variants import QWEN_3_5, SHARED_EXPERT
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_families import GEMMA_4
 
 import hf_reference as reference
 import tiny
+from family_variants import GEMMA_4
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops

@@ -1,5 +1,6 @@
 """Each field of config.json: transformers' logits, or a refusal in one line, and nothing else."""
 
+import copy
 import json
 import warnings
 
@@ -7,18 +8,13 @@ import pytest
 
 import config_sweep
 import hf_reference as reference
+from family_variants import VARIANTS
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
 
-GEMMA = {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 9,
-    "sliding_window": 5,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -27,74 +23,8 @@ YARN = {
     "beta_fast": 32.0,
     "truncate": True,
 }
-SHARED_EXPERT = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-}
-MODELS = {
-    "llama": {"head_dim": 8},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"head_dim": 16, "rope_parameters": YARN},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
-    "qwen3_5_moe_text": SHARED_EXPERT,
-    "qwen3_next": SHARED_EXPERT,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "deepseek_v2": reference.DEEPSEEK | {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": reference.DEEPSEEK,
-    "mistral": {"sliding_window": 5},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "mixtral": {"num_local_experts": 4, "head_dim": 8},
-    "phi3": {
-        "max_position_embeddings": 256,
-        "original_max_position_embeddings": 64,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1, 1.1, 1.3, 1.7],
-            "long_factor": [1, 2, 3, 4],
-        },
-    },
-    "ministral": {
-        "sliding_window": 5,
-        "head_dim": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
-    "ministral3": {"head_dim": 8},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 3.0,
-    },
-    "olmo2": {},
-    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "glm": {"head_dim": 8},
-    "glm4": {"head_dim": 8},
-    "gemma": {"head_dim": 16},
-    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
-    "gemma3_text": GEMMA
-    | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
-        }
-    },
-    "gemma4_text": reference.GEMMA_4,
-    "gpt2": {},
-    "gpt_neox": {},
-}
+# The first form of each family.
+MODELS = {family: copy.deepcopy(changes) for family, changes in reversed(VARIANTS.values())}
 # Fields that a configuration may get by hand or from another program.
 ADDED = {
     "attention_bias": [False, True],
