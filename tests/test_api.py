@@ -3,11 +3,9 @@
 import functools
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,13 +15,12 @@ from safetensors.numpy import load_file, save_file
 import jax_ppo
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes
+from real_data import DATA, needs
 
-FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
+FOLDER = DATA / "tinystories-260k"
 PROMPT = "Once upon a time, there was a little girl named Lily."
 STORY = " She loved to play outside in the park. One day, she saw a big, red ball."
-needs_model = pytest.mark.skipif(
-    not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in"
-)
+needs_model = needs(FOLDER.name)
 
 
 @pytest.fixture(scope="module")

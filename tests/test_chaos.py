@@ -2,14 +2,12 @@
 
 import collections
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 import chaos
 import chaos_compare
-from chaos_process import fill_disk
 from chaos_variants import Variant
 
 EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
@@ -124,27 +122,3 @@ def test_how_a_fault_may_end_a_run(kind, phase, codes, output, message):
     else:
         with pytest.raises(chaos_compare.Failure, match=message):
             chaos.judge_fault(fault, output)
-
-
-def test_variants_recur_by_their_weight(monkeypatch):
-    variants = {"a": Variant(), "b": Variant(weight=3), "c": Variant(weight=2)}
-    monkeypatch.setattr(chaos, "VARIANTS", variants)
-    assert chaos.weighted_names(["a", "b", "c"]) == ["a", "b", "c", "b", "c", "b"]
-
-
-def test_a_folder_is_removed_with_its_disk(tmp_path):
-    for mounts in (False, True):
-        with chaos.mounted_disk(tmp_path / "disk", mounts) as is_mounted:
-            (tmp_path / "disk" / "file").write_text("content")
-            assert is_mounted <= mounts
-        assert not (tmp_path / "disk").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
-def test_a_filled_disk_leaves_some_bytes(tmp_path):
-    with chaos.mounted_disk(tmp_path / "disk", True) as is_mounted:
-        if not is_mounted:
-            pytest.skip("no file system can be mounted here")
-        fill_disk(tmp_path / "disk" / "filler", 10_000)
-        with pytest.raises(OSError, match="No space"):
-            (tmp_path / "disk" / "file").write_bytes(bytes(20_000))

@@ -5,11 +5,11 @@ import json
 
 import pyarrow.parquet
 import pytest
-from test_real_data import DATA, needs
 
 from jax_ppo import prepare
 from jax_ppo.data import sources
 from jax_ppo.rewards import math_rules
+from real_data import DATA, needs
 
 MATH = [
     {

@@ -5,7 +5,6 @@ TinyStories is the real pretrained model.
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -18,17 +17,8 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
+from real_data import DATA, ROOT, needs
 from waiting import RUN_SECONDS
-
-ROOT = pathlib.Path(__file__).parents[1]
-DATA = pathlib.Path(os.environ.get("JAX_PPO_DATA", ROOT.parent / "shared" / "data"))
-
-
-def needs(folder):
-    return pytest.mark.skipif(
-        not (DATA / folder).exists(),
-        reason=f"no {DATA / folder} (JAX_PPO_DATA names another place)",
-    )
 
 
 def run(*arguments, check=True):

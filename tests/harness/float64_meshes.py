@@ -38,7 +38,6 @@ SHAPES = (
     {"data": 2, "context": 4},
     {"data": 1, "stage": 2, "context": 2, "model": 2},
 )
-FEW_SHAPES = SHAPES[2:4]
 NARROW_SHAPES = (
     {"data": 1, "fsdp": 8},
     {"data": 1, "model": 4},
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     """Compare meshes with one device, for three types of block, two of them with experts.
 
     Args:
-      arguments: `--few` for a few meshes, which have each axis once; `--float32` for float32.
+      arguments: `--float32` for float32.
     """
     if not IS_WIDE:
         # Among a million parameters some have a gradient that is nearly 0.
@@ -98,10 +97,6 @@ def main(arguments: Sequence[str]) -> None:
     tiny.config = wide_config
     # A layer for each of two stages.
     two_layers = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
-    if "--few" in arguments:
-        compare(two_layers, FEW_SHAPES)
-        compare(tiny.MIXTURE, EXPERT_SHAPES[:1], actor__router_aux_loss_coef=0.5)
-        return
     compare(two_layers, SHAPES)
     compare(tiny.UNGATED, UNGATED_SHAPES)
     compare(tiny.MIXTURE, EXPERT_SHAPES, actor__router_aux_loss_coef=0.5)

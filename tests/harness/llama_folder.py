@@ -9,6 +9,7 @@ import jax
 
 import tiny
 from jax_ppo.data.tokenizer import train_tokenizer
+from jax_ppo.demonstration import arithmetic
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
@@ -48,3 +49,10 @@ def write_llama(
     params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
     export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
     return architecture
+
+
+def write_arithmetic_llama(folder: Path, **changes: Any) -> Path:
+    """Write a Llama with a tokenizer of worked solutions; return its folder."""
+    pairs = arithmetic.generate_worked_solutions(100, 0.5, 0)
+    write_llama(folder, ["".join(pair) for pair in pairs], 192, **changes)
+    return folder / "llama"

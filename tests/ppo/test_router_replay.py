@@ -14,7 +14,6 @@ from test_update import assert_close, run_gradients
 import tiny
 from answering import Answering
 from jax_ppo.config.loading import load_config
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.layers import apply_gate
@@ -26,7 +25,7 @@ from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
-from llama_folder import write_llama
+from llama_folder import write_arithmetic_llama
 
 E, K = 16, 4
 # Of many experts, some are nearly equally probable.
@@ -241,11 +240,8 @@ def test_a_model_without_experts_has_no_routing_to_replay():
 )
 def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
     """In float32 both programs compute the same, unless the record is another sample's."""
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
-    ]
     mixture = {"family": "mixtral", "num_experts": E, "experts_per_token": K, "tied": False}
-    write_llama(tmp_path, texts, 192, **mixture, normalized_expert_weights=True)
+    write_arithmetic_llama(tmp_path, **mixture, normalized_expert_weights=True)
     config = tiny.config(
         model__path=str(tmp_path / "llama"),
         data__train_files="arithmetic:32",

@@ -1,14 +1,11 @@
 import json
-import os
 import time
-from pathlib import Path
 
 import pytest
 
 from jax_ppo.rewards import rules
 from jax_ppo.rewards.rules import extract_gsm8k, score_gsm8k
-
-DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
+from real_data import DATA, needs
 
 # text, result of strict, result of flexible
 ANSWERS = [
@@ -118,12 +115,11 @@ def test_nothing_that_a_model_wrote_is_evaluated(text):
     assert score_gsm8k(text, "42").correct is False
 
 
+@needs("gsm8k")
 @pytest.mark.parametrize("method", rules.GSM8K_METHODS)
 @pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
-    if not DATA.is_dir():
-        pytest.skip(f"needs {DATA} (JAX_PPO_DATA)")
-    lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
     truths = [answer.rpartition("#### ")[2] for answer in answers]
     scores = [

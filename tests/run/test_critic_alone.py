@@ -11,12 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 import tiny
 from jax_ppo.config.loading import default_config, from_config_dict
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 from jax_ppo.training.roles import read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder
-from llama_folder import write_llama
+from llama_folder import write_arithmetic_llama
 
 STEPS = 4
 
@@ -33,10 +32,7 @@ def alone(**changes):
 def trained(tmp_path_factory):
     """Train a critic alone; return its options and work directory."""
     folder = tmp_path_factory.mktemp("critic")
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
-    ]
-    write_llama(folder, texts, 192)
+    write_arithmetic_llama(folder)
     config = alone(
         model__path=str(folder / "llama"),
         model__dtype="float32",

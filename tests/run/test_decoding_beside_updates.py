@@ -11,7 +11,6 @@ import pytest
 
 import tiny
 from chaos_compare import read_metrics
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import step
@@ -19,7 +18,7 @@ from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.runtime import signals
 from jax_ppo.sampler.other_mesh import SeparateEngine
-from llama_folder import write_llama
+from llama_folder import write_arithmetic_llama
 from waiting import HANG_SECONDS
 
 STEPS = 4
@@ -94,13 +93,6 @@ class Overlap:
         monkeypatch.setattr(step, "update_state", update_beside_decoding)
 
 
-def write_model(folder):
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
-    ]
-    write_llama(folder, texts, 192)
-
-
 def train(monkeypatch, devices, folder, workdir, **changes):
     """Train in this process on its first devices; return metrics and samples of each step."""
     config = tiny.config(
@@ -136,7 +128,7 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     changes, tmp_path, monkeypatch
 ):
     """Two devices learn and two decode; then two do both. A resumed run has the same results."""
-    write_model(tmp_path)
+    write_arithmetic_llama(tmp_path)
     shared = train(monkeypatch, 2, tmp_path, tmp_path / "shared", **changes)
     separate = changes | {"rollout__mesh__devices": 2}
     overlap = Overlap(monkeypatch)
@@ -160,7 +152,7 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
 @pytest.mark.exhaustive
 def test_dialogues_that_ended_as_their_server_was_lost_are_not_saved(tmp_path, monkeypatch):
     """It is lost after the second step's rewards, while responses of the third are decoded."""
-    write_model(tmp_path)
+    write_arithmetic_llama(tmp_path)
     changes = AHEAD | {
         "rollout__multi_turn__environment": f"{__file__}:Served",
         "rollout__multi_turn__max_turn_length": 2,

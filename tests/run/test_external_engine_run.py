@@ -11,8 +11,7 @@ import sys
 import pytest
 
 import fake_rollout_server
-from jax_ppo.demonstration import arithmetic
-from llama_folder import write_llama
+from llama_folder import write_arithmetic_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
@@ -45,8 +44,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["openai", "vllm"])
 def test_killed_and_resumed_is_bit_equal(engine, tmp_path):
-    texts = arithmetic.generate_worked_solutions(100, 0.5, 0)
-    write_llama(tmp_path, ["".join(pair) for pair in texts], 192)
+    write_arithmetic_llama(tmp_path)
     options = {
         "model.path": f"{tmp_path}/llama",
         "model.dtype": "float32",

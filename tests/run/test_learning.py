@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from test_real_data import DATA, ROOT, needs
+
+from real_data import DATA, ROOT, needs
 
 
 def train(workdir, *arguments):

@@ -3,7 +3,6 @@
 transformers computes the same numbers.
 """
 
-import csv
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ import pytest
 import transformers
 
 import metrics_page
+from chaos_compare import read_metrics
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
@@ -92,19 +92,6 @@ def run(command, files, workdir, *overrides):
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
-
-
-def read_metrics(workdir):
-    """Return the rows of training_metrics.csv without the columns that depend on time."""
-    with open(workdir / "training_metrics.csv") as file:
-        return [
-            {
-                name: value
-                for name, value in row.items()
-                if "second" not in name and "perf/" not in name
-            }
-            for row in csv.DictReader(file)
-        ]
 
 
 def evaluations(workdir):
