@@ -306,6 +306,8 @@ def _validate_range(name: str, value: Any, facts: Facts) -> None:
     if isinstance(value, int) and abs(value) > largest:
         number = value if abs(value) < 10**30 else "(more than 30 digits)"
         raise UserError(f"{name}={number}: expected an integer within +-{largest} ({facts.doc})")
+    if facts.not_zero and value == 0:
+        raise UserError(f"{name}=0: expected -1 or at least 1 ({facts.doc})")
     for bound, (words, holds) in BOUNDS.items():
         limit = getattr(facts, bound)
         if limit is not None and not holds(value, limit):

@@ -47,9 +47,10 @@ def train_notes(config: Config) -> list[str]:
         )
     for option in all_options():
         value = option_value(config, option.name)
-        conditions = option.facts.effective_when
-        unmet = [condition.summary for condition in conditions if not condition.is_met(config)]
-        if value != option.default and unmet:
+        noted = [rule for rule in option.facts.rules if rule.is_noted]
+        # Rules hold for values other than the default.
+        unmet = value != option.default and [x.summary for x in noted if not x.is_met(config)]
+        if unmet:
             notes.append(
                 f"config.{option.name}={value!r} has no effect with the other options: it is "
                 f"read only if {' and '.join(unmet)}"

@@ -14,14 +14,40 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Condition:
-    """A condition on the values of other options."""
+class OptionRule:
+    """A condition on other options, and what follows from it for a value that is not the default.
 
-    is_met: Callable[[Any], bool]  # returns whether a `Config` meets the condition
-    summary: str  # the condition in words, for notes and the reference page: "`critic.path` is set"
-    # The text of the error after `config.NAME=VALUE: `, of an option that must keep its default
-    # otherwise. Fields such as `{config.algorithm.adv_estimator!r}` are filled in.
+    Unless it is met, the value is an error where the rule has a message, and otherwise has no
+    effect, which is noted.
+    """
+
+    is_met: Callable[[Any], object]  # whether a `Config` meets the condition
+    # The condition in words, for notes and the reference page: "`critic.path` is set"; empty: the
+    # page does not mention the rule.
+    summary: str
+    # The text of the error after `config.NAME=VALUE: `. Filled in are fields of the `Config`, such
+    # as `{c.actor.clip_ratio!r}`, the `{command}`, the option's `{default!r}` and `{meaning}`.
     message: str = ""
+    at_default: bool = False  # an error also for the default
+    commands: tuple[str, ...] = ()  # those that it is for; none: those that read the option
+    # Where the condition is met, only the first step reads the option, so that a resumed run keeps
+    # its first result.
+    first_step_only: bool = False
+
+    @property
+    def is_noted(self) -> bool:
+        """Return whether a value has no effect unless the condition is met."""
+        return not self.message and not self.first_step_only
+
+
+def unread_unless(rule: OptionRule) -> OptionRule:
+    """Return the rule of an option that has no effect where another's value would be an error."""
+    return dataclasses.replace(rule, message="")
+
+
+def first_step_only_if(rule: OptionRule) -> OptionRule:
+    """Return the rule of an option that only the first step reads where a condition is met."""
+    return dataclasses.replace(rule, message="", first_step_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +69,21 @@ class Facts:
     above: Bound | None = None  # exclusive lower bound
     at_most: Bound | None = None  # inclusive upper bound
     below: Bound | None = None  # exclusive upper bound
+    not_zero: bool = False  # of a number that may also be -1
     # The commands that read the option; `None`: as in its section, or all.
     read_by: tuple[str, ...] | None = None
-    # Changing the option from its default is an error unless all of these are met.
-    requires: tuple[Condition, ...] = ()
-    # Changing it has no effect, and causes a note, unless all of these are met.
-    effective_when: tuple[Condition, ...] = ()
+    rules: tuple[OptionRule, ...] = ()  # in the order in which they are applied
     # A run cannot be resumed with another value; `None`: as in its section.
     fixed_on_resume: bool | None = None
-    # The condition under which only the first step reads it, so that a resumed run keeps its first
-    # result; `None`: every step reads it.
-    first_step_only: Condition | None = None
 
     def inherit(self, section: Facts) -> Facts:
         """Return these facts, completed by the enclosing section's."""
-        # Conditions add up; any other fact of the option replaces the section's.
+        # Rules add up; any other fact of the option replaces the section's.
         fixed = self.fixed_on_resume
         return dataclasses.replace(
             self,
             read_by=section.read_by if self.read_by is None else self.read_by,
-            requires=section.requires + self.requires,
-            effective_when=section.effective_when + self.effective_when,
+            rules=section.rules + self.rules,
             fixed_on_resume=section.fixed_on_resume if fixed is None else fixed,
         )
 

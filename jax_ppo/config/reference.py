@@ -124,6 +124,8 @@ def _values(option: Option) -> str:
         for bound, (words, _) in BOUNDS.items()
         if getattr(facts, bound) is not None
     ]
+    if facts.not_zero:
+        limits.append("not 0")
     value_type = option.value_type.__name__
     if facts.unit:
         value_type += f" ({facts.unit})"
@@ -141,16 +143,17 @@ def _facts(option: Option) -> list[str]:
     if facts.aliases:
         aliases = ", ".join(f"`{alias}` = `{choice}`" for alias, choice in facts.aliases.items())
         sentences.append(f"Also accepted: {aliases}.")
-    if facts.requires:
-        sentences.append(f"**Needs**: {' and '.join(r.summary for r in facts.requires)}.")
-    if facts.effective_when:
-        conditions = " and ".join(condition.summary for condition in facts.effective_when)
-        sentences.append(f"**Effective only if**: {conditions}.")
+    if needs := [rule.summary for rule in facts.rules if rule.message and rule.summary]:
+        sentences.append(f"**Needs**: {' and '.join(needs)}.")
+    if noted := [rule.summary for rule in facts.rules if rule.is_noted]:
+        sentences.append(f"**Effective only if**: {' and '.join(noted)}.")
     if facts.fixed_on_resume:
         sentences.append("**Fixed**.")
-    if facts.first_step_only:
-        condition = facts.first_step_only.summary
-        sentences.append(f"If {condition}, only the first step reads it; a resumed run ignores it.")
+    sentences += [
+        f"If {rule.summary}, only the first step reads it; a resumed run ignores it."
+        for rule in facts.rules
+        if rule.first_step_only
+    ]
     if option.read_by != COMMANDS:
         *others, last = (f"`{reader}`" for reader in option.read_by)
         readers = f"{', '.join(others)} and {last}" if others else last

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 from jax_ppo.config.option import (
     COMMANDS,
-    Condition,
     Option,
+    OptionRule,
+    first_step_only_if,
     iterate_options,
     option,
     redeclare,
     section,
+    unread_unless,
 )
 from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
@@ -29,6 +31,7 @@ from jax_ppo.registries import (
     POLICY_LOSSES,
     ROLLOUT_ENGINES,
     AdvantageEstimator,
+    RolloutEngineEntry,
 )
 
 LORA_TARGETS = (
@@ -55,169 +58,181 @@ EVALUATE = ("evaluate",)
 SCORE = ("score",)
 
 
-def estimator_is(is_meant: Callable[[AdvantageEstimator], bool]) -> str:
-    """Return the condition that advantages are estimated by one of some estimators, in words."""
-    return f"`algorithm.adv_estimator` is {' or '.join(ADVANTAGE_ESTIMATORS.names(is_meant))}"
+def _names(option: str, names: tuple[str, ...], negated: bool) -> str:
+    return f"`{option}` is {'not ' * negated}{' or '.join(names)}"
 
 
-def estimator_reads(name: str) -> Condition:
-    """Return the condition that the advantage estimator depends on an option in `algorithm`."""
-    return Condition(
+def estimator_is(is_meant: Callable[[AdvantageEstimator], bool], negated: bool = False) -> str:
+    """Return as text that the estimator satisfies `is_meant`, or that it does not."""
+    return _names("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS.names(is_meant), negated)
+
+
+def engine_is(is_meant: Callable[[RolloutEngineEntry], bool], negated: bool = False) -> str:
+    """Return as text that the engine satisfies `is_meant`, or that it does not."""
+    return _names("rollout.engine", ROLLOUT_ENGINES.names(is_meant), negated)
+
+
+def estimator_reads(name: str) -> OptionRule:
+    """Return the rule that the advantage estimator depends on an option in `algorithm`."""
+    return OptionRule(
         lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).reads(name),
         estimator_is(lambda entry: entry.reads(name)),
     )
 
 
-def option_is(name: str, value: object, message: str = "") -> Condition:
-    """Return the condition that an option has this value."""
+def option_is(name: str, value: object, message: str = "") -> OptionRule:
+    """Return the rule that an option has this value."""
     words = ("on" if value else "off") if isinstance(value, bool) else value
-    return Condition(lambda c: option_value(c, name) == value, f"`{name}` is {words}", message)
+    return OptionRule(lambda c: option_value(c, name) == value, f"`{name}` is {words}", message)
 
 
-def engine_is_built_in(others: str) -> Condition:
-    """Return the condition that the engine is the built-in one; `others` says what others do."""
-    message = f"config.rollout.engine={{config.rollout.engine!r}} {others}"
+def is_set(name: str, message: str = "") -> OptionRule:
+    """Return the rule that an option is neither empty nor unset."""
+    return OptionRule(lambda c: option_value(c, name), f"`{name}` is set", message)
+
+
+def is_unset(name: str, message: str = "") -> OptionRule:
+    """Return the rule that an option is empty or unset."""
+    return OptionRule(lambda c: not option_value(c, name), f"`{name}` is unset", message)
+
+
+def must_be_set(is_met: Callable[[Any], object], *commands: str) -> OptionRule:
+    """Return the rule that an option is set for some commands, or for all that read it."""
+    return OptionRule(is_met, "", "must be set ({meaning})", at_default=True, commands=commands)
+
+
+def engine_is_built_in(others: str) -> OptionRule:
+    """Return the rule that the engine is the built-in one; `others` says what others do."""
+    message = f"config.rollout.engine={{c.rollout.engine!r}} {others}"
     return option_is("rollout.engine", "built-in", message)
 
 
-def is_set(name: str, message: str = "") -> Condition:
-    """Return the condition that an option is neither empty nor unset."""
-    return Condition(lambda c: bool(option_value(c, name)), f"`{name}` is set", message)
+def has_server(engine: str) -> OptionRule:
+    """Return the rule that an engine that is a server has an address, or is started."""
+    return OptionRule(
+        lambda c: (
+            c.rollout.engine != engine
+            or c.rollout.url
+            or (engine == "vllm" and c.rollout.vllm.python)
+        ),
+        "",
+        f"needs {ROLLOUT_ENGINES[engine].requirement.replace('`', '')}",
+    )
 
 
-def is_unset(name: str, message: str = "") -> Condition:
-    """Return the condition that an option is empty or unset."""
-    return Condition(lambda c: not option_value(c, name), f"`{name}` is unset", message)
+def fills_alone(axis: str) -> OptionRule:
+    """Return the rule that only one axis of the mesh takes the devices that others leave."""
+    return OptionRule(
+        lambda c: (
+            getattr(c.mesh, axis) != -1 or [c.mesh.model, c.mesh.fsdp, c.mesh.data].count(-1) == 1
+        ),
+        "",
+        "only one axis can be -1, of config.mesh.model={c.mesh.model}, fsdp={c.mesh.fsdp} and "
+        "data={c.mesh.data}; set another, for example to 1",
+    )
+
+
+def compares(count: Callable[[Any], int]) -> tuple[OptionRule, OptionRule]:
+    """Return the rules that what compares responses has several of them to each prompt."""
+    # The advantage of a single response within its group is always 0.
+    return (
+        OptionRule(
+            lambda c: (
+                count(c) > 1
+                or not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_groups
+            ),
+            "",
+            "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} compares responses to "
+            "one prompt; set it to 2 or more",
+            at_default=True,
+        ),
+        OptionRule(
+            lambda c: count(c) > 1 or not c.algorithm.filter_groups.enable,
+            "",
+            "config.algorithm.filter_groups.enable=True compares the rewards of a prompt's "
+            "responses; set it to 2 or more",
+            at_default=True,
+        ),
+    )
 
 
 # fmt: off
 # Without the formatter, which would give each argument a line: an option is read as a paragraph of
 # its default, its meaning and its facts.
 
-# Conditions that options depend on. Changing an option is an error, with the condition's message,
-# if one that it requires is not met, and causes a note if one is not met without which it does
-# nothing.
-HAS_CRITIC = Condition(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
-    "there is no critic with config.algorithm.adv_estimator={config.algorithm.adv_estimator!r}")
-VALUES_TOKENS = Condition(
+# Rules that several options share.
+HAS_CRITIC = OptionRule(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
+    "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}")
+VALUES_TOKENS = OptionRule(
     lambda c: not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).values_turns,
-    f"`algorithm.adv_estimator` is not "
-    f"{' or '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.values_turns))}",
-    "config.algorithm.adv_estimator={config.algorithm.adv_estimator!r} has a critic that learns "
+    estimator_is(lambda entry: entry.values_turns, negated=True),
+    "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} has a critic that learns "
     "values only where turns start; leave it unset, or choose bi_level_gae")
 CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
     "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
     "config.critic.shared_trunk=False")
-# A changed value causes a note instead of an error.
-HAS_OWN_CRITIC = Condition(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
-CRITIC_HAS_PATH = is_set("critic.path", "needs a config.critic.path that has a head")
-WEIGHS = Condition(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
-SAMPLES_WITHIN_STEP = option_is("rollout.max_staleness", 0,
-    "the states in it do not include what config.rollout.max_staleness samples for later steps")
-CONTINUES_RESPONSES = Condition(lambda c: c.rollout.max_staleness > 1,
-    "`rollout.max_staleness` is above 1")
-HAS_ROLLOUT_MESH = Condition(
+HAS_OWN_CRITIC = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
+WEIGHS = OptionRule(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
+HAS_ROLLOUT_MESH = OptionRule(
     lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
     "`rollout.mesh.model` or `rollout.mesh.devices` is set",
     "decoding uses config.mesh; set config.rollout.mesh.model")
-DECODES_ON_DEVICES = engine_is_built_in("decodes elsewhere; use the built-in engine")
-SAMPLES_AHEAD = Condition(lambda c: c.rollout.max_staleness > 0,
-    "`rollout.max_staleness` is at least 1",
-    "these devices would decode nothing while the others learn; set config.rollout.max_staleness "
-    "to 1 or more")
+TRAINS_ADAPTERS = OptionRule(lambda c: False, "",
+    "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it unset",
+    commands=SUPERVISED)
+SEQUENCES_ARE_WHOLE = OptionRule(lambda c: c.mesh.context == 1, "`mesh.context` is 1",
+    "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set one "
+    "of them to its default")
+DRAWN_WITHIN_STEP = OptionRule(lambda c: c.rollout.max_staleness < 2,
+    "`rollout.max_staleness` is below 2",
+    "expected {default!r} with config.rollout.max_staleness={c.rollout.max_staleness}, whose "
+    "responses continue from step to step; or set config.rollout.max_staleness to 0 or 1")
+DRAWN_ONCE = OptionRule(lambda c: not c.rollout.exact, "`rollout.exact` is off",
+    "expected {default!r} with config.rollout.exact=True, which draws each token again; or set "
+    "config.rollout.exact=False")
+SEVERAL_TOKENS = OptionRule(
+    lambda c: c.data.max_response_length > 1 or not (
+        c.rollout.exact or c.rollout.max_staleness > 1),
+    "`data.max_response_length` is at least 2",
+    "expected config.data.max_response_length of at least 2, got {c.data.max_response_length}: a "
+    "response of one token does not continue")
 USES_REFERENCE = option_is("algorithm.use_reference", True,
     "needs the reference; set config.algorithm.use_reference=True")
-USES_KL_COEFFICIENT = option_is("algorithm.use_kl_in_reward", True,
-    "changes the coefficient of the KL in the reward; set config.algorithm.use_kl_in_reward=True")
-HAS_DATA_AXIS_ALONE = Condition(
-    lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(
-        getattr(c.mesh, axis) == 1 for axis in ("fsdp", "model", "stage", "context", "expert")),
-    "`mesh.data` is the only axis, also of decoding",
-    "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage, context and "
-    "expert at 1, config.rollout.mesh.devices at 0, and config.rollout.mesh.model unset")
 HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
-ENGINE_RECORDS_DRAWS = engine_is_built_in("does not record it; use the built-in engine")
-ENVIRONMENT_HAS_ENGINE = engine_is_built_in("has no environment; use the built-in engine")
-ENGINE_IS_EXTERNAL = Condition(
-    lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
-    f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_external))}")
-ENGINE_IS_SERVER = Condition(
+ENGINE_IS_SERVER = OptionRule(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
-    f"`rollout.engine` is {' or '.join(ROLLOUT_ENGINES.names(lambda e: e.is_server))}",
-    "config.rollout.engine={config.rollout.engine!r} is no server; set it to vllm or openai")
-STEPS_ARE_UNSET = Condition(lambda c: c.trainer.total_training_steps is None,
-    "`trainer.total_training_steps` is unset")
-STARTS_VLLM = Condition(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
+    engine_is(lambda entry: entry.is_server),
+    "config.rollout.engine={c.rollout.engine!r} is no server; set it to vllm or openai")
+STARTS_VLLM = OptionRule(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",
-    "no vLLM is started with config.rollout.engine={config.rollout.engine!r} and "
-    "config.rollout.url={config.rollout.url!r}")
-KL_COEFFICIENT_ADAPTS = Condition(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
-    "`algorithm.kl_ctrl.type` is adaptive")
-HAS_IMPORTANCE_WEIGHTS = Condition(
-    lambda c: c.algorithm.rollout_is != "none",
-    "`algorithm.rollout_is` is token or sequence",
-    "the sampling weights are older than the weights that are trained; set "
-    "config.algorithm.rollout_is to 'token' or 'sequence'")
-HAS_REWARD_FUNCTION = Condition(lambda c: bool(c.reward.function or c.reward.terms),
-    "`reward.function` or `reward.terms` is set",
-    "needs a config.reward.function that returns step_rewards")
+    "no vLLM is started with config.rollout.engine={c.rollout.engine!r} and "
+    "config.rollout.url={c.rollout.url!r}")
 HAS_REWARD_URL = is_set("reward.url", "needs a server; set config.reward.url")
 HAS_REWARD_MODEL = is_set("reward.model_path",
     "there is no reward model; set config.reward.model_path")
 REWARDS_BY_RULE = is_unset("reward.model_path",
     "samples are selected by the rewards of rules, before a reward model reads them; unset "
     "config.reward.model_path")
-REFERENCE_IS_SEPARATE = Condition(lambda c: c.algorithm.use_reference and not c.has_adapters,
-    "`algorithm.use_reference` is on, without adapters",
-    "there is no separate reference: config.algorithm.use_reference is off, or it is the base of "
-    "adapters (config.model.lora)")
 HAS_TEACHER = is_set("teacher.path", "there is no teacher; set config.teacher.path")
-HAS_ADAPTERS = Condition(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
-TRAINS_MATRICES = Condition(lambda c: not c.has_adapters, "`model.lora` is not used",
-    "adapters are trained with AdamW; leave it unset, or train all parameters")
-HAS_BEST = Condition(
-    lambda c: bool(c.data.val_files) and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
-    "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not -1",
-    "the best of the steps that are evaluated and saved needs config.data.val_files, and "
-    "config.trainer.save_freq and test_freq of 0 or more")
+HAS_ADAPTERS = OptionRule(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 HAS_RESPONSES = is_set("score.file")
-UPDATES_SEVERAL_TIMES = Condition(lambda c: not c.updates_once,
-    "a step takes several mini-batches or epochs")
-CHECKPOINTS_GRADIENTS = option_is("model.gradient_checkpointing", True)
 EXPORTS = option_is("trainer.export", True)
-NORMALIZES_LENGTH = Condition(lambda c: AGGREGATIONS[c.actor.loss_agg_mode].needs_scale,
-    "`actor.loss_agg_mode` is seq-mean-token-sum-norm")
 FILTERS_GROUPS = option_is("algorithm.filter_groups.enable", True)
-SAMPLES_HELD_OUT = Condition(lambda c: c.rollout.val_kwargs.temperature > 0,
-    "`rollout.val_kwargs.temperature` is more than 0: evaluations are not greedy already")
-KEEPS_SOME = is_set("rollout.keep")
 NEWEST_WEIGHTS = option_is("rollout.max_staleness", 0,
     "samples are selected by the newest weights; set config.rollout.max_staleness=0")
 HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
-NO_PROCESS_REWARDS = option_is("reward.process_rewards", False,
-    "the environment rewards turns; set config.reward.process_rewards=False")
-NO_OTHER_REWARD = Condition(
-    lambda c: not any((c.reward.function, c.reward.terms, c.reward.url, c.reward.model_path)),
-    "no other reward is set",
-    "ignores the rewards that config.reward sets; unset function, terms, url and model_path "
-    "there, or set config.rollout.multi_turn.reward='sum'")
-ENVIRONMENT_IS_SERVER = Condition(
+ENVIRONMENT_IS_SERVER = OptionRule(
     lambda c: c.rollout.multi_turn.environment.startswith(("http://", "https://")),
     "`rollout.multi_turn.environment` is the address of a server",
-    "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} is no server; "
+    "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
-HAS_PYTHON_TOOL = Condition(
+HAS_PYTHON_TOOL = OptionRule(
     lambda c: "python" in (
         c.rollout.multi_turn.environment.removeprefix("tools:").replace(" ", "").split(",")),
     "`rollout.multi_turn.environment` has the tool python",
-    "config.rollout.multi_turn.environment={config.rollout.multi_turn.environment!r} has no tool "
+    "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} has no tool "
     "python; set it to tools:python")
-LEARNS_TRUNCATED = option_is("algorithm.mask_truncated", False)
-NORMALIZES_REWARDS = Condition(lambda c: c.reward.normalize != "none",
-    "`reward.normalize` is running or reference")
 MEASURES_REFERENCE = option_is("reward.normalize", "reference")
-SCORES_IN_WORKERS = Condition(lambda c: c.reward.workers != 0,
-    "the reward function runs in worker processes (`reward.workers` is not 0)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +244,9 @@ class Data:
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
         "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; FILE[START:END] "
         "takes some rows; a.jsonl*0.7,b.csv*0.3 mixes sources in these shares",
-        is_list=True, read_by=LEARNING)
+        is_list=True, read_by=LEARNING,
+        rules=(must_be_set(lambda c: c.data.train_files or c.learns_from_files,
+            "train", "critic", *SUPERVISED),))
     val_files: str = option("", "held-out data in the same notation; empty turns evaluation off",
         is_list=True, read_by=REPORTS)
     train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1,
@@ -274,8 +291,8 @@ class Data:
     curriculum: str = option("none",
         "how training prompts are drawn: none, each once per epoch; solve_rate, prompts that are "
         "always or never solved twenty times less often than those solved half of the time",
-        choices=("none", "solve_rate"), read_by=PPO, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS),
-        fixed_on_resume=True)
+        choices=("none", "solve_rate"), read_by=PPO, fixed_on_resume=True,
+        rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,8 +304,18 @@ class Create:
     hidden_size: int = option(128, "width of the model", at_least=8)
     intermediate_size: int = option(352, "width of the MLP", at_least=8)
     num_layers: int = option(2, "number of layers", at_least=1)
-    num_heads: int = option(4, "number of query heads", at_least=1)
-    num_kv_heads: int = option(2, "number of key and value heads", at_least=1)
+    num_heads: int = option(4, "number of query heads",
+        at_least=1,
+        rules=(OptionRule(lambda c: not c.model.create.hidden_size % c.model.create.num_heads,
+            "it divides `model.create.hidden_size`",
+            "must divide config.model.create.hidden_size={c.model.create.hidden_size}",
+            at_default=True),))
+    num_kv_heads: int = option(2, "number of key and value heads",
+        at_least=1,
+        rules=(OptionRule(lambda c: not c.model.create.num_heads % c.model.create.num_kv_heads,
+            "it divides `model.create.num_heads`",
+            "must divide config.model.create.num_heads={c.model.create.num_heads}",
+            at_default=True),))
     steps: int = option(140, "supervised steps on examples that are all solved step by step",
         unit="steps", at_least=1)
     habit_steps: int = option(30,
@@ -303,15 +330,21 @@ class LoraOptions:
     rank: int = option(0,
         "rank of the adapters that actor and critic train on one frozen base, which is also the "
         "reference; 0: all parameters are trained",
-        at_least=0)
+        at_least=0, rules=(TRAINS_ADAPTERS,))
     alpha: float = option(16.0, "the adapters' product is scaled by alpha / rank",
-        above=0, effective_when=(HAS_ADAPTERS,))
+        above=0, rules=(HAS_ADAPTERS,))
     targets: str = option("all-linear",
         f"projections with adapters, separated by commas: {', '.join(LORA_TARGETS)}; or all-linear",
-        is_list=True, effective_when=(HAS_ADAPTERS,))
+        is_list=True, rules=(HAS_ADAPTERS,))
     path: str = option("",
         "folder or hub name of adapters in PEFT's format to start from; they set rank, alpha and "
-        "targets")
+        "targets",
+        rules=(
+            TRAINS_ADAPTERS,
+            OptionRule(lambda c: c.model.lora == LoraOptions(path=c.model.lora.path),
+                "the other options of `model.lora` are unset",
+                "determines rank, alpha and targets; leave config.model.lora.rank, alpha and "
+                "targets at their defaults")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +353,13 @@ class Model:
 
     path: str = option("",
         "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty creates a "
-        "small model (model.create)")
+        "small model (model.create)",
+        rules=(
+            must_be_set(lambda c: c.model.path, "score", *SUPERVISED),
+            must_be_set(lambda c: c.model.path or not c.learns_from_files),
+            OptionRule(lambda c: c.model.path or c.data.train_files.startswith("arithmetic:"), "",
+                "must be set to a Hugging Face folder or hub name; a model is created only for the"
+                " `arithmetic` data", at_default=True)))
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option("auto",
         "type of the computation; optim.param_dtype is the type of stored parameters. auto: "
@@ -332,8 +371,8 @@ class Model:
     gradient_checkpointing_policy: str = option("full",
         "what a layer keeps for the backward pass besides its input: full, nothing; attention, "
         "the output of attention; dots, the results of matrix products (most memory, least time)",
-        choices=("full", "attention", "dots"), effective_when=(CHECKPOINTS_GRADIENTS,),
-        fixed_on_resume=False, read_by=LEARNING)
+        choices=("full", "attention", "dots"), fixed_on_resume=False, read_by=LEARNING,
+        rules=(option_is("model.gradient_checkpointing", True),))
     attention: str = option("auto",
         "attention for whole sequences: xla runs everywhere; cudnn on NVIDIA GPUs in bfloat16; "
         "splash on TPUs if packing.row_length is unset or a multiple of 128; auto: cudnn or "
@@ -350,7 +389,9 @@ class Optim:
     optimizer: str = option("adamw",
         "muon makes the steps of the layers' matrices orthogonal, at the same learning rate, and "
         "leaves the rest to AdamW",
-        choices=("adamw", "muon"), requires=(TRAINS_MATRICES,), fixed_on_resume=True)
+        choices=("adamw", "muon"), fixed_on_resume=True,
+        rules=(OptionRule(lambda c: not c.has_adapters, "`model.lora` is not used",
+            "adapters are trained with AdamW; leave it unset, or train all parameters"),))
     lr: float = option(1e-6, "peak learning rate", above=0)
     lr_warmup_steps: int = option(0,
         "steps of linear warm-up, not counting steps that leave this model unchanged",
@@ -392,7 +433,11 @@ class RouterReplay:
     mode: str = option("disabled",
         "R3: the actor's passes send each token through the experts that it used in sampling "
         "(routing replay for a mixture of experts); disabled: each pass selects experts anew",
-        choices=("disabled", "R3"), requires=(ENGINE_RECORDS_DRAWS,))
+        choices=("disabled", "R3"),
+        rules=(
+            engine_is_built_in("does not record it; use the built-in engine"),
+            DRAWN_WITHIN_STEP,
+            DRAWN_ONCE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +470,10 @@ class Actor:
     clip_ratio_high: float | None = option(None, "clip range above 1; unset: clip_ratio", above=0)
     clip_ratio_c: float | None = option(3.0,
         "dual clip: bound of the ratio where the advantage is negative; 0 turns it off",
-        at_least=0)
+        at_least=0,
+        rules=(OptionRule(lambda c: not c.actor.clip_ratio_c or c.actor.clip_ratio_c > 1,
+            "it is above 1, or 0",
+            "the dual clip's constant must be above 1; 0 turns it off"),))
     policy_loss: str = option("vanilla",
         "loss of a token; or your own, as kernels/policy_losses.py describes: `module:function` or "
         "`file.py:function`",
@@ -433,9 +481,9 @@ class Actor:
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",
-        at_least=0)
+        at_least=0, rules=(SEQUENCES_ARE_WHOLE,))
     use_kl_loss: bool = option(False, "add the KL to the reference to the actor's loss",
-        requires=(USES_REFERENCE,))
+        rules=(USES_REFERENCE,))
     kl_loss_coef: float = option(0.001, "weight of the KL in the loss", at_least=0)
     kl_loss_type: str = option("k3",
         "estimator of the KL in the loss, where k1 does not restrain the policy; or your own, a "
@@ -444,13 +492,17 @@ class Actor:
     target_kl: float | None = option(None,
         "stop the actor's step early: no further mini-batch once the approximate KL to the policy "
         "at the start of the step exceeds 1.5 times this; unset: never",
-        unit="nats per token", above=0, effective_when=(UPDATES_SEVERAL_TIMES,))
+        unit="nats per token", above=0,
+        rules=(OptionRule(lambda c: not c.updates_once,
+            "a step takes several mini-batches or epochs"),))
     loss_agg_mode: str = option("token-mean",
         "how the losses of a mini-batch's tokens are averaged",
         choices=tuple(AGGREGATIONS), read_by=PPO)
     loss_scale_factor: int | None = option(None,
         "divisor of seq-mean-token-sum-norm; unset: data.max_response_length",
-        unit="tokens", at_least=1, effective_when=(NORMALIZES_LENGTH,), read_by=PPO)
+        unit="tokens", at_least=1, read_by=PPO,
+        rules=(OptionRule(lambda c: AGGREGATIONS[c.actor.loss_agg_mode].needs_scale,
+            "`actor.loss_agg_mode` is seq-mean-token-sum-norm"),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +513,7 @@ class Reference:
         "folder or hub name of the reference, with the actor's architecture; with model.lora "
         "adapters in PEFT's format on model.path; empty: the policy that the run starts from, with "
         "model.lora without its adapters",
-        requires=(USES_REFERENCE,), fixed_on_resume=True)
+        fixed_on_resume=True, rules=(USES_REFERENCE,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,17 +527,23 @@ class Teacher:
     reward_coef: float = option(1.0,
         "subtract this times log actor - log teacher of each sampled token from the token's "
         "reward; 0: the teacher gives no rewards",
-        at_least=0, requires=(HAS_TEACHER,))
+        at_least=0,
+        rules=(
+            HAS_TEACHER,
+            OptionRule(lambda c: c.teacher.reward_coef or c.teacher.loss_coef,
+                "it or `teacher.loss_coef` is more than 0",
+                "expected more than 0, or a config.teacher.loss_coef above 0; otherwise nothing "
+                "reads config.teacher.path")))
     loss_coef: float = option(0.0,
         "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
         "of the teacher per micro-batch",
-        at_least=0, requires=(HAS_TEACHER,), read_by=POLICY)
+        at_least=0, read_by=POLICY, rules=(HAS_TEACHER,))
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
-        requires=(HAS_TEACHER,))
+        rules=(HAS_TEACHER,))
     param_offload: bool = option(False,
         "keep the teacher in the host's memory when it does not compute",
-        requires=(HAS_TEACHER,))
+        rules=(HAS_TEACHER,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -495,30 +553,37 @@ class Critic:
     path: str = option("",
         "folder or hub name that the critic starts from; empty: model.path. With model.lora: "
         "adapters in PEFT's format on model.path",
-        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), fixed_on_resume=True, read_by=MODELS)
+        fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     keep_head: bool | None = option(None,
         "start the critic with the scalar head in critic.path, such as a reward model's; off: "
         "with a head of zeros; unset: on where critic.path holds a critic, as a run exports it",
-        requires=(HAS_CRITIC, CRITIC_HAS_TRUNK, CRITIC_HAS_PATH), fixed_on_resume=False,
-        first_step_only=HAS_CRITIC, read_by=MODELS)
+        fixed_on_resume=False, read_by=MODELS,
+        rules=(
+            HAS_CRITIC,
+            CRITIC_HAS_TRUNK,
+            is_set("critic.path", "needs a config.critic.path that has a head"),
+            first_step_only_if(HAS_CRITIC)))
     shared_trunk: bool = option(False,
         "make the critic a scalar head on the actor's trunk: one pass serves both losses, whose "
         "sum the actor minimizes; the head uses actor.optim and stops with actor.target_kl",
-        requires=(HAS_CRITIC,), fixed_on_resume=True)
-    optim: CriticOptim = section(CriticOptim, effective_when=(HAS_OWN_CRITIC,))
-    grad_clip: float = redeclare(Actor, "grad_clip", effective_when=(HAS_OWN_CRITIC,))
-    optimizer_offload: bool = option(False, "as the actor's", effective_when=(HAS_OWN_CRITIC,))
+        fixed_on_resume=True, rules=(HAS_CRITIC,))
+    optim: CriticOptim = section(CriticOptim,
+        rules=(HAS_OWN_CRITIC,))
+    grad_clip: float = redeclare(Actor, "grad_clip",
+        rules=(HAS_OWN_CRITIC,))
+    optimizer_offload: bool = option(False, "as the actor's",
+        rules=(HAS_OWN_CRITIC,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
-        effective_when=(HAS_OWN_CRITIC,), read_by=MODELS)
+        read_by=MODELS, rules=(HAS_OWN_CRITIC,))
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
-        unit="prompts", at_least=1, requires=(CRITIC_HAS_TRUNK,), effective_when=(HAS_CRITIC,))
+        unit="prompts", at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
     ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's",
-        unit="rows", at_least=1, requires=(CRITIC_HAS_TRUNK,))
+        unit="rows", at_least=1, rules=(CRITIC_HAS_TRUNK,))
     ppo_epochs: int | None = option(None, "as the actor's; unset: the actor's",
-        at_least=1, requires=(CRITIC_HAS_TRUNK,), effective_when=(HAS_CRITIC,))
+        at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
     loss_agg_mode: str | None = option(None, "as the actor's; unset: the actor's",
-        choices=tuple(AGGREGATIONS), requires=(CRITIC_HAS_TRUNK,))
+        choices=tuple(AGGREGATIONS), rules=(CRITIC_HAS_TRUNK,))
     cliprange_value: float | None = option(0.5,
         "how far a new value may move from the old one in the loss; 0: no limit",
         at_least=0)
@@ -526,15 +591,15 @@ class Critic:
         "weight of the value loss; also scales the reported loss and gradient norm",
         above=0)
     router_aux_loss_coef: float = option(0.0, "as the actor's",
-        at_least=0, effective_when=(HAS_OWN_CRITIC,))
+        at_least=0, rules=(HAS_OWN_CRITIC, SEQUENCES_ARE_WHOLE))
     huber_delta: float | None = option(None,
         "error beyond which the loss grows linearly, in units of reward (in standard deviations "
         "with normalize_values); unset: the loss is quadratic everywhere",
-        above=0, effective_when=(HAS_CRITIC,))
+        above=0, rules=(unread_unless(HAS_CRITIC),))
     normalize_values: bool = option(False,
         "train the critic on returns divided by their running standard deviation, after "
         "subtracting the mean; cliprange_value then counts in standard deviations",
-        requires=(HAS_CRITIC,), fixed_on_resume=True, read_by=MODELS)
+        fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -543,10 +608,15 @@ class KLControl:
 
     type: str = option("fixed",
         "how the coefficient changes: fixed, not at all; adaptive, towards target_kl",
-        choices=tuple(KL_CONTROLLERS), requires=(USES_KL_COEFFICIENT,))
+        choices=tuple(KL_CONTROLLERS),
+        rules=(option_is("algorithm.use_kl_in_reward", True,
+            "changes the coefficient of the KL in the reward; set "
+            "config.algorithm.use_kl_in_reward=True"),))
     kl_coef: float = option(0.001,
         "coefficient of the KL in the reward; of adaptive, the first one",
-        at_least=0, first_step_only=KL_COEFFICIENT_ADAPTS)
+        at_least=0,
+        rules=(OptionRule(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
+            "`algorithm.kl_ctrl.type` is adaptive", first_step_only=True),))
     target_kl: float = option(0.1, "KL that adaptive aims at, per target_unit",
         unit="nats", above=0)
     target_unit: str = option("token",
@@ -554,7 +624,14 @@ class KLControl:
         "each response (OpenAI's 6)",
         choices=("token", "sequence"))
     horizon: int = option(10_000, "samples over which adaptive changes the coefficient",
-        unit="samples", at_least=1)
+        unit="samples", at_least=1,
+        rules=(
+            # The coefficient stays positive while 0.2 x samples < horizon (kernels/kl.py).
+            OptionRule(lambda c: c.algorithm.kl_ctrl.type != "adaptive" or (
+                c.algorithm.kl_ctrl.horizon >= c.samples_per_step),
+                "it is at least a step's samples, for `adaptive`",
+                "must be at least the {c.samples_per_step} samples of a step, or one step could "
+                "take the coefficient far past its target", at_default=True),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -563,17 +640,17 @@ class FilterGroups:
 
     enable: bool = option(False,
         "replace prompts whose responses all earned the same reward by further prompts",
-        requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS))
+        rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS, DRAWN_ONCE))
     metric: str = option("score",
         "what must differ: score, the reward of the rules; accuracy, whether responses are "
         "correct",
         choices=("score", "accuracy"),
         aliases={"acc": "accuracy", "seq_reward": "score", "seq_final_reward": "score"},
-        effective_when=(FILTERS_GROUPS,))
+        rules=(FILTERS_GROUPS,))
     max_num_gen_batches: int = option(10,
         "batches of train_batch_size prompts that a step samples at most; prompts with equal "
         "rewards fill places that are still empty",
-        unit="batches", at_least=1, effective_when=(FILTERS_GROUPS,))
+        unit="batches", at_least=1, rules=(FILTERS_GROUPS,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -585,29 +662,28 @@ class Algorithm:
         "called as described in ppo/advantages.py",
         choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True, read_by=MODELS)
     gamma: float = option(1.0, "discount per token",
-        at_least=0, at_most=1, effective_when=(estimator_reads("gamma"),), read_by=MODELS)
+        at_least=0, at_most=1, read_by=MODELS, rules=(estimator_reads("gamma"),))
     lam: float = option(1.0, "GAE's lambda, per token",
-        at_least=0, at_most=1, effective_when=(estimator_reads("lam"),))
+        at_least=0, at_most=1, rules=(estimator_reads("lam"),))
     turn_gamma: float = option(1.0, "discount per turn of a dialogue",
-        at_least=0, at_most=1, effective_when=(estimator_reads("turn_gamma"),),
-        read_by=MODELS)
+        at_least=0, at_most=1, read_by=MODELS, rules=(estimator_reads("turn_gamma"),))
     turn_lam: float = option(1.0, "GAE's lambda, per turn of a dialogue",
-        at_least=0, at_most=1, effective_when=(estimator_reads("turn_lam"),))
+        at_least=0, at_most=1, rules=(estimator_reads("turn_lam"),))
     critic_lam: float | None = option(None,
         "lambda of the critic's returns, per token and per turn; unset: lam and turn_lam",
-        at_least=0, at_most=1, effective_when=(HAS_CRITIC,))
+        at_least=0, at_most=1, rules=(unread_unless(HAS_CRITIC),))
     lam_length_alpha: float | None = option(None,
         "lambda of advantages is 1 - 1 / (this x response length), 0.05 in VAPO; unset: lam",
-        above=0, effective_when=(estimator_reads("lam"),))
+        above=0, rules=(estimator_reads("lam"),))
     bootstrap_truncated: bool = option(False,
         "a response that was cut off ends with the critic's value, not with 0",
-        requires=(HAS_CRITIC, VALUES_TOKENS), effective_when=(LEARNS_TRUNCATED,))
+        rules=(HAS_CRITIC, VALUES_TOKENS, option_is("algorithm.mask_truncated", False)))
     mask_truncated: bool = option(False,
         "leave responses that were cut off out of the losses; their scores still count in "
         "baselines, whitened rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
         "grpo divides by the standard deviation of a prompt's rewards; off: Dr. GRPO",
-        effective_when=(estimator_reads("norm_adv_by_std_in_grpo"),))
+        rules=(estimator_reads("norm_adv_by_std_in_grpo"),))
     whiten_rewards: bool = option(False,
         "scale token rewards to variance 1 over the rollout, keeping their mean")
     whiten_advantages: bool | None = option(None,
@@ -615,13 +691,16 @@ class Algorithm:
         f"{', '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.whitens))}")
     use_kl_in_reward: bool = option(False,
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
-        requires=(USES_REFERENCE,), read_by=MODELS)
+        read_by=MODELS, rules=(USES_REFERENCE,))
     use_reference: bool = option(True,
         "measure the KL to a frozen reference: reference.path, or the first policy, with "
         "model.lora without its adapters")
     reference_offload: bool = option(False,
         "keep the reference in the host's memory when it does not compute",
-        requires=(REFERENCE_IS_SEPARATE,))
+        rules=(OptionRule(lambda c: c.algorithm.use_reference and not c.has_adapters,
+            "`algorithm.use_reference` is on, without adapters",
+            "there is no separate reference: config.algorithm.use_reference is off, or it is "
+            "the base of adapters (config.model.lora)"),))
     kl_penalty: str = option("k1",
         "estimator of the KL in the reward, where only k1 follows the KL's gradient; or your own, "
         "as for actor.kl_loss_type",
@@ -632,15 +711,15 @@ class Algorithm:
     rollout_is: str = option("none",
         "importance weights of the policy loss for samples of older weights "
         "(rollout.max_staleness) or with the sampler's rounding",
-        choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY)
+        choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY, rules=(DRAWN_ONCE,))
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
-        at_least=1, effective_when=(WEIGHS,), read_by=POLICY)
+        at_least=1, read_by=POLICY, rules=(WEIGHS,))
     rollout_is_lower: float = option(0.0, "lower bound of importance weights",
-        at_least=0, below=1, effective_when=(WEIGHS,), read_by=POLICY)
+        at_least=0, below=1, read_by=POLICY, rules=(WEIGHS,))
     rollout_is_masks: bool = option(False,
         "tokens whose weight is outside the bounds weigh 0, as in IcePop; off: weights are "
         "truncated to the bounds",
-        effective_when=(WEIGHS,), read_by=POLICY)
+        read_by=POLICY, rules=(WEIGHS,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -648,7 +727,8 @@ class Sampling:
     """Options of drawing tokens."""
 
     temperature: float = option(0.0, "divides the logits; 0 is greedy", at_least=0)
-    top_k: int = option(-1, "draw from the k most likely tokens; -1: from all", at_least=-1)
+    top_k: int = option(-1, "draw from the k most likely tokens; -1: from all",
+        at_least=-1, not_zero=True)
     top_p: float = option(1.0,
         "draw from the most likely tokens that together have this probability",
         above=0, at_most=1)
@@ -669,7 +749,9 @@ class EvaluationSampling(Sampling):
 
     and_greedy: bool = option(False,
         "also evaluate one greedy response per prompt: eval/greedy/NAME",
-        effective_when=(SAMPLES_HELD_OUT,))
+        rules=(OptionRule(lambda c: c.rollout.val_kwargs.temperature > 0,
+            "`rollout.val_kwargs.temperature` is more than 0: evaluations are not greedy "
+            "already"),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -682,15 +764,25 @@ class RolloutMesh:
     model: int | None = option(None,
         "devices that split each matrix while decoding; unset: decoding uses `mesh`, or 1 with "
         "`rollout.mesh.devices`",
-        unit="devices", at_least=1)
+        unit="devices", at_least=1,
+        rules=(OptionRule(lambda c: not ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
+            engine_is(lambda entry: entry.is_external, negated=True),
+            "config.rollout.engine={c.rollout.engine!r} does not decode on the mesh; unset "
+            "it"),))
     devices: int = option(0,
         "devices that only decode, the last of each process, while the others, which `mesh` has, "
         "learn (docs/sample-sources.md#devices-that-only-decode); 0: decoding uses the devices of "
         "`mesh`",
-        unit="devices", at_least=0, requires=(DECODES_ON_DEVICES, SAMPLES_AHEAD), read_by=PPO)
+        unit="devices", at_least=0, read_by=PPO,
+        rules=(
+            engine_is_built_in("decodes elsewhere; use the built-in engine"),
+            OptionRule(lambda c: c.rollout.max_staleness > 0,
+                "`rollout.max_staleness` is at least 1",
+                "these devices would decode nothing while the others learn; set "
+                "config.rollout.max_staleness to 1 or more")))
     data: int = option(-1,
         "groups of devices with a copy of the weights each; -1: as many as there are devices for",
-        unit="groups", at_least=-1, requires=(HAS_ROLLOUT_MESH,))
+        unit="groups", at_least=-1, not_zero=True, rules=(HAS_ROLLOUT_MESH,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -704,57 +796,86 @@ class MultiTurn:
         "`tools:calculator,python,file.py:function`; or the address of a server, "
         "http://HOST:PORT, which is sent the environment variable JAX_PPO_ENVIRONMENT_KEY as a "
         "bearer token, if it is set; empty: a response is one turn",
-        requires=(ENVIRONMENT_HAS_ENGINE, NO_PROCESS_REWARDS))
+        rules=(
+            engine_is_built_in("has no environment; use the built-in engine"),
+            option_is("reward.process_rewards", False,
+                "the environment rewards turns; set config.reward.process_rewards=False"),
+            OptionRule(lambda c: ":" in c.rollout.multi_turn.environment, "",
+                "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
+            DRAWN_WITHIN_STEP,
+            DRAWN_ONCE))
     max_assistant_turns: int | None = option(None,
         "turns of the policy after which a response is cut off; unset: no limit",
-        unit="turns", at_least=1, effective_when=(HAS_ENVIRONMENT,))
+        unit="turns", at_least=1, rules=(HAS_ENVIRONMENT,))
     max_turn_length: int | None = option(None,
         "tokens after which a turn ends; unset: data.max_response_length",
-        unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
+        unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
         "tokens to which an observation is cut",
-        unit="tokens", at_least=1, effective_when=(HAS_ENVIRONMENT,))
+        unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
         "longest time for a `step` of the environment (the first includes `reset`); a dialogue "
         "that exceeds it ends with a reward of 0 for the turn",
-        unit="seconds", above=0, effective_when=(HAS_ENVIRONMENT,))
+        unit="seconds", above=0, rules=(HAS_ENVIRONMENT,))
     observation_role: str = option("",
         "role under which the chat template renders what the environment returns, such "
         "as user; empty: it is inserted unchanged (results of tools: as the role tool)",
-        effective_when=(HAS_ENVIRONMENT,))
+        rules=(HAS_ENVIRONMENT,))
     python_timeout: float = option(5.0, "longest time for a program of the tool python",
-        unit="seconds", above=0, requires=(HAS_PYTHON_TOOL,))
+        unit="seconds", above=0,
+        rules=(
+            HAS_PYTHON_TOOL,
+            OptionRule(lambda c: not HAS_PYTHON_TOOL.is_met(c) or (
+                c.rollout.multi_turn.python_timeout < c.rollout.multi_turn.timeout),
+                "it is below `rollout.multi_turn.timeout`",
+                "expected less than "
+                "config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which bounds "
+                "all calls of a turn together", at_default=True)))
     python_memory: float = option(1.0, "address space of a program of the tool python",
-        unit="GiB", above=0, requires=(HAS_PYTHON_TOOL,))
+        unit="GiB", above=0, rules=(HAS_PYTHON_TOOL,))
     url_timeout: float = option(20.0,
         "longest time for a call of the environment's server; rollout.multi_turn.timeout bounds "
         "all calls of a turn together",
-        unit="seconds", above=0, requires=(ENVIRONMENT_IS_SERVER,))
+        unit="seconds", above=0,
+        rules=(
+            ENVIRONMENT_IS_SERVER,
+            OptionRule(lambda c: not ENVIRONMENT_IS_SERVER.is_met(c) or (
+                c.rollout.multi_turn.url_timeout < c.rollout.multi_turn.timeout),
+                "it is below `rollout.multi_turn.timeout`",
+                "expected less than "
+                "config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which bounds "
+                "all calls of a turn together", at_default=True)))
     url_retries: int = option(2,
         "how often a call is repeated that the environment's server refused (429, 503) or did not "
         "accept; a `reset`, and a `step` of a server that allows it, also after other faults",
-        at_least=0, requires=(ENVIRONMENT_IS_SERVER,))
+        at_least=0, rules=(ENVIRONMENT_IS_SERVER,))
     max_faults: int = option(64,
         "consecutive calls of the environment's server that fail, repetitions included, after "
         "which the run ends; a dialogue with a failed call ends with a reward of 0 for the turn",
-        unit="calls", at_least=1, requires=(ENVIRONMENT_IS_SERVER,))
+        unit="calls", at_least=1, rules=(ENVIRONMENT_IS_SERVER,))
     action_field: str = option("",
         "field of the object that the environment's server takes as action, such as `message`; "
         "empty: the action is the text of the turn",
-        requires=(ENVIRONMENT_IS_SERVER,))
+        rules=(ENVIRONMENT_IS_SERVER,))
     observation_field: str = option("",
         "field of the object that the environment's server returns as observation; empty: the "
         "observation is a text",
-        requires=(ENVIRONMENT_IS_SERVER,))
+        rules=(ENVIRONMENT_IS_SERVER,))
     info_metrics: str = option("",
         "numbers in the `info` of a server's or Gymnasium's environment that become metrics "
         "environment/NAME",
-        is_list=True, effective_when=(HAS_ENVIRONMENT,))
+        is_list=True, rules=(HAS_ENVIRONMENT,))
     reward: str = option("sum",
         "sum: the environment's rewards and the reward of the response; environment: only the "
         "environment's",
-        choices=("sum", "environment"), requires=(NO_OTHER_REWARD,),
-        effective_when=(HAS_ENVIRONMENT,))
+        choices=("sum", "environment"),
+        rules=(
+            OptionRule(lambda c: not any((
+                c.reward.function, c.reward.terms, c.reward.url, c.reward.model_path)),
+                "no other reward is set",
+                "ignores the rewards that config.reward sets; unset function, terms, url and "
+                "model_path there, or set config.rollout.multi_turn.reward='sum'"),
+            HAS_ENVIRONMENT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -762,10 +883,10 @@ class VLLM:
     """The vLLM that a run starts and ends, on this machine."""
 
     python: str = option("", "interpreter of an environment that has vLLM",
-        requires=(STARTS_VLLM,))
+        rules=(STARTS_VLLM,))
     arguments: str = option("",
         "further arguments, such as --gpu-memory-utilization=0.4 --tensor-parallel-size=2",
-        requires=(STARTS_VLLM,))
+        rules=(STARTS_VLLM,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -775,26 +896,38 @@ class RolloutOptions(Sampling):
     # Training cannot be greedy: a policy gradient needs samples.
     temperature: float = option(1.0,
         "divides the logits, in sampling and in all passes of training",
-        above=0, read_by=ADVANTAGES)
+        above=0, read_by=ADVANTAGES,
+        rules=(OptionRule(lambda c: not (
+            ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server and c.rollout.filters_tokens),
+            engine_is(lambda entry: entry.is_server, negated=True),
+            "servers report log-probs before temperature and filters or after both; set it to "
+            "1, unset top_k, top_p, min_p and min_new_tokens, or use the built-in engine"),))
     top_k: int = redeclare(Sampling, "top_k", read_by=PPO)
     top_p: float = redeclare(Sampling, "top_p", read_by=PPO)
     min_p: float = redeclare(Sampling, "min_p", read_by=PPO)
-    n: int = redeclare(Sampling, "n", read_by=PPO)
+    n: int = redeclare(Sampling, "n",
+        read_by=PPO,
+        rules=(*compares(lambda c: c.rollout.n),))
     engine: str = option("built-in",
         "what generates responses; or your implementation of RolloutEngine in sampler/engine.py: "
         "`module:Class` or `file.py:Class`",
-        choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names())
+        choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names(),
+        rules=(
+            *map(has_server, ROLLOUT_ENGINES.names(lambda entry: entry.is_server)),
+            DRAWN_WITHIN_STEP,
+            DRAWN_ONCE))
     weights_dir: str = option("",
         "folder in which an external engine finds the weights of each step; a server on another "
         "machine needs a shared one. Empty: shared memory, or the temporary folder if they do not "
         "fit twice",
-        effective_when=(ENGINE_IS_EXTERNAL,))
+        rules=(OptionRule(lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
+            engine_is(lambda entry: entry.is_external)),))
     url: str = option("",
         "address of a running server that samples, http://HOST:PORT; prompts are sent there, and "
         "with them the environment variable JAX_PPO_ROLLOUT_KEY as a bearer token, if it is set",
-        requires=(ENGINE_IS_SERVER,))
+        rules=(ENGINE_IS_SERVER,))
     url_timeout: float = option(600.0, "longest wait for one response of a server",
-        unit="seconds", above=0, effective_when=(ENGINE_IS_SERVER,))
+        unit="seconds", above=0, rules=(unread_unless(ENGINE_IS_SERVER),))
     vllm: VLLM = section(VLLM)
     max_num_seqs: int = option(256,
         "samples that a device decodes at once; others take the place of those that have ended. "
@@ -805,47 +938,92 @@ class RolloutOptions(Sampling):
         '["Question:", "\\n\\n"]; the token that completes one is still part of the response',
         is_json=True)
     min_new_tokens: int = option(0, "tokens before which a response does not end",
-        unit="tokens", at_least=0)
+        unit="tokens", at_least=0,
+        rules=(OptionRule(lambda c: c.rollout.min_new_tokens <= c.data.max_response_length,
+            "it is at most `data.max_response_length`",
+            "must be at most config.data.max_response_length={c.data.max_response_length}"),))
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
-        choices=("auto", "xla", "cudnn"), effective_when=(HAS_BUILT_IN_ENGINE,))
+        choices=("auto", "xla", "cudnn"), rules=(unread_unless(HAS_BUILT_IN_ENGINE),))
     quantization: str = option("none",
         "how weights are stored for decoding: none, as model.dtype; int8, in half the memory of "
         "bfloat16, which samples from a slightly different policy (algorithm.rollout_is corrects "
         "that)",
-        choices=("none", "int8"), requires=(HAS_BUILT_IN_ENGINE,))
+        choices=("none", "int8"), rules=(HAS_BUILT_IN_ENGINE,))
     logprob_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once without gradients; unset: as for the actor",
-        unit="rows", at_least=1, read_by=MODELS)
+        unit="rows", at_least=1, read_by=MODELS, rules=(DRAWN_ONCE,))
     reuse_logprobs: str = option("auto",
         "take the sampler's log-probs as the old policy's instead of computing them again: always "
         "(ratios then start at 1 up to rounding, percents in bfloat16); never; auto: only where "
         "rounding cannot bias the update",
-        choices=("auto", "always", "never"), read_by=PPO)
+        choices=("auto", "always", "never"), read_by=PPO,
+        rules=(
+            OptionRule(lambda c: c.rollout.reuse_logprobs != "always" or (
+                not ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external),
+                "the engine is built-in, for `always`",
+                "config.rollout.engine={c.rollout.engine!r} rounds differently, so its log-probs "
+                "are compared with the trainer's; set it to 'auto'"),
+            OptionRule(
+                lambda c: c.rollout.reuse_logprobs != "always" or c.algorithm.rollout_is == "none",
+                "`algorithm.rollout_is` is none, for `always`",
+                "leaves config.algorithm.rollout_is={c.algorithm.rollout_is!r} no other log-probs "
+                "to compare the sampler's with; set it to 'auto'"),
+            DRAWN_ONCE))
     exact: bool = option(False,
         "draw each token again from a forward pass over the rows of the update, so that the "
         "log-probs of rollout and first optimizer step have the same bits "
         "(docs/reproducibility.md)",
-        requires=(HAS_DATA_AXIS_ALONE,), read_by=PPO)
+        read_by=PPO,
+        rules=(
+            OptionRule(lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(
+                getattr(c.mesh, axis) == 1
+                for axis in ("fsdp", "model", "stage", "context", "expert")),
+                "`mesh.data` is the only axis, also of decoding",
+                "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage,"
+                " context and expert at 1, config.rollout.mesh.devices at 0, and "
+                "config.rollout.mesh.model unset"),
+            SEVERAL_TOKENS))
     max_staleness: int = option(0,
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "
         "rollouts: a step draws rollout.partial_length tokens at a time of the responses to twice "
         "its prompts until enough are complete, and the others, continue under "
         "newer weights for at most this many steps",
-        unit="steps", at_least=0, requires=(HAS_IMPORTANCE_WEIGHTS,), read_by=PPO)
+        unit="steps", at_least=0, read_by=PPO,
+        rules=(
+            DRAWN_ONCE,
+            OptionRule(lambda c: c.algorithm.rollout_is != "none",
+                "`algorithm.rollout_is` is token or sequence",
+                "the sampling weights are older than the weights that are trained; set "
+                "config.algorithm.rollout_is to 'token' or 'sequence'"),
+            SEVERAL_TOKENS))
     partial_length: int | None = option(None,
         "tokens of each response that partial rollouts draw at a time; unset: an eighth of "
         "data.max_response_length",
-        unit="tokens", at_least=1, effective_when=(CONTINUES_RESPONSES,), read_by=PPO)
+        unit="tokens", at_least=1, read_by=PPO,
+        rules=(
+            OptionRule(lambda c: c.rollout.max_staleness > 1, "`rollout.max_staleness` is above 1"),
+            OptionRule(lambda c: c.rollout.max_staleness < 2 or (
+                c.rollout.partial_length < c.data.max_response_length),
+                "it is below `data.max_response_length`",
+                "expected fewer tokens than "
+                "config.data.max_response_length={c.data.max_response_length}")))
     keep: int | None = option(None,
         "responses per prompt to learn from, of the n that are sampled; unset: all",
-        unit="responses", at_least=1, requires=(REWARDS_BY_RULE, NEWEST_WEIGHTS), read_by=PPO)
+        unit="responses", at_least=1, read_by=PPO,
+        rules=(
+            REWARDS_BY_RULE,
+            NEWEST_WEIGHTS,
+            OptionRule(lambda c: c.rollout.keep <= c.rollout.n, "it is at most `rollout.n`",
+                "expected at most config.rollout.n={c.rollout.n}"),
+            DRAWN_ONCE,
+            *compares(lambda c: c.rollout.keep or c.rollout.n)))
     keep_by: str = option("spread",
         "which responses are kept: spread, those whose scores differ most (PODS); best, those "
         "with the highest",
-        choices=("spread", "best"), effective_when=(KEEPS_SOME,), read_by=PPO)
+        choices=("spread", "best"), read_by=PPO, rules=(is_set("rollout.keep"),))
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: EvaluationSampling = section(EvaluationSampling)
@@ -875,17 +1053,17 @@ class Reward:
         "JAX_PPO_REWARD_KEY is sent as its bearer token")
     url_model: str = option("",
         "name of the model that judges; its reply has the score as JSON or as its last number",
-        requires=(HAS_REWARD_URL,))
+        rules=(HAS_REWARD_URL,))
     url_prompt: str = option(
         "Rate the response to the prompt from 0 to 10. End with the number.\n\n"
         "Prompt:\n{prompt}\n\nResponse:\n{response}",
         "prompt of the model that judges; {ground_truth} may occur in it, too",
-        requires=(HAS_REWARD_URL,))
+        rules=(HAS_REWARD_URL,))
     url_timeout: float = option(15.0, "longest time for a call",
-        unit="seconds", above=0, requires=(HAS_REWARD_URL,))
+        unit="seconds", above=0, rules=(HAS_REWARD_URL,))
     url_retries: int = option(3,
         "retries of a call that failed or was refused by the server (429, 5xx)",
-        at_least=0, requires=(HAS_REWARD_URL,))
+        at_least=0, rules=(HAS_REWARD_URL,))
     gsm8k_method: str = option("strict",
         "which number is the answer: strict, the one after `####`; flexible, the last one",
         choices=("strict", "flexible"))
@@ -899,7 +1077,9 @@ class Reward:
     timeout: float = option(60.0,
         "longest time for one response in a worker; a function for batches has max_timeouts times "
         "as long, or less for fewer responses",
-        unit="seconds", above=0, effective_when=(SCORES_IN_WORKERS,))
+        unit="seconds", above=0,
+        rules=(OptionRule(lambda c: c.reward.workers != 0,
+            "the reward function runs in worker processes (`reward.workers` is not 0)"),))
     max_timeouts: int = option(8,
         "consecutive responses that may run out of time before the rest of the batch counts as "
         "failed",
@@ -913,38 +1093,44 @@ class Reward:
         fixed_on_resume=True)
     param_offload: bool = option(False,
         "keep the reward model in the host's memory when it does not compute",
-        requires=(HAS_REWARD_MODEL,))
+        rules=(HAS_REWARD_MODEL,))
     model_input: str = option("auto",
         "what the reward model reads, in its own tokens: chat (its chat template), pair (prompt "
         "and response), text (both joined); auto: pair for an encoder, else the sampled tokens if "
         "it has the actor's vocabulary and template, else chat or text",
-        choices=("auto", "chat", "pair", "text"), requires=(HAS_REWARD_MODEL,),
-        fixed_on_resume=True)
+        choices=("auto", "chat", "pair", "text"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     max_length: int | None = option(None,
         "maximum input length of the reward model; the start of longer prompts is left out; "
         "unset: the one in its config.json",
-        unit="tokens", at_least=16, requires=(HAS_REWARD_MODEL,))
+        unit="tokens", at_least=16, rules=(HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
         "packed rows of the reward model that a device processes at once; unset: chosen as the "
         "actor's",
-        unit="rows", at_least=1, requires=(HAS_REWARD_MODEL,))
+        unit="rows", at_least=1, rules=(HAS_REWARD_MODEL,))
     score_position: str = option("auto",
         "the token at which a decoder's score is read: auto, the last one that is not its pad "
         "token, as in transformers; last_token, the last one",
-        choices=("auto", "last_token"), requires=(HAS_REWARD_MODEL,), fixed_on_resume=True)
+        choices=("auto", "last_token"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     process_rewards: bool = option(False,
         "reward.function may return `step_rewards`, a list of (end of the step in characters, "
         "reward), which are not normalized or clipped",
-        requires=(HAS_REWARD_FUNCTION,))
+        rules=(OptionRule(lambda c: c.reward.function or c.reward.terms,
+            "`reward.function` or `reward.terms` is set",
+            "needs a config.reward.function that returns step_rewards"),))
     normalize: str = option("none",
         "divide scores by their standard deviation: running, over all so far; reference, over "
         "normalize_samples of the first policy",
-        choices=("none", "running", "reference"), fixed_on_resume=True)
+        choices=("none", "running", "reference"), fixed_on_resume=True,
+        rules=(OptionRule(lambda c: c.reward.normalize != "reference" or not c.learns_from_files,
+            "",
+            "samples responses, and config.score.file gives them; expected 'none' or "
+            "'running'"),))
     normalize_shift: bool = option(True, "also subtract the mean from normalized scores",
-        effective_when=(NORMALIZES_REWARDS,))
+        rules=(OptionRule(lambda c: c.reward.normalize != "none",
+            "`reward.normalize` is running or reference"),))
     normalize_samples: int = option(256, "responses that reference measures before the first step",
-        unit="responses", at_least=2, first_step_only=MEASURES_REFERENCE,
-        effective_when=(MEASURES_REFERENCE,), read_by=PPO)
+        unit="responses", at_least=2, read_by=PPO,
+        rules=(MEASURES_REFERENCE, first_step_only_if(MEASURES_REFERENCE)))
     clip: float | None = option(None,
         "clip scores, after normalization, to +- this; unset: no clipping",
         above=0)
@@ -954,7 +1140,12 @@ class Reward:
     overlong_buffer_len: int = option(0,
         "last tokens of max_response_length over which a penalty grows from 0 to "
         "overlong_penalty_factor (DAPO); 0: no penalty",
-        unit="tokens", at_least=0)
+        unit="tokens", at_least=0,
+        rules=(
+            # verl#2107
+            OptionRule(lambda c: c.reward.overlong_buffer_len <= c.data.max_response_length,
+                "it is at most `data.max_response_length`",
+                "expected at most config.data.max_response_length={c.data.max_response_length}"),))
     overlong_penalty_factor: float = option(1.0, "subtracted from the score at max_response_length",
         at_least=0)
     length_penalty: float = option(0.0, "subtracted from the score for each token of the response",
@@ -968,7 +1159,23 @@ class Evaluate:
     rank_by: str = option("none",
         "also report how good the best response to a prompt is by this: critic, the value at the "
         "response's last token; reward_model, its score",
-        choices=("none", "critic", "reward_model"))
+        choices=("none", "critic", "reward_model"),
+        rules=(
+            OptionRule(lambda c: c.rollout.val_kwargs.n > 1, "`rollout.val_kwargs.n` is 2 or more",
+                "ranks the responses to a prompt, and "
+                "config.rollout.val_kwargs.n={c.rollout.val_kwargs.n}; set it to 2 or more"),
+            OptionRule(lambda c: c.rollout.val_kwargs.temperature > 0,
+                "`rollout.val_kwargs.temperature` is more than 0",
+                "config.rollout.val_kwargs.temperature=0 gives equal responses; set it above 0"),
+            OptionRule(lambda c: c.evaluate.rank_by != "critic" or c.has_critic, "",
+                "there is no critic with "
+                "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}; expected 'gae'"),
+            # The value of a whole response is that of its last token.
+            OptionRule(lambda c: c.evaluate.rank_by != "critic" or VALUES_TOKENS.is_met(c), "",
+                "with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} the critic "
+                "learns values only where turns start; expected 'gae' or 'bi_level_gae'"),
+            OptionRule(lambda c: c.evaluate.rank_by != "reward_model" or c.reward.model_path, "",
+                "there is no reward model; set config.reward.model_path")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -978,15 +1185,20 @@ class Score:
     file: str = option("",
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
         "rollouts/; a pattern with *; or a folder rollouts/, for its responses of training. "
-        "jax_ppo.critic samples its responses if it is empty")
+        "jax_ppo.critic samples its responses if it is empty",
+        rules=(must_be_set(lambda c: c.score.file, "score"),))
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)",
-        effective_when=(HAS_RESPONSES,))
+        rules=(HAS_RESPONSES,))
     reward_key: str = option("",
         "column of the reward of each response, such as score in rollouts/; empty: the rules and "
         "the reward model of config.reward",
-        effective_when=(HAS_RESPONSES,))
+        rules=(
+            HAS_RESPONSES,
+            OptionRule(lambda c: not (c.learns_from_files and c.reward.model_path), "",
+                "the rewards are in the rows; unset config.reward.model_path, or this for the "
+                "reward model's")))
     format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"),
         read_by=SCORE)
 
@@ -1000,11 +1212,13 @@ class Supervised:
     micro_batch_size_per_device: int | None = redeclare(Actor, "ppo_micro_batch_size_per_device",
         read_by=None)
     response_key: str = redeclare(Score, "response_key",
-        read_by=("sft",), effective_when=(), fixed_on_resume=True)
+        read_by=("sft",), fixed_on_resume=True, rules=())
     router_aux_loss_coef: float = redeclare(Actor, "router_aux_loss_coef", fixed_on_resume=True)
     center_coef: float = option(0.0,
         "weight of the squared sum of a pair's scores, which keeps their mean at 0",
-        at_least=0, read_by=("reward_model",), fixed_on_resume=True)
+        at_least=0, read_by=("reward_model",), fixed_on_resume=True,
+        rules=(OptionRule(lambda c: False,
+            "", "only jax_ppo.reward_model reads it", commands=("sft",)),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1015,7 +1229,21 @@ class PackingOptions:
     row_length: int | None = option(None,
         "tokens per row; unset: max_prompt_length + max_response_length, rounded up for splash "
         "attention; in supervised training the longest example",
-        unit="tokens", at_least=2)
+        unit="tokens", at_least=2,
+        rules=(
+            OptionRule(lambda c: c.packing.row_length >= c.sequence_length, "",
+                "a row must hold config.data.max_prompt_length + config.data.max_response_length ="
+                " {c.sequence_length} tokens; set it to that or more"),
+            OptionRule(lambda c: c.packing.row_length >= 2 * c.sequence_length, "",
+                "a row must hold the two responses of an example, each with its prompt: 2 x "
+                "(config.data.max_prompt_length + config.data.max_response_length) = 2 x "
+                "{c.sequence_length} tokens; set it to that or more", commands=("reward_model",)),
+            # Each part of a row has two blocks of columns.
+            OptionRule(
+                lambda c: c.mesh.context == 1 or not c.packing.row_length % (2 * c.mesh.context),
+                "",
+                "expected a multiple of twice config.mesh.context={c.mesh.context}, or leave it "
+                "unset")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1023,12 +1251,12 @@ class MeshShape:
     """The axes of the device mesh."""
 
     data: int = option(-1, "replicas of the parameters; -1: all devices that the other axes leave",
-        unit="devices", at_least=-1)
+        unit="devices", at_least=-1, not_zero=True)
     fsdp: int = option(1,
         "devices that share one copy of parameters and optimizer state; -1 as for data",
-        unit="devices", at_least=-1)
+        unit="devices", at_least=-1, not_zero=True, rules=(fills_alone("fsdp"),))
     model: int = option(1, "devices that split each matrix (tensor parallelism); -1 as for data",
-        unit="devices", at_least=-1)
+        unit="devices", at_least=-1, not_zero=True, rules=(fills_alone("model"),))
     stage: int = option(1,
         "stages of the layers (pipeline parallelism) outside decoding, in which they act like "
         "data",
@@ -1051,7 +1279,12 @@ class Distributed:
     num_processes: int = option(0, "number of processes, with coordinator_address",
         unit="processes", at_least=0)
     process_id: int = option(-1, "index of this process from 0, with coordinator_address",
-        at_least=-1)
+        at_least=-1,
+        rules=(OptionRule(lambda c: not c.distributed.coordinator_address or (
+            0 <= c.distributed.process_id < c.distributed.num_processes),
+            "", "expected at least 0, and less than "
+            "config.distributed.num_processes={c.distributed.num_processes}, with "
+            "config.distributed.coordinator_address set", at_default=True),))
     heartbeat_seconds: int = option(30, "time after which a silent process is taken for dead",
         unit="seconds", at_least=10)
     stall_seconds: int = option(1800,
@@ -1064,18 +1297,17 @@ class Distributed:
 class Trainer:
     """Duration, evaluation, checkpoints and logs of a run."""
 
-    total_epochs: int = option(1, "passes over the training data", unit="epochs", at_least=1,
-        effective_when=(STEPS_ARE_UNSET,))
+    total_epochs: int = option(1, "passes over the training data",
+        unit="epochs", at_least=1, rules=(is_unset("trainer.total_training_steps"),))
     total_training_steps: int | None = option(None,
         "number of steps; unset: determined by total_epochs",
         unit="steps", at_least=1)
     critic_warmup: int = option(0, "first steps, in which only the critic is trained",
-        unit="steps", at_least=0, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK), read_by=POLICY)
+        unit="steps", at_least=0, read_by=POLICY, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
         "turns it on",
-        read_by=PPO, requires=(HAS_CRITIC, CRITIC_HAS_TRUNK),
-        fixed_on_resume=True)
+        read_by=PPO, fixed_on_resume=True, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
     val_before_train: bool = option(True, "evaluate before the first step")
@@ -1097,14 +1329,21 @@ class Trainer:
         "reward_model; adapters as WORKDIR/adapter)")
     export_best: bool = option(False,
         "also write the models of the best checkpoint, to WORKDIR/best, which model.path can name",
-        requires=(HAS_BEST,), effective_when=(EXPORTS,))
+        rules=(
+            OptionRule(
+                lambda c: c.data.val_files and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
+                "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not "
+                "-1",
+                "the best of the steps that are evaluated and saved needs config.data.val_files, "
+                "and config.trainer.save_freq and test_freq of 0 or more"),
+            EXPORTS))
     export_critic: bool = option(True,
         "also write the critic (WORKDIR/critic) for critic.path and for transformers, as a "
         "classifier of tokens; its adapters in PEFT's format",
-        effective_when=(EXPORTS, HAS_CRITIC), read_by=PPO)
+        read_by=PPO, rules=(EXPORTS, unread_unless(HAS_CRITIC)))
     export_dtype: str = option("float32",
         "type of the weights in the exported folder; adapters are always float32",
-        choices=("bfloat16", "float32"), effective_when=(EXPORTS,))
+        choices=("bfloat16", "float32"), rules=(EXPORTS,))
     warn_entropy_below: float = option(0.005,
         "warn when the mean entropy falls below this; 0: never",
         unit="nats per token", at_least=0, read_by=PPO)

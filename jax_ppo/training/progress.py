@@ -182,8 +182,7 @@ def _compare_options(config: Config, saved: dict[str, Any], command: str) -> lis
                 f"experiment, with {then!r}; set that, or give another --workdir"
             )
         # Other changes are permitted, and reported.
-        first_step_only = option.facts.first_step_only
-        if first_step_only is not None and first_step_only.is_met(config):
+        if any(rule.first_step_only and rule.is_met(config) for rule in option.facts.rules):
             changes.append(
                 f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
                 "is kept"

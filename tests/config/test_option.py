@@ -52,8 +52,8 @@ def test_an_option_of_another_command_is_noted_instead_of_required():
         model=schema.Model(path="x"),
     )
     with pytest.raises(UserError, match="max_length=64: there is no reward model"):
-        validation.validate_requirements(without, "train")
-    validation.validate_requirements(without, "sft")
+        validation.validate_rules(without, "train")
+    validation.validate_rules(without, "sft")
     first = next(notes.note_unread_options(without, "sft"))
     assert "config.reward.max_length=64 is not read" in first
 

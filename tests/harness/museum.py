@@ -1810,9 +1810,9 @@ MOMENTS_AND_SHAPING = [
         name="a_buffer_longer_than_a_response",
         source="verl#2107: an expected length below 0 penalized every response",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="LOSS_RULES",
-        old="value > c.data.max_response_length",
-        new="False",
+        where="Reward",
+        old="c.reward.overlong_buffer_len <= c.data.max_response_length",
+        new="True",
     ),
     Exhibit(
         name="one_response_compared_to_itself",
@@ -1821,9 +1821,12 @@ MOMENTS_AND_SHAPING = [
             "warning"
         ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="COMPARISON_RULES",
-        old="value == c.responses_per_prompt == 1 and _estimator(c.algorithm).needs_groups",
-        new="False",
+        where="compares",
+        old=(
+            "count(c) > 1 "
+            "or not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_groups"
+        ),
+        new="True",
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",
