@@ -19,8 +19,8 @@ from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
-from jax_ppo.ppo.partial_rollouts import BATCHES_IN_POOL
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
+from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
 from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.advantages import figures_read
-from jax_ppo.ppo.exact_rollouts import compile_exact_sampling
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import RolloutPacking
 from jax_ppo.ppo.objectives import roles_of_losses
-from jax_ppo.ppo.partial_rollouts import compile_partial_sampling
-from jax_ppo.ppo.response_sampling import compile_selection
+from jax_ppo.ppo.samples.continued import compile_partial_sampling
+from jax_ppo.ppo.samples.exact import compile_exact_sampling
+from jax_ppo.ppo.samples.selected import compile_selection
 from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead

@@ -1,31 +1,24 @@
-"""What a PPO step computes with, and what passes between its parts."""
+"""What a PPO step computes with."""
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, RolloutOptions
-from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
-from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
+from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.sampler.continuation import DrawStates
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
-from jax_ppo.types import Params, Prompts, Rollout
-
-TrainingBatches = PromptBatches | CurriculumBatches
+from jax_ppo.types import Params, Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,45 +101,3 @@ class StepObserver(Protocol):
 
     def write_pending_report(self) -> None:
         """Write what is pending; called where the mesh works and the host has time."""
-
-
-class ResponsePool(NamedTuple):
-    """Prompts whose responses continue from step to step (`partial_rollouts.py`)."""
-
-    rollout: Rollout  # the responses so far to all prompts, n to each, on the mesh
-    draws: DrawStates  # the states of their draws
-    # int [prompts, 3]: the row of the data, the number of the batch that the prompt came with, -1
-    # if it has left the pool, and its first sample's index in that batch.
-    prompts: np.ndarray
-
-    @property
-    def batches(self) -> np.ndarray:
-        """Return the number of the batch that each prompt came with, -1 where it has left."""
-        return self.prompts[:, 1]
-
-
-class SampledBatch(NamedTuple):
-    """Prompts with their responses, which may still be being sampled."""
-
-    batch: PromptBatch
-    rollout: Rollout
-    position: int  # training examples consumed with this batch
-    rule_rewards: RuleRewards | None = None  # the rewards of the rules, if they are known already
-    metrics: Mapping[str, float] = {}  # how the samples were selected
-    # int [B] each, what identifies the samples' random numbers by name, such as the "draw" of the
-    # step and the "sample" in it; `None` if the step has a single draw.
-    addresses: Mapping[str, np.ndarray] | None = None
-    # The step that began with the weights that sampled the responses; `None` if these are given, or
-    # if `rollout.versions` says it.
-    weights_step: int | None = None
-    # The unfinished responses that the next step continues; `None` if it continues none.
-    pool: ResponsePool | Future[ResponsePool] | None = None
-
-
-# What a step leaves to the next; a future while devices that only decode work on it.
-CarriedOver = SampledBatch | ResponsePool | Future[SampledBatch] | Future[ResponsePool]
-
-
-def wait_for(carried_over: CarriedOver | None) -> SampledBatch | ResponsePool | None:
-    """Return what a step left to the next, once it is there."""
-    return carried_over.result() if isinstance(carried_over, Future) else carried_over

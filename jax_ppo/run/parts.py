@@ -12,7 +12,8 @@ from jax_ppo.data.sources import source_weights
 from jax_ppo.demonstration import warmup
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
-from jax_ppo.ppo.step_parts import StepParts, TrainingBatches
+from jax_ppo.ppo.samples.source import TrainingBatches
+from jax_ppo.ppo.step_parts import StepParts
 from jax_ppo.reporting import console
 from jax_ppo.runtime import work_directory
 from jax_ppo.sampler.engine import SamplingOptions

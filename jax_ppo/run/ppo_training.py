@@ -11,23 +11,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_flops import count_step_flops
 from jax_ppo.ppo.programs import compile_programs
-from jax_ppo.ppo.response_sampling import take_given_batch
-from jax_ppo.ppo.rewarding import FailedSteps
+from jax_ppo.ppo.rewarding import FailedSteps, observe_solve_rates
+from jax_ppo.ppo.samples.given import take_given_batch
+from jax_ppo.ppo.samples.source import SampleSource, TrainingBatches
 from jax_ppo.ppo.step import StepResult, take_ppo_step
-from jax_ppo.ppo.step_parts import (
-    CarriedOver,
-    ResponsePool,
-    TrainingBatches,
-    wait_for,
-)
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
-from jax_ppo.run.build import build_run
-from jax_ppo.run.carried_over import carried_over_trees, restore_carried_over
+from jax_ppo.run.build import build_run, build_sample_source
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.first_rewards import measure_first_rewards
@@ -74,7 +67,7 @@ class PPOTraining:
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
         self._batches: TrainingBatches | None = None
-        self._carried_over: CarriedOver | None = None  # from the step before
+        self._samples: SampleSource | None = None
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of the training prompts ("data") and of the frozen models."""
@@ -111,8 +104,7 @@ class PPOTraining:
         batches = run.batches(progress.position, progress.solve_rates)
         rollout = None
         if run.config.learns_from_files:
-            assert isinstance(run.training, GivenResponses), "the responses are given"
-            batch, rollout, *_ = take_given_batch(run, run.training, batches)
+            batch, rollout, *_ = take_given_batch(run, batches)
         else:
             batch = next(batches)
         prompts = run.place_prompts(batch.prompts)
@@ -146,26 +138,24 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        self._carried_over = restore_carried_over(run, checkpoints, progress, self._batches)
+        self._samples = build_sample_source(run, self._batches)
+        for line in self._samples.restore(checkpoints, progress):
+            console.print_on_main(line)
         self.position = progress.position
         return state
 
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""
-        assert self._batches is not None, "the run has not begun"
-        state, result = take_ppo_step(
-            self._run, state, self._batches, step, self._carried_over, journal
-        )
+        assert self._batches is not None and self._samples is not None, "the run has not begun"
+        state, result = take_ppo_step(self._run, state, self._samples, step, journal)
+        sampled = result.sampled
+        if sampled.rule_rewards is None:  # the step has scored them
+            observe_solve_rates(self._batches, sampled.batch, result.rule_rewards)
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result)
-        self._carried_over = result.carried_over
-        is_last = step + 1 == self._run.total_steps
-        if is_last and isinstance(left := wait_for(result.carried_over), ResponsePool):
-            console.print_on_main(
-                f"responses to {(left.batches >= 0).sum()} prompts were unfinished after the last "
-                "step; they trained nothing"
-            )
-        self.position = result.sampled.position
+        if sampled.note:
+            console.print_on_main(sampled.note)
+        self.position = sampled.position
         return state
 
     def evaluate(
@@ -182,11 +172,12 @@ class PPOTraining:
 
     def checkpoint_trees(self, state: TrainState) -> dict[str, Any]:
         """Return what training changes, and what has been sampled for later steps."""
-        carried_over = carried_over_trees(wait_for(self._carried_over), self.mesh)
+        assert self._samples is not None, "the run has not begun"
+        to_next_step = self._samples.checkpoint_trees()
         if self._run.rules.environment is not None:
-            jax.block_until_ready(carried_over)
+            jax.block_until_ready(to_next_step)
             self._run.rules.environment.raise_if_given_up()
-        return trained_trees(state) | carried_over
+        return trained_trees(state) | to_next_step
 
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""

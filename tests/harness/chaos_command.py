@@ -30,7 +30,11 @@ PHASES = {
         "jax_ppo.ppo.programs:compile_ahead",
         "jax_ppo.run.supervised_loop:compile_ahead",
     ),
-    "sampling": ("jax_ppo.ppo.step:sample_batch", "jax_ppo.ppo.step:sample_partial_batch"),
+    "sampling": (
+        "jax_ppo.ppo.samples.on_policy:sample_batch",
+        "jax_ppo.ppo.samples.one_step_ahead:sample_batch",
+        "jax_ppo.ppo.samples.continued:ContinuedSource.take",
+    ),
     "updating": ("jax_ppo.ppo.step:update_state", "jax_ppo.run.supervised_loop:train_step"),
     "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
     "evaluating": (
@@ -115,8 +119,9 @@ def announce_examples() -> None:
         call.lower = function.lower  # it is also compiled ahead
         return call
 
-    wrap("jax_ppo.ppo.step:sample_batch", wrap_sample_batch)
-    wrap("jax_ppo.ppo.partial_rollouts:_begin", wrap_begin)
+    for module in ("on_policy", "one_step_ahead"):
+        wrap(f"jax_ppo.ppo.samples.{module}:sample_batch", wrap_sample_batch)
+    wrap("jax_ppo.ppo.samples.continued:_begin", wrap_begin)
     wrap("jax_ppo.run.supervised_loop:SupervisedTraining.place_batch", wrap_place_batch)
     wrap("jax_ppo.run.supervised_loop:train_step", wrap_train_step)
 

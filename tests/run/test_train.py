@@ -34,7 +34,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
-from jax_ppo.run import carried_over, life_cycle, ppo_training, standalone_evaluation
+from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, meshes, placement
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
@@ -1280,8 +1280,3 @@ def test_resolved_options_are_hashable(files):
     assert isinstance(hash(load_config(files)), int) and isinstance(
         load_config(files), schema.Config
     )
-
-
-def test_responses_of_another_version_in_a_checkpoint_are_refused():
-    with pytest.raises(UserError, match="checkpoint 7: its responses are of another version of"):
-        carried_over._read_rollout({"prompts": {}, "contexts": np.zeros((1, 2), bool)}, 7)

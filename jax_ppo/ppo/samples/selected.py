@@ -9,134 +9,34 @@ shapes, so that no number of draws compiles anything.
 """
 
 import collections
-import contextlib
-import functools
-from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, make_batch
-from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.masked_statistics import ROUNDING
-from jax_ppo.ppo.rewarding import RuleRewards, given_rewards
-from jax_ppo.ppo.step_parts import (
-    ProgramInputs,
-    SampledBatch,
-    StepObserver,
-    StepParts,
-    TrainingBatches,
-)
+from jax_ppo.ppo.rewarding import RuleRewards, observe_solve_rates
+from jax_ppo.ppo.samples.on_policy import sample_batch
+from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh, take_rows
+from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch, TrainingBatches
+from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.runtime.devices import release_freed_memory
-from jax_ppo.sampler.engine import RolloutEngine
-from jax_ppo.sampler.other_mesh import SeparateEngine
-from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout, with_nan
 
 
-def sample_batch(
-    parts: StepParts,
-    state: TrainState,
-    batches: TrainingBatches,
-    step: int,
-    observer: StepObserver,
-    draw: int = 0,
-) -> SampledBatch:
-    """Start sampling responses to the prompts of a step, without waiting for them.
+class SelectedSource(IndependentSource):
+    """Samples from the newest weights until a step has enough, and selects them by rewards."""
 
-    Then let the observer write the metrics of the last update that was dispatched: the actor is
-    updated by the time that sampling starts. When sampling one step ahead, that is the update of
-    the step before the current one, and its row includes what the host waited for in between.
-
-    `draw` says which of the step's batches it is, from 0.
-    """
-    batch = next(batches)
-    with newest_weights(parts, state, observer) as engine:
-        prompts = parts.place_prompts(batch.prompts)
-        key = parts.sample_keys(training_stream(draw), step)
-        rollout = engine.generate(prompts, key, parts.sampling)
-    return SampledBatch(batch, rollout, batches.position)
-
-
-def sample_beside_update(
-    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
-) -> Future[SampledBatch]:
-    """Start sampling the responses of the step after this one on devices that only decode.
-
-    They sample what `sample_batch` would with the same state, while the others finish this step.
-    """
-    engine = parts.engine
-    assert isinstance(engine, SeparateEngine), "the options say so"
-    batch = next(batches)
-    position = batches.position
-    prompts = parts.place_prompts(batch.prompts)
-    key = parts.sample_keys(training_stream(0), step + 1)
-    params = parts.policy_params(state)
-    with observer.phase("update"):
-        jax.block_until_ready(params)
-    with observer.phase("rollout"):
-        engine.update_weights(params)
-        prompts, key = engine.send(prompts, key)
-
-    def sample() -> SampledBatch:
-        rollout = engine.generate(prompts, key, parts.sampling)
-        return SampledBatch(batch=batch, rollout=rollout, position=position, weights_step=step)
-
-    return engine.decode_ahead(sample)
-
-
-@contextlib.contextmanager
-def newest_weights(
-    parts: StepParts, state: TrainState, observer: StepObserver
-) -> Iterator[RolloutEngine]:
-    """Return a context whose time counts for the rollout, with an engine that has the weights."""
-    params = parts.policy_params(state)
-    # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
-    # updates of actor and critic and then for the samples.
-    if jax.default_backend() != "tpu":
-        with observer.phase("update"):
-            jax.block_until_ready((params, state))
-    with observer.phase("rollout"):
-        parts.engine.update_weights(params)
-        del params  # with `actor.param_offload` a copy that only the engine reads
-        yield parts.engine
-    parts.engine.release_weights()  # the update needs the memory
-    observer.write_pending_report()
-    release_freed_memory(state)  # of the update before
-
-
-def take_given_batch(
-    parts: StepParts, dataset: GivenResponses, batches: TrainingBatches
-) -> SampledBatch:
-    """Return the given responses of a step, with their rewards if these are given, too."""
-    batch = next(batches)
-    rollout = placement.place(
-        dataset.rollout(batch), sharding.batch_rows(parts.mesh, len(batch.examples))
-    )
-    rule_rewards = None
-    if dataset.has_rewards:
-        rule_rewards = given_rewards(parts.mesh, dataset, batch, rollout)
-    return SampledBatch(batch, rollout, batches.position, rule_rewards)
-
-
-def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:
-    """Update the solve rates of the prompts, if the batches are drawn by them.
-
-    Raises:
-      UserError: the rule does not define correctness.
-    """
-    # A step without any score says nothing of the rule; the run counts such steps.
-    all_failed = rewards.failures == rewards.scored
-    if isinstance(batches, CurriculumBatches) and not all_failed:
-        batches.observe(batch.indices, with_nan(placement.to_host(rewards.correct)))
+    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
+        """Sample, score and select. See `SampleSource.take`."""
+        sampled = sample_selected_batch(self._parts, state, self._batches, step, observer)
+        return sampled._replace(weights_step=step)
 
 
 class Selected(NamedTuple):
@@ -241,18 +141,6 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
     return highest - lowest <= ROUNDING * size
 
 
-@functools.partial(jax.jit, static_argnames=("layout",))
-def take_rows(
-    pools: tuple[dict[str, Any], ...], rows: jax.Array, layout: NamedSharding
-) -> dict[str, Any]:
-    """Return rows, int [r], of the concatenated arrays of all pools."""
-
-    def take(*arrays: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(jnp.concatenate(arrays)[rows], layout)
-
-    return jax.tree.map(take, *pools)
-
-
 def compile_selection(step: ProgramInputs, rollout: Rollout) -> Rollout:
     """Compile the programs of the selection; return the shapes of a selected rollout.
 
@@ -333,17 +221,6 @@ def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) 
         addresses=np.concatenate([selected.addresses, drawn.addresses])[rows],
         prompts=np.concatenate([selected.prompts, drawn.prompts])[groups],
     )
-
-
-def rows_of_groups(groups: np.ndarray, n: int) -> np.ndarray:
-    """Return the rows of the n samples of each group."""
-    return (groups[:, None] * n + np.arange(n)).ravel()
-
-
-def take_on_mesh(mesh: Mesh, pools: tuple[dict[str, Any], ...], rows: np.ndarray) -> dict[str, Any]:
-    """Return what `take_rows` does, for rows on the host."""
-    placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
-    return take_rows(pools, placed, sharding.batch_rows(mesh, len(rows)))
 
 
 def _as_batch(

@@ -13,8 +13,7 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompt_batches import make_batch
-from jax_ppo.ppo.partial_rollouts import choose_prompts, entry_steps, sample_partial_batch
-from jax_ppo.run.carried_over import pool_arrays, restore_pool
+from jax_ppo.ppo.samples.continued import ContinuedSource, choose_prompts, entry_steps
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
@@ -110,11 +109,11 @@ OBSERVER = types.SimpleNamespace(
 )
 
 
-def make_parts(mesh, engine, prompts, n=N, max_staleness=2):
+def make_parts(mesh, engine, prompts, n=N, max_staleness=2, stop="", total_steps=0):
     """Return the parts of steps over a number of prompts."""
     return types.SimpleNamespace(
         step_options=types.SimpleNamespace(
-            rollout=types.SimpleNamespace(n=n, max_staleness=max_staleness),
+            rollout=types.SimpleNamespace(n=n, max_staleness=max_staleness, stop=stop),
             prompts_per_step=G,
             sequence_length=2 + LONGEST,
         ),
@@ -122,6 +121,7 @@ def make_parts(mesh, engine, prompts, n=N, max_staleness=2):
         engine=engine,
         sampling=SamplingOptions(LONGEST, 1.0),
         samples=G * n,
+        total_steps=total_steps,
         sample_keys=SampleKeys(0, mesh),
         training=types.SimpleNamespace(
             tokens=[[i] for i in range(prompts)],
@@ -159,12 +159,12 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
     cases = itertools.product((1, 3), (2, 3, 4), (0.05, 0.4))
     for seed, (partial_length, max_staleness, share_of_longest) in enumerate(cases):
         engine = Engine(mesh, seed, partial_length, share_of_longest)
-        parts = make_parts(mesh, engine, count, max_staleness=max_staleness)
-        batches, pool, taken = Batches(parts.training), None, []
+        parts = make_parts(mesh, engine, count, max_staleness=max_staleness, total_steps=steps)
+        source, taken = ContinuedSource(parts, Batches(parts.training)), []
         for step in range(steps):
             with jax.set_mesh(mesh):
-                sampled = sample_partial_batch(parts, {}, batches, step, OBSERVER, pool)
-            pool = sampled.pool
+                sampled = source.take({}, step, OBSERVER)
+            assert bool(sampled.note) == (step == steps - 1)
             rollout = jax.device_get(sampled.rollout)
             pairs = np.stack([sampled.addresses["step"], sampled.addresses["sample"]], axis=1)
             taken += map(tuple, pairs.tolist())
@@ -178,7 +178,9 @@ def test_no_token_is_older_than_the_bound_and_no_response_is_lost_or_taken_twice
                 assert 0 <= ages.min() and ages.max() <= max_staleness
                 assert (np.diff(ages) <= 0).all(), "later tokens are of newer weights"
                 oldest[max_staleness] = max(oldest[max_staleness], ages.max())
-        left = pool.prompts[pool.batches >= 0]
+        left = np.asarray(source.checkpoint_trees()["pool"]["prompts"])
+        left = left[left[:, 1] >= 0]
+        assert sampled.note.startswith(f"responses to {len(left)} prompts were unfinished")
         waiting = [(number, first + i) for _, number, first in left.tolist() for i in range(N)]
         assert sorted(taken + waiting) == samples
     assert oldest == {2: 2, 3: 3, 4: 4}, "each bound was reached"
@@ -193,34 +195,36 @@ SKIPS = f"the checkpoint's unfinished responses to {G} prompts do not fit"
         (N, 8, {}, ""),
         (N + 1, 8, {}, SKIPS),
         (N, 0, {}, SKIPS),
-        (N, 8, {"rollout__stop": "end"}, SKIPS),
+        (N, 8, {"stop": "end"}, SKIPS),
         (N, 8, {"first_token": 1}, SKIPS),
     ],
     ids=["same", "another n", "other data", "stop string", "prompts"],
 )
-def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, changed, told, capsys):
+def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, position, changed, told):
     mesh = tiny.make_mesh(1)
     parts = make_parts(mesh, Engine(mesh, 0, 3, 0.4), 2 * G)
     first_token = (changed := dict(changed)).pop("first_token", 0)
-    options = {"rollout__max_staleness": 2, "rollout__partial_length": 3, "rollout__n": n}
+    options = {"rollout__max_staleness": 2, "rollout__partial_length": 3, "rollout__n": N}
     options |= {"algorithm__rollout_is": "token"}
     with jax.set_mesh(mesh):
-        pool = sample_partial_batch(parts, {}, Batches(parts.training), 0, OBSERVER, None).pool
-        arrays = pool_arrays(pool, mesh)
+        source = ContinuedSource(parts, Batches(parts.training))
+        source.take({}, 0, OBSERVER)
+        arrays = source.checkpoint_trees()["pool"]
         meta = {"config": dataclasses.asdict(tiny.config(**options))}
         del meta["config"]["rollout"]["stop"]  # as if the option had come after the checkpoint
         checkpoints = types.SimpleNamespace(
-            saved_tree=lambda step, name: arrays,
+            saved_tree=lambda step, name: arrays if name == "pool" else None,
             restore_item=lambda step, name, shapes: arrays,
             restore=lambda step, abstract: types.SimpleNamespace(meta=meta),
         )
-        config = tiny.config(**options | changed)
-        run = types.SimpleNamespace(config=config, **vars(make_parts(mesh, None, 2 * G, n)))
+        parts = make_parts(mesh, None, 2 * G, n, **changed)
         # A chat template may write another date.
-        run.training.tokens = [[row + first_token] for row in range(2 * G)]
-        restored = restore_pool(run, checkpoints, Progress(step=1, position=position))
-    assert (restored is None) == bool(told)
-    if restored is not None:
-        jax.tree.map(np.testing.assert_array_equal, restored, pool)
-    printed = capsys.readouterr().out
-    assert told in printed and bool(printed) == bool(told)
+        parts.training.tokens = [[row + first_token] for row in range(2 * G)]
+        resumed = ContinuedSource(parts, Batches(parts.training))
+        lines = resumed.restore(checkpoints, Progress(step=1, position=position))
+        restored = resumed.checkpoint_trees()
+    if told:
+        assert len(lines) == 1 and lines[0].startswith(told) and restored == {}
+    else:
+        assert lines == []
+        jax.tree.map(np.testing.assert_array_equal, restored, {"pool": arrays})

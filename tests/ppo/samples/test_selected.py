@@ -13,8 +13,8 @@ import tiny
 from jax_ppo.config import loading
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import response_sampling
-from jax_ppo.ppo.response_sampling import choose_groups, choose_responses, is_uniform
+from jax_ppo.ppo.samples import selected as selected_samples
+from jax_ppo.ppo.samples.selected import choose_groups, choose_responses, is_uniform
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
@@ -253,6 +253,6 @@ def test_rewards_of_steps_count_in_the_choice():
     )
     steps = jax.numpy.asarray(steps)
     rewards = types.SimpleNamespace(scores=zeros, correct=zeros, steps=steps)
-    selected, _ = response_sampling._select_responses(algorithm, sampled, rewards, draw=2)
+    selected, _ = selected_samples._select_responses(algorithm, sampled, rewards, draw=2)
     assert selected.addresses.tolist() == [[2, 1], [2, 5]]
     assert np.asarray(selected.arrays["responses"]).ravel().tolist() == [1, 5]

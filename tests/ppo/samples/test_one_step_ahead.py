@@ -1,5 +1,6 @@
 """A batch that was sampled ahead, in a run that resumes with other options."""
 
+import contextlib
 import types
 
 import jax
@@ -8,12 +9,16 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompt_batches import PromptBatches
-from jax_ppo.run.carried_over import restore_sampled_batch, rollout_arrays
+from jax_ppo.errors import UserError
+from jax_ppo.ppo.samples.checkpointing import ROLLOUT, read_rollout, rollout_arrays
+from jax_ppo.ppo.samples.on_policy import OnPolicySource
+from jax_ppo.ppo.samples.one_step_ahead import OneStepAheadSource
 from jax_ppo.sampler.continuation import begin_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.progress import Progress
 from jax_ppo.types import Prompts
 
+OBSERVER = types.SimpleNamespace(phase=lambda name: contextlib.nullcontext())
 G, N, T = 4, 2, 5  # prompts of a step, responses to each, tokens of the longest
 
 
@@ -45,7 +50,7 @@ def make_batches(config, first_token=0):
     ids=["same", "not ahead", "as many samples", "another order", "another date", "environment"],
 )
 def test_a_resumed_run_takes_the_batch_sampled_ahead_if_its_prompts_are_the_next(
-    changed, first_token, environment, capsys
+    changed, first_token, environment
 ):
     options = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token", "rollout__n": N}
     options |= {"data__train_batch_size": G, "data__max_response_length": T}
@@ -57,24 +62,34 @@ def test_a_resumed_run_takes_the_batch_sampled_ahead_if_its_prompts_are_the_next
     )
     saved = rollout_arrays(rollout)
     checkpoints = types.SimpleNamespace(
-        saved_tree=lambda step, name: saved,
+        saved_tree=lambda step, name: saved if name == ROLLOUT else None,
         restore_item=lambda step, name, shapes: jax.tree.map(jax.numpy.asarray, saved),
     )
     config = tiny.config(**options | changed)
     batches = make_batches(config, first_token)
-    run = types.SimpleNamespace(
-        config=config,
+    parts = types.SimpleNamespace(
+        step_options=types.SimpleNamespace(
+            rollout=config.rollout, prompts_per_step=config.data.train_batch_size
+        ),
         sampling=SamplingOptions(T, 1.0, environment=environment),
         mesh=tiny.make_mesh(1),
         training=batches.dataset,
     )
-    restored = restore_sampled_batch(run, checkpoints, Progress(step=1, position=G), batches)
-    printed = capsys.readouterr().out
+    source = (OneStepAheadSource if config.rollout.max_staleness else OnPolicySource)(
+        parts, batches
+    )
+    lines = source.restore(checkpoints, Progress(step=1, position=G))
     if not (changed or first_token or environment):
-        np.testing.assert_array_equal(
-            restored.rollout.prompts.tokens[::N], restored.batch.prompts.tokens
-        )
-        assert restored.position == batches.position == 2 * G and not printed
+        assert lines == [] and batches.position == 2 * G
+        taken = source.take(None, 1, OBSERVER)
+        np.testing.assert_array_equal(taken.rollout.prompts.tokens[::N], taken.batch.prompts.tokens)
+        assert taken.position == 2 * G and taken.weights_step == 0
     else:
-        assert restored is None and batches.position == G, "they are sampled anew"
-        assert "sampled one step ahead do not fit this run's data and options" in printed
+        assert source.checkpoint_trees() == {} and batches.position == G, "they are sampled anew"
+        (line,) = lines
+        assert "sampled one step ahead do not fit this run's data and options" in line
+
+
+def test_responses_of_another_version_in_a_checkpoint_are_refused():
+    with pytest.raises(UserError, match="checkpoint 7: its responses are of another version of"):
+        read_rollout({"prompts": {}, "contexts": np.zeros((1, 2), bool)}, 7)

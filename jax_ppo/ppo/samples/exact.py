@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding
 
 from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
 from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
-from jax_ppo.ppo.response_sampling import newest_weights
-from jax_ppo.ppo.step_parts import ProgramInputs, SampledBatch, StepObserver, StepParts
+from jax_ppo.ppo.samples.on_policy import newest_weights, sample_batch
+from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
+from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.built_in import BuiltInEngine
@@ -35,6 +36,15 @@ from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Params, Rollout
+
+
+class ExactSource(IndependentSource):
+    """Samples from the newest weights, with the bits of the update's forward pass."""
+
+    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
+        """Sample, and draw each token again. See `SampleSource.take`."""
+        sampled = sample_batch(self._parts, state, self._batches, step, observer)
+        return draw_exactly(self._parts, state, sampled, step, observer)
 
 
 def draw_exactly(

@@ -14,10 +14,12 @@ import pytest
 import tiny
 from jax_ppo.models.attention import attend_block_of_queries
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import exact_rollouts, forward_passes
-from jax_ppo.ppo.exact_rollouts import replace_tokens
+from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import Partition, RolloutPacker, make_packer
-from jax_ppo.ppo.step_parts import SampledBatch, StepOptions
+from jax_ppo.ppo.samples import exact
+from jax_ppo.ppo.samples.exact import replace_tokens
+from jax_ppo.ppo.samples.source import SampledBatch
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws
@@ -160,13 +162,13 @@ class Step:
         observer = types.SimpleNamespace(
             phase=lambda name: contextlib.nullcontext(), write_pending_report=lambda: None
         )
-        return exact_rollouts.draw_exactly(self, self.state, sampled, step, observer)
+        return exact.draw_exactly(self, self.state, sampled, step, observer)
 
     def learn(self, sampled, step):
         """Update the actor on a batch; return the metrics."""
         rollout = sampled.rollout
         lengths = np.repeat(sampled.batch.prompts.lengths, 2) + np.asarray(rollout.lengths)
-        packed = self.packer.pack(step, lengths, sampled.batch.prompts.lengths)
+        packed = self.packer.pack(step, lengths)
         sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
         rewards = np.random.default_rng(step).normal(size=len(lengths)).astype(np.float32)
         experience, _ = tiny.estimate_experience(
@@ -217,15 +219,9 @@ def test_the_update_finds_the_bits_of_the_rollout(name, dtype, monkeypatch):
         assert restored.metrics["rollout/exact_passes"] > 1
 
         # One log-prob that is an ulp lower is counted.
-        members = (
-            parts.packer.pack(
-                25,
-                np.repeat(sampled.batch.prompts.lengths, 2) + np.asarray(expected.rollout.lengths),
-                sampled.batch.prompts.lengths,
-            )
-            .mini_batches["actor"]
-            .members[0]
-        )
+        lengths = np.repeat(sampled.batch.prompts.lengths, 2)
+        packed = parts.packer.pack(25, lengths + np.asarray(expected.rollout.lengths))
+        members = packed.mini_batches["actor"].members[0]
         row = int(np.argmax(members))
         logprobs = np.array(expected.rollout.logprobs)
         logprobs[row, 0] = np.nextafter(logprobs[row, 0], np.float32(-1e9))
@@ -233,7 +229,7 @@ def test_the_update_finds_the_bits_of_the_rollout(name, dtype, monkeypatch):
         assert parts.learn(expected._replace(rollout=rounded), 25)["actor/inexact_logprobs"] == 1
         if dtype == "bfloat16":
             # The same pass, in a program that rounds other numbers to bfloat16.
-            monkeypatch.setattr(exact_rollouts, "forward_part_exactly", forward_passes.forward_part)
+            monkeypatch.setattr(exact, "forward_part_exactly", forward_passes.forward_part)
             sampled = parts.draw_exactly(parts.sample(26), 26)
             assert parts.learn(sampled, 26)["actor/inexact_logprobs"] > 10
 
@@ -243,7 +239,7 @@ def test_the_update_finds_the_bits_of_the_rollout(name, dtype, monkeypatch):
 def test_responses_that_never_settle_stay_in_the_end(comes_back, passes, monkeypatch):
     """When they are read a second time, or after more passes than they have tokens."""
     parts = Step(LLAMA, "float32", monkeypatch)
-    draw_again = exact_rollouts._draw_again
+    draw_again = exact._draw_again
     read = itertools.count(1)
 
     def change_one(*arguments):
@@ -255,7 +251,7 @@ def test_responses_that_never_settle_stay_in_the_end(comes_back, passes, monkeyp
             rollout = dataclasses.replace(rollout, responses=responses)
         return rollout, replaced, draws, jnp.int32(1)
 
-    monkeypatch.setattr(exact_rollouts, "_draw_again", change_one)
+    monkeypatch.setattr(exact, "_draw_again", change_one)
     with jax.set_mesh(parts.mesh):
         sampled = parts.draw_exactly(parts.sample(0), 0)
         assert int(sampled.rollout.lengths.min()) < tiny.T

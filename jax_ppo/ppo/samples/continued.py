@@ -1,0 +1,345 @@
+"""Sample a step from a pool of prompts whose responses continue from step to step.
+
+With `rollout.max_staleness` above 1, a pool holds twice the prompts of a step. A step decodes all
+its responses, a few tokens at a time, until those to enough prompts are complete; these prompts
+leave, the others continue in the next step under its weights, and new prompts enter. Long responses
+no longer hold up a step (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2; AReaL, Fu et
+al. 2025, arXiv 2505.24298).
+
+A prompt that entered S = `max_staleness` steps ago must leave, so no token is older than S updates.
+The oldest leave first and at most one batch enters per step, so these prompts fit into a step, and
+no response is ever dropped.
+"""
+
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.ppo.samples.checkpointing import (
+    BATCHES_IN_POOL,
+    POOL,
+    are_rows,
+    describe_skipped_pool,
+    describe_skipped_rollout,
+    lay_out,
+    read_rollout,
+    rollout_arrays,
+)
+from jax_ppo.ppo.samples.on_policy import newest_weights
+from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh, take_rows
+from jax_ppo.ppo.samples.source import SampledBatch, TrainingBatches
+from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.sampler.continuation import (
+    DrawStates,
+    begin_draws,
+    begin_responses,
+    has_ended,
+)
+from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
+from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress, former_values
+from jax_ppo.training.random_streams import Stream
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Params, Prompts, Rollout
+
+EMPTY = (0, -1, 0)  # in `ResponsePool.prompts`, where a prompt has left
+
+
+class ResponsePool(NamedTuple):
+    """Prompts whose responses continue from step to step."""
+
+    rollout: Rollout  # the responses so far to all prompts, n to each, on the mesh
+    draws: DrawStates  # the states of their draws
+    # int [prompts, 3]: the row of the data, the number of the batch that the prompt came with, -1
+    # if it has left the pool, and its first sample's index in that batch.
+    prompts: np.ndarray
+
+    @property
+    def batches(self) -> np.ndarray:
+        """Return the number of the batch that each prompt came with, -1 where it has left."""
+        return self.prompts[:, 1]
+
+
+def choose_prompts(
+    ended: np.ndarray, batches: np.ndarray, step: int, count: int, max_staleness: int
+) -> np.ndarray | None:
+    """Return the places in the pool of the G = `count` prompts that leave it, the oldest first.
+
+    `None` if those that must leave, `max_staleness` steps after they entered, are not complete, or
+    not enough others are.
+
+    Args:
+      ended: bool [prompts, n], which responses are complete.
+      batches: int [prompts], the number of the batch that each came with, see `entry_steps`.
+      step: the step, from 0.
+      count: G.
+      max_staleness: see above.
+    """
+    complete = np.asarray(ended.all(1))
+    must_leave = entry_steps(batches) <= step - max_staleness
+    oldest = np.argsort(batches, kind="stable")
+    places = oldest[complete[oldest]][:count]
+    return places if len(places) == count and complete[must_leave].all() else None
+
+
+def entry_steps(batches: np.ndarray) -> np.ndarray:
+    """Return the step in which prompts entered: the first two batches in step 0, then one each."""
+    return np.maximum(batches - (BATCHES_IN_POOL - 1), 0)
+
+
+class ContinuedSource:
+    """Continues the responses of a pool, and takes the prompts whose responses are complete."""
+
+    def __init__(self, parts: StepParts, batches: TrainingBatches) -> None:
+        """Take the parts of a step, and the prompts of the next steps."""
+        self._parts = parts
+        self._batches = batches
+        # Waits for the pool that the next step continues, and returns it; `None` fills a new one.
+        self._await_pool: Callable[[], ResponsePool] | None = None
+
+    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
+        """Continue the pool until a step's responses are complete. See `SampleSource.take`."""
+        parts, options = self._parts, self._parts.step_options
+        n, count = options.rollout.n, options.prompts_per_step
+        pool = None
+        if self._await_pool is not None:
+            with observer.phase("rollout"):
+                pool = self._await_pool()
+        pool = _fill(parts, pool, self._batches, step)
+        version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
+        rollout, draws = pool.rollout, pool.draws
+        drawn_before = placement.to_host(rollout.action_mask).sum()
+        slot_steps = 0
+        with newest_weights(parts, state, observer) as engine:
+            assert isinstance(engine, ContinuingEngine), "the options require it"
+            while True:
+                rollout, draws, taken = engine.continue_responses(
+                    rollout, draws, version, parts.sampling
+                )
+                slot_steps += int(placement.to_host(taken).sum())
+                ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
+                max_staleness = options.rollout.max_staleness
+                places = choose_prompts(ended, pool.batches, step, count, max_staleness)
+                if places is not None:
+                    break
+            drawn = placement.to_host(rollout.action_mask).sum() - drawn_before
+            rows = rows_of_groups(places, n)
+            selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
+            left = pool.prompts.copy()
+            left[places] = EMPTY
+
+            def continue_others() -> ResponsePool:
+                continued = engine.continue_responses(rollout, draws, version, parts.sampling)
+                return ResponsePool(*continued[:2], left)
+
+            # The host does not wait for these tokens: rewards are computed while they are drawn.
+            if isinstance(engine, SeparateEngine):
+                (rollout, draws), version = engine.send((rollout, draws), version)
+                self._await_pool = engine.decode_ahead(continue_others).result
+            else:
+                others = continue_others()
+                self._await_pool = lambda: others
+        leaving = pool.prompts[places]
+        offsets = np.arange(len(rows)) % n
+        note = ""
+        if step + 1 == parts.total_steps:
+            note = (
+                f"responses to {(left[:, 1] >= 0).sum()} prompts were unfinished after the last "
+                "step; they trained nothing"
+            )
+        return SampledBatch(
+            batch=make_batch(
+                parts.training, leaving[:, 0], count, parts.training.max_prompt_length
+            ),
+            rollout=selected["rollout"],
+            position=self._batches.position,
+            metrics={"rollout/slot_use": drawn / slot_steps},
+            addresses={
+                "step": np.repeat(leaving[:, 1], n),
+                "sample": np.repeat(leaving[:, 2], n) + offsets,
+            },
+            note=note,
+        )
+
+    def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
+        """Do nothing: the others continue already."""
+
+    def checkpoint_trees(self) -> dict[str, Any]:
+        """Return the pool that the next step continues."""
+        if self._await_pool is None:
+            return {}
+        return {POOL: pool_arrays(self._await_pool(), self._parts.mesh)}
+
+    def restore(self, checkpoints: Checkpointer, progress: Progress) -> list[str]:
+        """Take over the unfinished responses of a checkpoint. See `SampleSource.restore`."""
+        lines = describe_skipped_rollout(checkpoints, progress.step)
+        saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
+        if saved is None:
+            return lines
+        pool = self._restore_pool(saved, checkpoints, progress)
+        if pool is None:
+            return lines + describe_skipped_pool(checkpoints, progress.step)
+        self._await_pool = lambda: pool
+        return lines
+
+    def _restore_pool(
+        self, saved: dict[str, Any], checkpoints: Checkpointer, progress: Progress
+    ) -> ResponsePool | None:
+        """Return the pool of the saved tree; `None` if it does not fit this run."""
+        parts, options, step = self._parts, self._parts.step_options.rollout, progress.step
+        samples = BATCHES_IN_POOL * parts.samples
+        if not progress.position:  # changed data have reset it
+            return None
+        read_rollout(saved["rollout"], step)  # raises if another version wrote it
+        begun = compile_begin(parts, parts.sample_keys(Stream.TRAINING, 0))
+        rows = saved["rollout"]["responses"].shape[0]
+        fits = saved["prompts"].shape[0] * options.n == samples == rows
+        fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
+        former = former_values(checkpoints.restore(step, {}).meta["config"])
+        # The states of the search for other strings would have another meaning.
+        fits &= former["rollout.stop"] == options.stop
+        if not fits:
+            return None
+        shapes = lay_out(saved, parts.mesh, samples, replicated="prompts")
+        arrays = checkpoints.restore_item(step, POOL, shapes)
+        rollout = read_rollout(arrays["rollout"], step)
+        prompts = placement.to_host(arrays["prompts"])
+        entered = np.where(prompts[:, 1] < 0, -1, prompts[:, 0])
+        if not are_rows(rollout.prompts, np.repeat(entered, options.n), parts.training):
+            return None
+        return ResponsePool(rollout, DrawStates(**arrays["draws"]), prompts)
+
+
+def _fill(
+    parts: StepParts, pool: ResponsePool | None, batches: TrainingBatches, step: int
+) -> ResponsePool:
+    """Return the pool with new prompts in its empty places."""
+    count = parts.step_options.prompts_per_step
+    places = np.arange(BATCHES_IN_POOL * count)
+    empty = (places if pool is None else np.flatnonzero(pool.batches < 0)).reshape(-1, count)
+    # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
+    first = step + BATCHES_IN_POOL - len(empty)
+    pools = [_begin(parts, next(batches), first + i) for i in range(len(empty))]
+    if pool is not None:
+        places[empty] = len(places) + np.arange(count)
+        pools.insert(0, pool)
+    arrays = take_on_mesh(
+        parts.mesh,
+        tuple({"rollout": x.rollout, "draws": x.draws} for x in pools),
+        rows_of_groups(places, parts.step_options.rollout.n),
+    )
+    prompts = np.concatenate([x.prompts for x in pools])[places]
+    return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
+
+
+def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
+    """Return a batch of prompts without a token of a response, on the mesh."""
+    n = parts.step_options.rollout.n
+    layout = sharding.batch_rows(parts.mesh, len(batch.indices) * n)
+    # One width for all batches: the pool's shapes never change.
+    missing = parts.training.max_prompt_length - batch.prompts.tokens.shape[1]
+    prompts = Prompts(
+        tokens=np.repeat(np.pad(batch.prompts.tokens, ((0, 0), (0, missing))), n, axis=0),
+        lengths=np.repeat(batch.prompts.lengths, n),
+    )
+    rollout, draws = _begin_on_mesh(
+        placement.place(prompts, layout),
+        parts.sample_keys(Stream.TRAINING, number),
+        parts.sampling.max_response_length,
+        layout,
+    )
+    first = np.arange(len(batch.indices)) * n
+    return ResponsePool(
+        rollout=rollout,
+        draws=draws,
+        prompts=np.stack([batch.indices, np.full_like(first, number), first], axis=1),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("longest", "layout"))
+def _begin_on_mesh(
+    prompts: Prompts, key: jax.Array, longest: int, layout: NamedSharding
+) -> tuple[Rollout, DrawStates]:
+    """Return responses without a token, and the states before their first draws."""
+    draws = begin_draws(sample_keys(key, jnp.arange(len(prompts.lengths))))
+    begun = begin_responses(prompts, longest), draws
+    return jax.lax.with_sharding_constraint(begun, layout)
+
+
+_has_ended = jax.jit(has_ended)
+
+
+def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
+    """Return a pool as the tree of arrays that a checkpoint holds."""
+    prompts = placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh))
+    return _pool_rows(pool.rollout, pool.draws) | {"prompts": prompts}
+
+
+def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
+    """Return what a checkpoint holds of the samples of a pool."""
+    return {"rollout": rollout_arrays(rollout), "draws": draws._asdict()}
+
+
+def _name(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the samples' rows in a checkpoint's tree, by name."""
+    return {
+        _name(path): tuple(x.shape[1:])
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if _name(path) != "prompts"
+    }
+
+
+def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawStates]:
+    """Compile what begins the responses to a batch; return the shapes of these and their states."""
+    layout = sharding.batch_rows(step.mesh, step.samples)
+    width = step.step_options.sequence_length - step.sampling.max_response_length
+    prompts = Prompts(
+        tokens=np.zeros((step.samples, width), np.int32), lengths=np.ones(step.samples, np.int32)
+    )
+    shapes: tuple[Rollout, DrawStates] = compile_ahead(
+        _begin_on_mesh,
+        placement.abstract(prompts, layout),
+        key,
+        step.sampling.max_response_length,
+        layout,
+    )
+    return shapes
+
+
+def compile_partial_sampling(
+    step: ProgramInputs, params: Params, key: jax.Array
+) -> Generator[str, None, Rollout]:
+    """Compile what `ContinuedSource.take` runs, as `RolloutEngine.precompile` does."""
+    engine, mesh = step.engine, step.mesh
+    assert isinstance(engine, ContinuingEngine), "the options require it"
+    batch = step.samples
+    begun = dict(zip(("rollout", "draws"), compile_begin(step, key), strict=True))
+
+    def take(pools: tuple[dict[str, Any], ...], count: int) -> dict[str, Any]:
+        rows = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding.replicated(mesh))
+        taken: dict[str, Any] = compile_ahead(
+            take_rows, pools, rows, sharding.batch_rows(mesh, count)
+        )
+        return taken
+
+    pool = take((begun,) * BATCHES_IN_POOL, BATCHES_IN_POOL * batch)
+    take((pool, begun), BATCHES_IN_POOL * batch)
+    rollout = yield from engine.precompile_continuation(
+        params, pool["rollout"], pool["draws"], step.sampling
+    )
+    compile_ahead(_has_ended, rollout)
+    selected: Rollout = take(({"rollout": rollout},), batch)["rollout"]
+    return selected
