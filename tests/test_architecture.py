@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "types": set(),
     "registries": set(),
-    "kernels": {"registries"},
+    "kernels": set(),
     "processes": {"errors"},
     "thoughts": set(),
     "http_client": {"errors"},

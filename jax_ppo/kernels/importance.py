@@ -1,5 +1,7 @@
 """Off-policy corrections: importance weights, and how far sampler and trainer differ."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -14,14 +16,16 @@ from jax_ppo.kernels.masked_statistics import (
     starts_of_turns,
     zero_outside,
 )
-from jax_ppo.registries import IMPORTANCE_WEIGHTS
+
+# A function of the tokens' log-ratios, 0 where mask is 0, of the mask and of where turns start.
+LogWeight = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def importance_weights(
     logprobs: Float[Array, " *batch T"],
     sampled_logprobs: Float[Array, " *batch T"],
     mask: Shaped[Array, " *batch T"],
-    level: str,
+    log_weight: LogWeight,
     upper: float,
     lower: float = 0.0,
     masks: bool = False,
@@ -49,7 +53,7 @@ def importance_weights(
       logprobs: log-probabilities under pi, one response per row.
       sampled_logprobs: those under mu, at the same temperature.
       mask: 1 on the tokens that mu chose, in any pattern; products run over these alone.
-      level: a name in IMPORTANCE_WEIGHTS; `ValueError` for others.
+      log_weight: what the ratio is of, such as `token_log_ratio`.
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.
@@ -60,13 +64,11 @@ def importance_weights(
       float32 in [0, upper]; 0 where mask is 0. A constant: no gradient flows through it.
     """
     assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
-    if level not in IMPORTANCE_WEIGHTS:
-        raise ValueError(f"importance weights {level!r} are not one of {tuple(IMPORTANCE_WEIGHTS)}")
     log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
     if starts is None:
         starts = starts_of_turns(mask)
     # exp may overflow to infinity, which the bounds cut off.
-    weights = jnp.exp(IMPORTANCE_WEIGHTS[level].function(log_ratios, mask, starts))
+    weights = jnp.exp(log_weight(log_ratios, mask, starts))
     if masks:
         weights = jnp.where((weights >= lower) & (weights <= upper), weights, 0.0)
     else:
@@ -74,8 +76,7 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of: functions of the tokens' log-ratios, 0 where mask is 0, of the mask
-# and of where turns start.
+# What a weight is the ratio of.
 
 
 def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:

@@ -10,10 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jax_ppo.kernels.masked_statistics import assert_one_shape, zero_outside
-from jax_ppo.registries import KL_ESTIMATORS
-
-# The estimators that are functions of the sampled token's log-ratio.
-KL_KINDS = KL_ESTIMATORS.names(lambda entry: not entry.needs_vocabulary)
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -23,17 +19,17 @@ def kl_estimate(
     logprobs: Float[Array, " *shape"],
     ref_logprobs: Float[Array, " *shape"],
     mask: Shaped[Array, " *shape"],
-    kind: str | Callable[[jax.Array], jax.Array],
+    estimator: Callable[[jax.Array], jax.Array],
 ) -> Float[Array, " *shape"]:
     """Return a per-token estimate of KL(actor || reference) in nats.
 
     Estimators are functions of d = log actor(token) - log reference(token). k1, k2 and k3 are
-    Schulman's (http://joschu.net/blog/kl-approx.html), "abs" and "k3+" verl's, and "clamped"
-    AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the use: as an
-    ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs` (arXiv
-    2510.01555). Both tables hold for tokens sampled from the actor itself.
+    Schulman's (http://joschu.net/blog/kl-approx.html), abs (`absolute`) and k3+ (`k3_plus`)
+    verl's, and clamped AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the
+    use: as an ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs`
+    (arXiv 2510.01555). Both tables hold for tokens sampled from the actor itself.
 
-        kind     value            as an estimate of KL(actor || reference)
+        name     value            as an estimate of KL(actor || reference)
         k1       d                unbiased, any sign, high variance
         abs      |d|              biased high: E|d| >= |E d|
         k2       d^2 / 2          biased, correct to second order, >= 0
@@ -41,7 +37,7 @@ def kl_estimate(
         k3+      that of k3       as k3
         clamped  max(d, 0)        biased high: E max(d, 0) >= E d
 
-        kind     expected gradient as a loss
+        name     expected gradient as a loss
         k1       0: it restrains nothing
         abs      of sum |actor - reference| (2 total variations)
         k2       of KL(actor || reference): unbiased
@@ -70,21 +66,14 @@ def kl_estimate(
       logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
       ref_logprobs: those under the reference, at the same temperature.
       mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      kind: one of KL_KINDS (`ValueError` for other names), or a function of d, which is 0 where
-        mask is 0.
+      estimator: a function of d, which is 0 where mask is 0.
 
     Returns:
       float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
     """
     assert_one_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
-    # Both are 0 where mask is 0, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
-    if callable(kind):
-        return zero_outside(kind(log_ratio), mask)
-    if kind not in KL_KINDS:
-        raise ValueError(f"KL estimator {kind!r} is not one of {KL_KINDS}")
-    estimate: jax.Array = KL_ESTIMATORS[kind].function(log_ratio)
-    return estimate
+    return zero_outside(estimator(log_ratio), mask)
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jax_ppo.kernels.moments import Moments, update_moments
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Tokens
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_CONTROLLERS
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, IMPORTANCE_WEIGHTS, KL_CONTROLLERS
 from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Control, Experience, Sequences
 
@@ -140,7 +140,7 @@ def weight_by_importance(
         old_logprobs,
         sampled_logprobs,
         masks.actions,
-        algorithm.rollout_is,
+        IMPORTANCE_WEIGHTS[algorithm.rollout_is].function,
         upper=upper,
         lower=lower,
         masks=algorithm.rollout_is_masks,

@@ -286,8 +286,8 @@ class ActorObjective(RolloutObjective):
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)
-            kind = get_kl_estimator(name, "actor.kl_loss_type")
-            kl_tokens = kl.kl_estimate(logprobs, ref_logprobs, rows.mask, kind)
+            estimator = get_kl_estimator(name, "actor.kl_loss_type")
+            kl_tokens = kl.kl_estimate(logprobs, ref_logprobs, rows.mask, estimator)
         return jnp.sum(weights.loss * kl_tokens)
 
     def _kl_over_vocabulary(

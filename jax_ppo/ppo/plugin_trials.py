@@ -42,8 +42,8 @@ def try_plugins(algorithm: Algorithm, actor: Actor, n: int, has_figures: bool = 
         ("algorithm.kl_penalty", algorithm.kl_penalty),
         ("actor.kl_loss_type", actor.kl_loss_type),
     ):
-        kl_estimator = get_kl_estimator(name, option)
-        if not isinstance(kl_estimator, str):
+        if ":" in name:
+            kl_estimator = get_kl_estimator(name, option)
 
             def total_kl(log_ratios: jax.Array, function: KLFunction = kl_estimator) -> jax.Array:
                 return jnp.sum(function(log_ratios))

@@ -19,7 +19,7 @@ from jax_ppo.kernels import kl, shaping
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.registries import KL_CONTROLLERS
+from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
 from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Sequences
 
@@ -175,7 +175,7 @@ def add_teacher_rewards(
         token_rewards = jnp.zeros_like(token_rewards)
     if outputs.teacher_logprobs is None:
         return token_rewards, {}
-    kl_tokens = kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, "k1")
+    kl_tokens = kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, kl.k1)
     metrics = {"teacher/kl": masked.masked_mean(kl_tokens, actions)}
     return token_rewards - options.reward_coef * kl_tokens, metrics
 
@@ -189,8 +189,8 @@ def reference_kl(
     # The exact KL, if a forward pass computed it, replaces the estimate from the sampled token.
     if outputs.kl is not None:
         return outputs.kl
-    kind = get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
-    return kl.kl_estimate(old_logprobs, outputs.ref_logprobs, actions, kind)
+    estimator = get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
+    return kl.kl_estimate(old_logprobs, outputs.ref_logprobs, actions, estimator)
 
 
 def add_kl_penalty(
@@ -220,15 +220,15 @@ def add_kl_penalty(
     return token_rewards, metrics
 
 
-def get_kl_estimator(name: str, option: str) -> str | KLFunction:
+def get_kl_estimator(name: str, option: str) -> KLFunction:
     """Return what `kernels.kl.kl_estimate` takes for the value of an option.
 
     A user-defined function gets d = log actor(token) - log reference(token), of any shape and
     0 at tokens that do not count, and returns one number per token. In the loss it is
     differentiated through d. A result of another shape raises `UserError`.
     """
-    if ":" not in name:
-        return name
+    if name in KL_ESTIMATORS:
+        return KL_ESTIMATORS[name].function
     function = plugins.load_plugin(name, option, ("log_ratio",), by_name=False)
 
     def estimate(log_ratio: jax.Array) -> jax.Array:

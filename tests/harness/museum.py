@@ -951,8 +951,8 @@ REWARD_AND_KL = [
         ),
         test="tests/ppo/test_teacher.py::test_its_rewards_follow_the_reverse_kl",
         where="add_teacher_rewards",
-        old="kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, 'k1')",
-        new="kl.kl_estimate(outputs.teacher_logprobs, old_logprobs, actions, 'k1')",
+        old="kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, kl.k1)",
+        new="kl.kl_estimate(outputs.teacher_logprobs, old_logprobs, actions, kl.k1)",
     ),
     Exhibit(
         name="the_teachers_logits_are_those_of_another_token",

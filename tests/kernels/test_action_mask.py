@@ -21,6 +21,7 @@ from jax_ppo.kernels import (
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
+from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
 
 MASK = np.array(
@@ -59,11 +60,11 @@ def kernels(batch, unembedding, mask):
 
     # Holes separate turns.
     for level in IMPORTANCE_WEIGHTS.keys() - {"none", "turn"}:
-        weights = importance.importance_weights(now, old, mask, level=level, upper=3.0)
+        weights = importance.importance_weights(now, old, mask, log_weight=LEVELS[level], upper=3.0)
         results[f"importance_weights {level}"] = weights
     results |= importance.mismatch(now, old, mask)
-    for kind in kl.KL_KINDS:
-        results[f"kl {kind}"] = kl.kl_estimate(now, old, mask, kind)
+    for kind in KL:
+        results[f"kl {kind}"] = kl.kl_estimate(now, old, mask, KL[kind])
 
     for axis in (None, 1):
         results[f"masked_sum {axis}"] = masked.masked_sum(values, mask, axis)
@@ -195,7 +196,9 @@ def test_weights_and_sequence_ratios_by_hand():
     mask = jnp.array([[1, 0, 1]])
     now = jnp.log(jnp.array([[0.8, jnp.nan, 0.5]]))
     old = jnp.log(jnp.array([[0.2, 0.9, 0.5]]))
-    weights = importance.importance_weights(now, old, mask, level="sequence", upper=9.0)
+    weights = importance.importance_weights(
+        now, old, mask, log_weight=LEVELS["sequence"], upper=9.0
+    )
     np.testing.assert_allclose(weights, [[4, 0, 4]], rtol=1e-5)
     batch = padded_batch(now, old, jnp.ones((1, 3)), mask)
     np.testing.assert_array_equal(batch.action_counts, 2)

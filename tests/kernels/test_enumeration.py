@@ -12,6 +12,7 @@ from enumerate_policy import Enumerated
 from jax_ppo.kernels import advantages, importance, kl, losses
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, POLICY_LOSSES
+from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
 
 WORLD = Enumerated(vocabulary=3, longest=4)  # 31 responses of 1 to 4 tokens, 15 prefixes
@@ -135,7 +136,7 @@ def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
 def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another_sampler():
     """Decoupled PPO: sampled by OLD, and the ratio of the clipped surrogate starts from THETA."""
     weights = importance.importance_weights(
-        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, LEVELS["sequence"], 1e9
     )
     for name in POLICY_LOSSES:
         loss = loss_of(name, spread(SCORES), old=THETA, clip=Clip(0.2, 0.2))
@@ -146,7 +147,7 @@ def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another
             return_gradient(THETA),
         )
     tokens = importance.importance_weights(
-        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1e9
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, LEVELS["token"], 1e9
     )
     differs(
         -WORLD.expected_gradient(THETA, lambda theta: tokens * loss(theta), sampler=OLD),
@@ -167,7 +168,13 @@ def test_bounded_weights_of_responses_ascend_scores_times_what_is_left_of_the_ra
     assert {*np.asarray(is_inside)} == {True, False}
     bounded = jnp.where(is_inside, base, 0) if masks else jnp.clip(base, lower, upper)
     weights = importance.importance_weights(
-        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, level, upper, lower=lower, masks=masks
+        WORLD.logprobs(THETA),
+        WORLD.logprobs(OLD),
+        MASK,
+        LEVELS[level],
+        upper,
+        lower=lower,
+        masks=masks,
     )
     loss = loss_of("vanilla", spread(SCORES), old=THETA)
     gradient = -WORLD.expected_gradient(THETA, lambda theta: weights * loss(theta), sampler=OLD)
@@ -178,7 +185,13 @@ def test_bounded_weights_of_responses_ascend_scores_times_what_is_left_of_the_ra
 def test_icepop_keeps_the_tokens_whose_ratio_is_inside_its_bounds():
     """In the states that the sampler visits, and with its continuations."""
     weights = importance.importance_weights(
-        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1.5, lower=0.7, masks=True
+        WORLD.logprobs(THETA),
+        WORLD.logprobs(OLD),
+        MASK,
+        LEVELS["token"],
+        1.5,
+        lower=0.7,
+        masks=True,
     )
     ratio = jax.nn.softmax(THETA) / jax.nn.softmax(OLD)
     kept = jnp.where((ratio >= 0.7) & (ratio <= 1.5), ratio, 0)
@@ -337,14 +350,15 @@ def kl_in_reward(kind, gamma=1.0, theta=THETA):
 
     Each token bears its own cost and all that follow.
     """
-    cost = kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind)
+    cost = kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, KL[kind])
     to_go = jax.vmap(lambda c, m: advantages.reward_to_go(c, m, gamma))(cost, MASK)
     return -WORLD.expected_gradient(theta, loss_of("vanilla", to_go, old=theta))
 
 
 def kl_in_loss(kind):
     return WORLD.expected_gradient(
-        THETA, lambda theta: kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind)
+        THETA,
+        lambda theta: kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, KL[kind]),
     )
 
 
@@ -366,7 +380,7 @@ DESCENDS_AS_LOSS = {  # which divergence of the next token a loss descends, in t
 }
 
 
-@pytest.mark.parametrize("kind", kl.KL_KINDS)
+@pytest.mark.parametrize("kind", KL)
 def test_kl_in_the_loss(kind):
     gradient = kl_in_loss(kind)
     if DESCENDS_AS_LOSS[kind] is None:
@@ -378,7 +392,7 @@ def test_kl_in_the_loss(kind):
     )  # no loss of tokens knows that a token leads to prefixes of a larger KL
 
 
-@pytest.mark.parametrize("kind", kl.KL_KINDS)
+@pytest.mark.parametrize("kind", KL)
 def test_kl_in_the_reward(kind):
     """The gradient of the estimator's expectation without the part through its value.
 
@@ -390,7 +404,7 @@ def test_kl_in_the_reward(kind):
         return WORLD.visits(theta) @ ESTIMATE_OF[kind](jax.nn.log_softmax(theta), log_ref)
 
     estimate = WORLD.expect(
-        THETA, kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, kind).sum(1)
+        THETA, kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, KL[kind]).sum(1)
     )
     np.testing.assert_allclose(estimate, expectation(THETA), rtol=1e-12)
     if kind in ("k1", "k3", "k3+"):

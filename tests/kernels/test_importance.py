@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels import importance
-from jax_ppo.registries import IMPORTANCE_WEIGHTS
+from kernels_by_name import LEVELS
 
-LEVELS = tuple(name for name in IMPORTANCE_WEIGHTS if name != "none")
+NAMES = tuple(name for name in LEVELS if name != "none")
 
 
 def test_by_hand():
@@ -20,11 +20,11 @@ def test_by_hand():
         jnp.log(jnp.array([[0.25, 0.4, 0.1]])),
     )
     mask = jnp.ones((1, 3), bool)
-    token = importance.importance_weights(logprobs, sampled, mask, "token", 2.0)
+    token = importance.importance_weights(logprobs, sampled, mask, LEVELS["token"], 2.0)
     np.testing.assert_allclose(token, [[2, 0.5, 2]], rtol=1e-6)  # the last is 9, cut off
-    sequence = importance.importance_weights(logprobs, sampled, mask, "sequence", 10.0)
+    sequence = importance.importance_weights(logprobs, sampled, mask, LEVELS["sequence"], 10.0)
     np.testing.assert_allclose(sequence, [[9, 9, 9]], rtol=1e-5)  # 2 x 0.5 x 9
-    geometric = importance.importance_weights(logprobs, sampled, mask, "geometric", 10.0)
+    geometric = importance.importance_weights(logprobs, sampled, mask, LEVELS["geometric"], 10.0)
     np.testing.assert_allclose(geometric, [[9 ** (1 / 3)] * 3], rtol=1e-5)
     for lower, masks, expected in (
         (0.6, False, [2, 0.6, 4]),
@@ -33,7 +33,7 @@ def test_by_hand():
         (0.4, True, [2, 0.5, 0]),
     ):
         bounded = importance.importance_weights(
-            logprobs, sampled, mask, "token", 4.0, lower=lower, masks=masks
+            logprobs, sampled, mask, LEVELS["token"], 4.0, lower=lower, masks=masks
         )
         np.testing.assert_allclose(bounded, [expected], rtol=1e-6)
 
@@ -43,7 +43,7 @@ def test_turns_by_hand():
     mask = jnp.array([[0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 1, 1, 1]])
     ratios = jnp.array([[np.nan, 2, 3, 7, np.inf, 5, 9], [2, 9, 3, 9, 5, 7, 1]])
     weights = importance.importance_weights(
-        jnp.log(ratios), jnp.zeros(mask.shape), mask, "turn", 99.0
+        jnp.log(ratios), jnp.zeros(mask.shape), mask, LEVELS["turn"], 99.0
     )
     expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 35]]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_turns_by_hand():
     # An observation without tokens: the mask does not tell the last two turns apart.
     starts = jnp.array([[0, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 1, 0, 1]])
     weights = importance.importance_weights(
-        jnp.log(ratios), jnp.zeros(mask.shape), mask, "turn", 99.0, starts=starts
+        jnp.log(ratios), jnp.zeros(mask.shape), mask, LEVELS["turn"], 99.0, starts=starts
     )
     expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 1]]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
@@ -66,32 +66,32 @@ def test_effective_sample_size_by_hand():
     assert float(size(jnp.zeros(3), jnp.ones(3))) == 0
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", NAMES)
 def test_what_is_masked_counts_nowhere(level):
     logprobs, sampled = jnp.array([[-1.0, np.nan]]), jnp.array([[-2.0, np.inf]])
-    weights = importance.importance_weights(logprobs, sampled, jnp.array([[1, 0]]), level, 9.0)
+    weights = importance.importance_weights(
+        logprobs, sampled, jnp.array([[1, 0]]), LEVELS[level], 9.0
+    )
     np.testing.assert_allclose(weights, [[np.e, 0]], rtol=1e-6)
 
 
 def test_the_same_policy_weighs_1():
     logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
-    for level in LEVELS:
+    for level in NAMES:
         np.testing.assert_array_equal(
-            importance.importance_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0
+            importance.importance_weights(logprobs, logprobs, jnp.ones((1, 2)), LEVELS[level], 1.5),
+            1.0,
         )
 
 
 def test_no_gradient_and_no_overflow():
     def weigh(x):
-        return importance.importance_weights(x, -1e4 * jnp.ones(2), jnp.ones(2), "token", 2.0)
+        return importance.importance_weights(
+            x, -1e4 * jnp.ones(2), jnp.ones(2), LEVELS["token"], 2.0
+        )
 
     np.testing.assert_array_equal(jax.grad(lambda x: weigh(x).sum())(jnp.zeros(2)), 0.0)
     np.testing.assert_array_equal(weigh(jnp.zeros(2)), 2.0)
-
-
-def test_another_level_is_refused():
-    with pytest.raises(ValueError, match="'word'.*token"):
-        importance.importance_weights(jnp.zeros(2), jnp.zeros(2), jnp.ones(2), "word", 2.0)
 
 
 mismatch = jax.jit(importance.mismatch)

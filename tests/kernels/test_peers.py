@@ -29,6 +29,7 @@ from jax_ppo.kernels import (
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip
 from jax_ppo.registries import AGGREGATIONS
+from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
 
 STORED = Path(__file__).parents[1] / "expected" / "kernels" / "peers.npz"
@@ -274,7 +275,7 @@ def compare_divergences(case: dict[str, jax.Array]) -> Iterator[Comparison]:
     mask = case["mask"]
 
     def estimate(kind: str, reference: str) -> Callable[[jax.Array], jax.Array]:
-        return lambda logprobs: kl.kl_estimate(logprobs, case[reference], mask, kind)
+        return lambda logprobs: kl.kl_estimate(logprobs, case[reference], mask, KL[kind])
 
     for peer, kinds, far in (
         ("verl", ("k1", "abs", "k2", "k3", "k3+"), ("k1", "abs", "k2", "k3", "k3+")),
@@ -328,7 +329,7 @@ def compare_divergences(case: dict[str, jax.Array]) -> Iterator[Comparison]:
 def compare_importance_weights(case: dict[str, jax.Array]) -> Iterator[Comparison]:
     def weights(level: str, old: str, **bounds) -> Callable[[jax.Array], jax.Array]:
         return lambda logprobs: importance.importance_weights(
-            logprobs, case[old], case["mask"], level, 2.0, **bounds
+            logprobs, case[old], case["mask"], LEVELS[level], 2.0, **bounds
         )
 
     for level in ("token", "sequence"):

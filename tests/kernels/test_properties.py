@@ -29,6 +29,7 @@ from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
 from jax_ppo.training import packing
 from jax_ppo.types import Sequences
+from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
 
 B, T = 3, 6
@@ -191,8 +192,8 @@ def policy_kernel(name):
 
 POLICY_KERNELS = {name: policy_kernel(name) for name in POLICY_LOSSES}
 KL_KERNELS = {
-    kind: gradient_and_result(functools.partial(kl.kl_estimate, kind=kind), 0)
-    for kind in kl.KL_KINDS
+    kind: gradient_and_result(functools.partial(kl.kl_estimate, estimator=KL[kind]), 0)
+    for kind in KL
 }
 
 
@@ -256,7 +257,7 @@ def test_value_loss(mask, values, old, returns, clip, delta):
         assert (of[clip, huber][1].loss >= of[None, huber][1].loss).all()
 
 
-@pytest.mark.parametrize("kind", kl.KL_KINDS)
+@pytest.mark.parametrize("kind", KL)
 @quick
 @given(masks, tokens(log_probabilities), tokens(log_probabilities))
 def test_kl_estimates(kind, mask, now, reference):
@@ -278,7 +279,7 @@ def test_kl_estimates(kind, mask, now, reference):
 )
 def test_importance_weights_and_mismatch(mask, now, sampled, level, threshold):
     arguments = (*poisoned(mask, now, sampled), mask)
-    weights = importance_weights(*arguments, level, threshold)
+    weights = importance_weights(*arguments, LEVELS[level], threshold)
     assert (
         (weights >= 0).all()
         and (weights <= np.float32(threshold)).all()
