@@ -283,6 +283,11 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
         raise UserError(
             f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )
+    if facts.parse is not None:
+        try:
+            facts.parse(value)
+        except ValueError as error:
+            raise UserError(f"{name}={value!r}: {error}") from None
     _validate_range(name, value, facts)
     return value
 

@@ -65,6 +65,8 @@ class Facts:
     is_list: bool = False
     # The text is a JSON list, or a single item; a list of items is accepted too.
     is_json: bool = False
+    # Turns a text into its value; raises `ValueError` for one that has none.
+    parse: Callable[[Any], object] | None = None
     at_least: Bound | None = None  # inclusive lower bound
     above: Bound | None = None  # exclusive lower bound
     at_most: Bound | None = None  # inclusive upper bound

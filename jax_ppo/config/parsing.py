@@ -1,12 +1,38 @@
-"""Parse text-valued options: sets of projections, loggers, strings and biases.
+"""Parse text-valued options: projections, loggers, dates and lists of strings.
 
 A function that refuses a text raises `ValueError`, which names the part and what is wrong with it.
 """
 
+import datetime
 import json
 
-from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import did_you_mean
+
+LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "shared_expert_gate",  # of an expert that every token passes through
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
+    "in_proj",  # of short convolutions, beside out_proj
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
+)
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
+
+
+def parse_date(text: str) -> datetime.date | None:
+    """Return the date that a text such as 2026-01-31 names; `None` for an empty one."""
+    return datetime.date.fromisoformat(text) if text else None
+
+
+def parse_loggers(text: str) -> tuple[str, ...]:
+    """Return the names in `trainer.logger`."""
+    names = parse_names(text)
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(
+                f"expected some of {', '.join(LOGGERS)}, separated by commas."
+                f"{did_you_mean(name, LOGGERS)}"
+            )
+    return names
 
 
 def parse_lora_targets(text: str) -> tuple[str, ...]:

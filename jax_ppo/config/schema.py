@@ -7,6 +7,7 @@ frequencies count steps. `docs/options.md` is generated from this file by
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,13 @@ from jax_ppo.config.option import (
     section,
     unread_unless,
 )
+from jax_ppo.config.parsing import (
+    LORA_TARGETS,
+    parse_date,
+    parse_loggers,
+    parse_lora_targets,
+    parse_strings,
+)
 from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
@@ -34,15 +42,7 @@ from jax_ppo.registries import (
     RolloutEngineEntry,
 )
 
-LORA_TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "shared_expert_gate",  # of an expert that every token passes through
-    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of Gated DeltaNets
-    "in_proj",  # of short convolutions, beside out_proj
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
-)
 STORED_DTYPES = ("float32", "bfloat16")
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 T = TypeVar("T")  # all options, or a section
 
 # The commands that read an option: all where nothing is said. `plan` takes the options of `train`.
@@ -285,7 +285,7 @@ class Data:
         'variables of the chat template, as a JSON object: {"enable_thinking": false}')
     date: str = option("",
         "the date that chat templates write, as YYYY-MM-DD; empty: of the run's first start, "
-        "also where its models are evaluated; else today", fixed_on_resume=True)
+        "also where its models are evaluated; else today", parse=parse_date, fixed_on_resume=True)
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
     curriculum: str = option("none",
@@ -335,7 +335,7 @@ class LoraOptions:
         above=0, rules=(HAS_ADAPTERS,))
     targets: str = option("all-linear",
         f"projections with adapters, separated by commas: {', '.join(LORA_TARGETS)}; or all-linear",
-        is_list=True, rules=(HAS_ADAPTERS,))
+        is_list=True, parse=parse_lora_targets, rules=(HAS_ADAPTERS,))
     path: str = option("",
         "folder or hub name of adapters in PEFT's format to start from; they set rank, alpha and "
         "targets",
@@ -886,7 +886,7 @@ class VLLM:
         rules=(STARTS_VLLM,))
     arguments: str = option("",
         "further arguments, such as --gpu-memory-utilization=0.4 --tensor-parallel-size=2",
-        rules=(STARTS_VLLM,))
+        parse=shlex.split, rules=(STARTS_VLLM,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -936,7 +936,7 @@ class RolloutOptions(Sampling):
     stop: str = option("",
         "strings that end a response, or a turn of a dialogue: one string, or a JSON list such as "
         '["Question:", "\\n\\n"]; the token that completes one is still part of the response',
-        is_json=True)
+        is_json=True, parse=parse_strings)
     min_new_tokens: int = option(0, "tokens before which a response does not end",
         unit="tokens", at_least=0,
         rules=(OptionRule(lambda c: c.rollout.min_new_tokens <= c.data.max_response_length,
@@ -1375,7 +1375,7 @@ class Trainer:
     logger: str = option("tensorboard",
         "where curves go besides the CSV: tensorboard, wandb, mlflow (server: "
         "MLFLOW_TRACKING_URI), separated by commas; console is always on",
-        is_list=True, read_by=REPORTS)
+        is_list=True, parse=parse_loggers, read_by=REPORTS)
     project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow", read_by=REPORTS)
     wandb_entity: str = option("", "user or team in wandb; empty: wandb's default", read_by=REPORTS)
     tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True,

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import recorded
 import tiny
-from jax_ppo.config import schema
+from jax_ppo.config import parsing
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.peft import (
@@ -29,7 +29,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 
 ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
-ALL = Lora(4, 6.0, schema.LORA_TARGETS)
+ALL = Lora(4, 6.0, parsing.LORA_TARGETS)
 TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
 
@@ -100,7 +100,7 @@ def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
 
 def test_a_is_drawn_as_peft_draws_it():
     params = init_adapters(
-        ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar"
+        ARCHITECTURE, Lora(64, 16.0, parsing.LORA_TARGETS), jax.random.key(0), "scalar"
     )
     for inputs, path in ((16, ("attention", "q_proj")), (32, ("mlp", "down_proj"))):
         pair = params["layers"][path[0]][path[1]]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ppo.config.schema import LORA_TARGETS
+from jax_ppo.config.parsing import LORA_TARGETS
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
